@@ -1,0 +1,269 @@
+"""The command line: bare Hydra overrides run; a few verbs look at what is there."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shlex
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from posbench import __version__, paths
+from posbench.errors import UserError
+
+HELP = """posbench finds, explains and removes position bias in language models.
+
+  posbench                                            the embedded tiny model: search, intervene, evaluate, report
+  posbench task=kv_retrieval model=mistral7b method=scale_channel
+  posbench model=hf model.path=DIR stages=[search]    find the channel of your own checkpoint
+  posbench -m method.factor=1,0.5,0,-0.5,-1           sweep; ends with one summary table and one figure
+  posbench experiment=yu2025_fig6                     one figure or table of a paper
+
+  posbench ls [models|methods|tasks|searches|experiments]
+  posbench validate [OVERRIDES]                       compose and check configs, run nothing
+  posbench report DIR                                 redraw the figures and report.html of a run or a sweep
+  posbench rescore DIR                                score saved outputs again, without a model
+
+Every key of conf/ can be overridden as key=value; `--cfg job` prints the composed config, `--config-dir DIR` adds your own
+YAML files, `--hydra-help` lists Hydra's own flags. Runs go to outputs/<task>/vNNN/<model>__<method>__<hash>; the same
+command resumes. Exit status: 0 done, 1 some rows failed (run again to retry them), 2 something to mend.
+"""
+
+GROUPS = {"models": "model", "methods": "method", "tasks": "task", "searches": "search"}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit status."""
+    args = list(sys.argv[1:] if argv is None else argv)
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
+    verbs: dict[str, Callable[[list[str]], int]] = {"ls": _ls, "validate": _validate, "report": _report, "rescore": _rescore}
+    try:
+        if args and args[0] in ("-h", "--help", "help"):
+            print(HELP)
+            return 0
+        if args and args[0] == "--version":
+            print(f"posbench {__version__}")
+            return 0
+        if args and args[0] in verbs:
+            return verbs[args[0]](args[1:])
+        return _hydra(args, _job)
+    except UserError as error:
+        print(f"posbench: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("posbench: stopped; the same command resumes", file=sys.stderr)
+        return 130
+
+
+# Hydra
+
+
+def _hydra(args: list[str], task: Callable[[Any], None]) -> int:
+    """Compose the config from the arguments and hand it to ``task``, once or once per sweep job."""
+    import hydra
+    from hydra.core.global_hydra import GlobalHydra
+    from hydra.errors import HydraException
+    from omegaconf.errors import OmegaConfBaseException
+
+    status: list[int] = []
+    config_name, flags = _experiment(args)
+    before = sys.argv, os.environ.get("HYDRA_FULL_ERROR"), os.environ.get("POSBENCH_SWEEP")
+    with tempfile.TemporaryDirectory(prefix="posbench-sweep-") as sweep:
+        # Hydra would print a traceback and exit 1 on its own; with this it raises and the message is ours.
+        os.environ |= {"HYDRA_FULL_ERROR": "1", "POSBENCH_SWEEP": sweep}
+        sys.argv = ["posbench", *flags]
+        try:
+            GlobalHydra.instance().clear()
+            hydra.main(version_base="1.3", config_path=str(paths.CONF), config_name=config_name)(task)()
+        except (HydraException, OmegaConfBaseException) as error:
+            raise _as_user_error(error, args) from error
+        finally:
+            GlobalHydra.instance().clear()
+            sys.argv = before[0]
+            for name, value in zip(("HYDRA_FULL_ERROR", "POSBENCH_SWEEP"), before[1:], strict=True):
+                os.environ.pop(name, None) if value is None else os.environ.__setitem__(name, value)
+        jobs = [json.loads(p.read_text()) for p in sorted(Path(sweep).glob("job-*.json"))]
+        status = [job["status"] for job in jobs]
+        if len(jobs) > 1 or any(job["multirun"] for job in jobs):
+            from posbench.sweep import summarise
+
+            summarise(jobs, Console())
+    return max(status, default=0)
+
+
+def _experiment(args: list[str]) -> tuple[str, list[str]]:
+    """``experiment=NAME`` makes that file the primary config."""
+    names = [a.removeprefix("experiment=") for a in args if a.startswith("experiment=")]
+    rest = [a for a in args if not a.startswith("experiment=")]
+    if not names:
+        return "config", rest
+    if not (paths.EXPERIMENTS / f"{names[-1]}.yaml").is_file():
+        raise UserError(
+            field="experiment", value=names[-1], allowed=", ".join(_choices(paths.EXPERIMENTS)), hint="posbench ls experiments"
+        )
+    return names[-1], ["--config-dir", str(paths.EXPERIMENTS), *rest]
+
+
+def _job(config: Any) -> None:
+    """One run: everything that can go wrong ends as a status, so that a sweep goes on."""
+    from hydra.core.hydra_config import HydraConfig
+    from hydra.types import RunMode
+    from omegaconf import OmegaConf
+
+    from posbench import config as configs
+    from posbench.runner import execute
+    from posbench.stages.base import IncompleteRun
+
+    hydra_config = HydraConfig.get()
+    typed = [o for o in hydra_config.overrides.task]
+    multirun = hydra_config.mode == RunMode.MULTIRUN
+    number = OmegaConf.select(hydra_config, "job.num", default=0, throw_on_missing=False) or 0
+    record: dict[str, Any] = {"overrides": typed, "multirun": multirun, "folder": None, "status": 0}
+    try:
+        checked = configs.check(configs.plain(config), [o.split("=", 1)[0].lstrip("+~") for o in typed])
+        record["folder"] = str(execute(checked, command=shlex.join(["posbench", *sys.argv[1:]]), console=Console()))
+    except IncompleteRun as error:
+        print(f"posbench: {error}", file=sys.stderr)
+        record["status"] = 1
+    except UserError as error:
+        print(f"posbench: {error}", file=sys.stderr)
+        record["status"] = 2
+    finally:
+        Path(os.environ["POSBENCH_SWEEP"], f"job-{number:05d}.json").write_text(json.dumps(record))
+
+
+def _as_user_error(error: Exception, args: list[str]) -> UserError:
+    """Hydra's and OmegaConf's complaints as one line."""
+    import difflib
+    import re
+
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    text = lines[0] if lines else type(error).__name__
+    missing = re.search(r"Could not find '(\w+)/([^']*)'", str(error))
+    if missing:
+        group, choice = missing.groups()
+        choices = _choices(paths.CONF / group)
+        near = difflib.get_close_matches(choice, choices, n=1)
+        return UserError(
+            field=group, value=choice, allowed=", ".join(choices), hint=f"did you mean {near[0]}?" if near else f"posbench ls {group}s"
+        )
+    key = getattr(error, "full_key", None)
+    blamed = next((a for a in args if a.lstrip("+~").split("=", 1)[0] in text), None)
+    name = key or re.sub(r"=.*", "", blamed or "override")
+    value = blamed.split("=", 1)[1] if blamed and "=" in blamed else " ".join(args)
+    return UserError(field=str(name), value=value, allowed="keys and values of conf/", hint=f"see posbench --cfg job ({text})")
+
+
+# Verbs
+
+
+def _choices(folder: Path) -> list[str]:
+    return sorted(p.stem for p in folder.glob("*.yaml"))
+
+
+def _ls(args: list[str]) -> int:
+    kinds = [*GROUPS, "experiments"]
+    if len(args) > 1 or (args and args[0] not in kinds):
+        raise UserError(field="ls", value=" ".join(args), allowed=", ".join(kinds), hint="posbench ls models")
+    for kind in args or kinds:
+        folder = paths.EXPERIMENTS if kind == "experiments" else paths.CONF / GROUPS[kind]
+        table = Table(title=kind, title_justify="left", box=None, pad_edge=False)
+        table.add_column("name")
+        table.add_column("what")
+        for name in _choices(folder):
+            table.add_row(name, _about(folder / f"{name}.yaml"))
+        Console().print(table)
+    return 0
+
+
+def _about(file: Path) -> str:
+    """The first comment of a YAML, or its title, source or path."""
+    import yaml
+
+    text = file.read_text()
+    comment = [line.lstrip("# ") for line in text.splitlines()[:1] if line.startswith("#") and "@package" not in line]
+    data = yaml.safe_load(text) or {}
+    experiment = data.get("experiment") or {}
+    return str(experiment.get("title") or (comment and comment[0]) or data.get("path") or "")
+
+
+def _validate(args: list[str]) -> int:
+    from posbench import config as configs
+
+    if args:
+        jobs = [args]
+    else:
+        jobs = [[f"{group}={name}"] for group in GROUPS.values() for name in _choices(paths.CONF / group)]
+        jobs += [[f"experiment={name}"] for name in _choices(paths.EXPERIMENTS)]
+    status = 0
+    for job in jobs:
+        job = [*job, "model.path=."] if "model=hf" in job and not any(a.startswith("model.path=") for a in job) else job
+        job = [*job, "stages=[search]"] if job[0] == "model=hf" else job
+        problems: list[str] = []
+
+        def check(config: Any) -> None:
+            from hydra.core.hydra_config import HydraConfig
+
+            typed = [o.split("=", 1)[0] for o in HydraConfig.get().overrides.task]
+            try:
+                configs.check(configs.plain(config), typed)
+            except UserError as error:
+                problems.append(str(error))  # noqa: B023
+
+        try:
+            _hydra(job, check)
+        except UserError as error:
+            problems.append(str(error))
+        print(f"{'ok  ' if not problems else 'BAD '} {shlex.join(job)}")
+        for problem in problems:
+            print(f"posbench: {problem}", file=sys.stderr)
+            status = 2
+    return status
+
+
+def _folder(verb: str, args: list[str]) -> Path:
+    if len(args) != 1:
+        raise UserError(field=verb, value=" ".join(args), allowed="one folder", hint=f"posbench {verb} DIR")
+    return Path(args[0]).expanduser()
+
+
+def _report(args: list[str]) -> int:
+    from posbench import report
+
+    folder = _folder("report", args)
+    page = report.render_sweep(folder) if (folder / "summary.csv").is_file() else report.render_run(folder)
+    print(page)
+    return 0
+
+
+def _rescore(args: list[str]) -> int:
+    import yaml
+
+    from posbench import config as configs
+    from posbench import report
+    from posbench.record import open_run
+    from posbench.stages import evaluate
+
+    run = open_run(_folder("rescore", args))
+    raw = yaml.safe_load((run.path / "config.yaml").read_text())
+    if not run.rows(evaluate.FILE):
+        raise UserError(field="DIR", value=str(run.path), allowed="a run that evaluated", hint="add evaluate to its stages")
+    changed = evaluate.rescore(configs.check({k: v for k, v in raw.items() if k != "pinned"}), run)
+    print(f"{changed} of {len(run.rows(evaluate.FILE))} scores changed; {report.render_run(run.path)}")
+    return 0
+
+
+def run() -> None:
+    """Entry point of the ``posbench`` command."""
+    sys.exit(main())
+
+
+if __name__ == "__main__":
+    run()

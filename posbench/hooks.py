@@ -1,0 +1,23 @@
+"""Change a model inside a block and restore it on the way out, also after an exception."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+
+@contextmanager
+def replaced(target: object, name: str, value: Any) -> Iterator[None]:
+    """Set an instance attribute for the duration of a block.
+
+    An attribute that lived on the class alone is deleted again, so that ``vars(target)`` ends as it began.
+    """
+    own = vars(target)
+    had, before = name in own, own.get(name)
+    setattr(target, name, value)
+    try:
+        yield
+    finally:
+        if had:
+            setattr(target, name, before)
+        else:
+            delattr(target, name)

@@ -1,0 +1,399 @@
+"""A causal language model with its tokenizer: load, encode, generate, score, and read attention rows."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import (
+    AttentionInterface,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+from transformers.utils import is_flash_attn_2_available
+
+from posbench import arch, paths
+from posbench.errors import UserError
+from posbench.hooks import replaced
+
+log = logging.getLogger(__name__)
+
+Kernel = Literal["sdpa", "eager", "flash_attention_2"]
+Dtype = Literal["auto", "float64", "float32", "bfloat16", "float16"]
+_ROWS = "posbench_last_row"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """One file of ``conf/model/``.
+
+    Attributes:
+        name: Short name used in folders and tables.
+        path: Hub id, local directory, or ``posbench://NAME`` for an embedded model.
+        revision: Hub revision; None takes the default branch.
+        dtype: Weight type; ``auto`` is the checkpoint's own on a GPU and float32 on a CPU.
+        attention: Attention kernel.
+        chat_template: ``auto`` applies the tokenizer's template where it has one; ``none`` never does.
+        context_window: Tokens the model reads; None takes the checkpoint's ``max_position_embeddings``.
+        stages: Stages that run when the user names none.
+        source: Where the constants of this file come from.
+        scale_channel: Published or found channel, factor and layers, with a ``source``.
+        tasks: Per task name, defaults that replace those of ``conf/task``.
+        search: Defaults that replace those of ``conf/search``.
+    """
+
+    name: str
+    path: str
+    revision: str | None = None
+    dtype: Dtype = "auto"
+    attention: Kernel = "sdpa"
+    chat_template: Literal["auto", "none"] = "auto"
+    context_window: int | None = None
+    stages: tuple[str, ...] = ("intervene", "evaluate", "report")
+    source: str = ""
+    scale_channel: dict[str, Any] | None = None
+    tasks: dict[str, dict[str, Any]] = field(default_factory=dict)
+    search: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """One prompt as tokens.
+
+    Attributes:
+        ids: Token ids, special tokens included.
+        offsets: Per token, the (start, end) characters of the *task's* prompt it covers; (0, 0) for added tokens.
+        dropped: Tokens removed from the middle to fit the context window.
+    """
+
+    ids: list[int]
+    offsets: list[tuple[int, int]]
+    dropped: int = 0
+
+
+@dataclass
+class LM:
+    """A causal LM ready for posbench.
+
+    Attributes:
+        model: The Hugging Face model, in eval mode.
+        tokenizer: Its tokenizer; None allows token-level calls only.
+        name: Short name.
+        context_window: Tokens the model reads.
+        chat_template: See :class:`ModelConfig`.
+    """
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase | None
+    name: str
+    context_window: int
+    chat_template: Literal["auto", "none"] = "auto"
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the embedding, where inputs go."""
+        return self.model.get_input_embeddings().weight.device
+
+    @property
+    def layers(self) -> int:
+        """Number of decoder layers."""
+        return self.model.config.num_hidden_layers
+
+    def render(self, prompt: str) -> str:
+        """The text the model reads: the prompt, inside the chat template where the rule asks for it."""
+        tokenizer = self._tokenizer()
+        if self.chat_template == "none" or not tokenizer.chat_template:
+            return prompt
+        messages = [{"role": "user", "content": prompt}]
+        return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+
+    def encode(self, prompt: str, *, truncation: Literal["refuse", "middle"] = "refuse", reserve: int = 0) -> Encoded:
+        """Tokenise a prompt once, the beginning-of-sequence token exactly once.
+
+        Args:
+            prompt: The task's prompt.
+            truncation: What to do over the context window: refuse, or drop tokens from the middle as LongBench does.
+            reserve: Tokens to keep free for the answer.
+
+        Raises:
+            UserError: The prompt does not fit and ``truncation`` is ``refuse``.
+        """
+        tokenizer, text = self._tokenizer(), self.render(prompt)
+        encoding = tokenizer(text, add_special_tokens=text is prompt, return_offsets_mapping=tokenizer.is_fast)
+        ids = list(encoding["input_ids"])
+        shift = text.find(prompt)
+        pairs = encoding["offset_mapping"] if tokenizer.is_fast else [(0, 0)] * len(ids)
+        offsets = [(max(a - shift, 0), max(b - shift, 0)) for a, b in pairs]
+        room, dropped = self.context_window - reserve, 0
+        if len(ids) > room:
+            if truncation == "refuse":
+                raise UserError(
+                    field="prompt length",
+                    value=len(ids),
+                    allowed=f"at most {room} tokens (context window {self.context_window} of {self.name}, {reserve} kept)",
+                    hint="shorten the task (for kv_retrieval: task.pairs), or allow it with task.truncation=middle",
+                )
+            dropped, front = len(ids) - room, room // 2
+            ids = ids[:front] + ids[front + dropped :]
+            offsets = offsets[:front] + offsets[front + dropped :]
+        return Encoded(ids=ids, offsets=offsets, dropped=dropped)
+
+    def pad(self, rows: Sequence[Sequence[int]]) -> dict[str, Tensor]:
+        """Left-pad token rows to one batch: ``input_ids``, ``attention_mask`` and ``position_ids``, each [B, T]."""
+        width = max(len(row) for row in rows)
+        fill = self._pad_id()
+        ids = torch.tensor([[fill] * (width - len(row)) + list(row) for row in rows], device=self.device)
+        mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows], device=self.device)
+        # A bare forward counts positions from the first column, padding included; generate() counts from the mask.
+        return {"input_ids": ids, "attention_mask": mask, "position_ids": (mask.cumsum(-1) - 1).clamp(min=0)}
+
+    @torch.inference_mode()
+    def generate(self, rows: Sequence[Sequence[int]] | Sequence[str], *, max_new_tokens: int, batch_size: int = 8) -> list[str]:
+        """Greedy continuations, from these settings alone (the checkpoint's generation config is not consulted).
+
+        Args:
+            rows: Prompts as token ids or as text.
+            max_new_tokens: Tokens to generate at most.
+            batch_size: Rows per batch; see :func:`batches`.
+
+        Returns:
+            The generated text per prompt, in input order.
+        """
+        encoded = [self.encode(row).ids if isinstance(row, str) else list(row) for row in rows]
+        texts = [""] * len(encoded)
+        for batch in batches([len(row) for row in encoded], batch_size):
+            for index, text in zip(batch, self._generate_batch([encoded[i] for i in batch], max_new_tokens), strict=True):
+                texts[index] = text
+        return texts
+
+    def _generate_batch(self, rows: list[list[int]], max_new_tokens: int) -> list[str]:
+        tokenizer, inputs = self._tokenizer(), self.pad(rows)
+        settings = GenerationConfig(
+            do_sample=False,
+            num_beams=1,
+            max_new_tokens=max_new_tokens,
+            eos_token_id=self.model.generation_config.eos_token_id or tokenizer.eos_token_id,
+            pad_token_id=self._pad_id(),
+        )
+        inputs.pop("position_ids")
+        with replaced(self.model, "generation_config", settings):
+            out = self.model.generate(**inputs)
+        new = out[:, inputs["input_ids"].shape[1] :]
+        return [str(text) for text in tokenizer.batch_decode(new, skip_special_tokens=True)]
+
+    @torch.inference_mode()
+    def logits(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        """Next-token logits of every row, [B, T, V], for token ids [B, T] and an optional left-padding mask [B, T]."""
+        mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+        positions = (mask.cumsum(-1) - 1).clamp(min=0)
+        return self.model(input_ids=input_ids, attention_mask=mask, position_ids=positions).logits
+
+    def answer_ids(self, prompt: str, answer: str) -> tuple[list[int], list[int]]:
+        """Token ids of a prompt and of the answer that follows it.
+
+        The pair is tokenised as one text where the prompt's tokens survive that; otherwise each on its own.
+        """
+        tokenizer, head = self._tokenizer(), self.encode(prompt).ids
+        text = self.render(prompt)
+        both = tokenizer(text + answer, add_special_tokens=text is prompt)["input_ids"]
+        if both[: len(head)] == head and len(both) > len(head):
+            return head, list(both[len(head) :])
+        return head, list(tokenizer(answer, add_special_tokens=False)["input_ids"])
+
+    @torch.inference_mode()
+    def answer_loss(self, prompts: Sequence[str], answers: Sequence[str], *, batch_size: int = 8) -> Tensor:
+        """Mean cross-entropy (nats per token) of each answer after its prompt, [N].
+
+        The prompt runs first and the answer is fed on its cache, so that a method that treats the last prompt token
+        apart (scale_channel) sees the same sequence of calls as in generation.
+        """
+        pairs = [self.answer_ids(p, a) for p, a in zip(prompts, answers, strict=True)]
+        losses = torch.zeros(len(pairs))
+        for batch in batches([len(prompt) for prompt, _ in pairs], batch_size):
+            inputs = self.pad([pairs[i][0] for i in batch])
+            out = self.model(**inputs, use_cache=True, logits_to_keep=1)
+            targets = [pairs[i][1] for i in batch]
+            losses[list(batch)] = self.continuation_loss(out, inputs, targets, self.model).cpu()
+        return losses
+
+    def continuation_loss(self, prompt_out: Any, inputs: dict[str, Tensor], targets: list[list[int]], forward: Any) -> Tensor:
+        """Loss of answers [B] given the output of their prompts' last rows.
+
+        Args:
+            prompt_out: Forward output of the prompts with at least the last row's logits and its cache.
+            inputs: The padded prompts from :meth:`pad`.
+            targets: Answer token ids per row, of any lengths.
+            forward: Callable that runs the answer tokens on the cache.
+        """
+        width = max(len(row) for row in targets)
+        ids = torch.tensor([row + [self._pad_id()] * (width - len(row)) for row in targets], device=self.device)
+        seen = torch.tensor([[1.0] * len(row) + [0.0] * (width - len(row)) for row in targets], device=self.device)
+        logits = [prompt_out.logits[:, -1:]]
+        if width > 1:
+            mask = torch.cat([inputs["attention_mask"], seen[:, :-1].long()], dim=1)
+            start = inputs["position_ids"][:, -1:] + 1
+            positions = start + torch.arange(width - 1, device=self.device)
+            out = forward(
+                input_ids=ids[:, :-1], attention_mask=mask, position_ids=positions, past_key_values=prompt_out.past_key_values
+            )
+            logits.append(out.logits)
+        nats = F.cross_entropy(torch.cat(logits, dim=1).float().transpose(1, 2), ids, reduction="none")
+        return (nats * seen).sum(1) / seen.sum(1)
+
+    @contextmanager
+    def last_attention(self) -> Iterator[dict[int, Tensor]]:
+        """Collect the attention weights of the last token in each forward inside the block.
+
+        Yields:
+            Dict layer -> weights [B, H, T] of the latest forward (post-softmax, float32). Memory is linear in T.
+        """
+        weights: dict[int, Tensor] = {}
+
+        def attend(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any) -> Any:
+            scaling = kwargs.get("scaling") or query.shape[-1] ** -0.5
+            keys = repeat_kv(key, query.shape[1] // key.shape[1])
+            scores = (query[:, :, -1:].float() @ keys.float().transpose(-1, -2)) * scaling
+            if mask is not None:
+                row = mask[:, :, -1:, : scores.shape[-1]]
+                scores = scores.masked_fill(~row, float("-inf")) if row.dtype == torch.bool else scores + row
+            weights[module.layer_idx] = scores.softmax(-1)[:, :, 0]
+            return sdpa_attention_forward(module, query, key, value, mask, **kwargs)
+
+        before = self.model.config._attn_implementation
+        AttentionInterface.register(_ROWS, attend)
+        # Without a mask function under the same name transformers would hand over no mask at all.
+        AttentionMaskInterface.register(_ROWS, sdpa_mask)
+        try:
+            self.model.set_attn_implementation(_ROWS)
+            yield weights
+        finally:
+            self.model.set_attn_implementation(before)
+
+    def _tokenizer(self) -> PreTrainedTokenizerBase:
+        if self.tokenizer is None:
+            raise UserError(
+                field="tokenizer", value=None, allowed="a tokenizer", hint="pass posbench.load(model, tokenizer=...)"
+            )
+        return self.tokenizer
+
+    def _pad_id(self) -> int:
+        if self.tokenizer is not None and self.tokenizer.pad_token_id is not None:
+            return int(self.tokenizer.pad_token_id)
+        eos = self.tokenizer.eos_token_id if self.tokenizer is not None else None
+        return int(eos or 0)
+
+
+def batches(lengths: Sequence[int], size: int) -> list[list[int]]:
+    """Group prompts of similar length, longest first, so that little padding is needed and memory errors come early.
+
+    Depends on the lengths alone: a resumed run forms the same batches and so gets the same numbers.
+    """
+    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
+    return [order[i : i + size] for i in range(0, len(order), size)]
+
+
+def load(
+    source: str | Path | PreTrainedModel | ModelConfig,
+    *,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    name: str | None = None,
+    device: str = "auto",
+    **fields: Any,
+) -> LM:
+    """Load a model for posbench.
+
+    Args:
+        source: A name from ``conf/model`` ("mistral7b"), a local directory, a hub id, a Hugging Face model object, or
+            a :class:`ModelConfig`.
+        tokenizer: For a model object; without it only token-level calls work.
+        name: Short name; taken from the source if None.
+        device: ``auto`` (a GPU where there is one), ``cpu``, ``cuda``, ``cuda:1`` ...
+        **fields: Fields of :class:`ModelConfig` to override.
+
+    Raises:
+        UserError: Unknown architecture, missing checkpoint or kernel, no safetensors weights.
+    """
+    if isinstance(source, PreTrainedModel):
+        arch.family_of(source)
+        window = getattr(source.config, "max_position_embeddings", None) or 2**31
+        return LM(source.eval(), tokenizer, name or "model", window, fields.get("chat_template", "auto"))
+    if isinstance(source, ModelConfig):
+        config = source
+    else:
+        known = paths.CONF / "model" / f"{source}.yaml"
+        if known.is_file():
+            from posbench.config import model_config
+
+            config = model_config(str(source), **fields)
+        else:
+            config = ModelConfig(name=name or Path(str(source)).name, path=str(source), **fields)
+    return _load_checkpoint(config, device)
+
+
+def _load_checkpoint(config: ModelConfig, device: str) -> LM:
+    where = _device(device)
+    if config.attention == "flash_attention_2" and not is_flash_attn_2_available():
+        raise UserError(
+            field="model.attention",
+            value=config.attention,
+            allowed="sdpa or eager on this machine (flash-attn is not installed)",
+            hint="set model.attention=sdpa, or install the extra posbench[flash]",
+        )
+    path = paths.model_path(config.path)
+    try:
+        hf_config = AutoConfig.from_pretrained(path, revision=config.revision, trust_remote_code=False)
+        if getattr(hf_config, "model_type", None) not in {t for f in arch.FAMILIES for t in f.model_types}:
+            arch.family_of(_OnlyConfig(hf_config))  # type: ignore[arg-type]
+        tokenizer = AutoTokenizer.from_pretrained(path, revision=config.revision, trust_remote_code=False)
+        dtype = config.dtype if config.dtype != "auto" else ("float32" if where.type == "cpu" else "auto")
+        model = AutoModelForCausalLM.from_pretrained(
+            path,
+            revision=config.revision,
+            dtype=dtype,
+            attn_implementation=config.attention,
+            use_safetensors=True,
+            trust_remote_code=False,
+        )
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0][:200]
+        raise UserError(
+            field="model.path",
+            value=config.path,
+            allowed="a local directory with config.json, tokenizer files and *.safetensors, or a reachable hub id",
+            hint=f"set model.path=DIR to a local checkpoint ({reason})",
+        ) from error
+    window = config.context_window or getattr(hf_config, "max_position_embeddings", None) or 2**31
+    return LM(model.to(where).eval(), tokenizer, config.name, window, config.chat_template)
+
+
+@dataclass
+class _OnlyConfig:
+    """Lets the family table be asked before any weight is read."""
+
+    config: Any
+
+
+def _device(device: str) -> torch.device:
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        where = torch.device(device)
+        torch.empty(0, device=where)
+    except (RuntimeError, AssertionError) as error:
+        raise UserError(
+            field="runtime.device", value=device, allowed="auto, cpu, or a CUDA device of this machine", hint="use auto"
+        ) from error
+    return where

@@ -1,0 +1,294 @@
+"""Scale one hidden-state channel for the last token's attention (Yu et al. 2025, Section 3.3, Eq. 2-3).
+
+Earlier tokens never see the scaled queries and keys, so their states do not depend on the channel, the factor or
+the layers. The prompt is therefore prefilled without the method, the cached keys get the rank-1 term
+``(s - 1) h_p RoPE(W_K[:, p])``, and only the last tokens run with scaled inputs to the query and key projections.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from functools import wraps
+from typing import TYPE_CHECKING, Any, Literal, Self
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from posbench import arch
+from posbench.errors import UserError
+from posbench.hooks import replaced
+from posbench.methods.base import Method
+
+if TYPE_CHECKING:
+    from posbench.lm import LM
+
+
+@dataclass
+class Prefix:
+    """An unmodified prefill that serves any number of (channel, factor, layers) candidates.
+
+    Letters: B prompts, P prefilled tokens, C recorded channels, L layers.
+
+    Attributes:
+        cache: Keys and values of the P tokens, never changed by :meth:`fork`.
+        channels: The C recorded channels of the attention input.
+        inputs: Per layer, the attention input at these channels, [B, P, C].
+        rotary: Per layer, (cos, sin) of the P positions.
+    """
+
+    cache: DynamicCache
+    channels: tuple[int, ...] = ()
+    inputs: dict[int, Tensor] = field(default_factory=dict)
+    rotary: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+
+    def fork(self, model: PreTrainedModel, method: ScaleChannel) -> DynamicCache:
+        """A cache with scaled keys in the method's layers; everything else is shared with this prefix, not copied."""
+        cache = copy.copy(self.cache)
+        cache.layers = [copy.copy(layer) for layer in self.cache.layers]
+        attentions = arch.attention_modules(model)
+        picked = [self.channels.index(c) for c in method.channels]
+        for index in method.layer_indices if self.inputs else ():
+            attention, inputs, layer = attentions[index], self.inputs[index], cache.layers[index]
+            _, key = arch.query_key_projections(model, index)
+            exact = torch.promote_types(inputs.dtype, torch.float32)
+            columns = arch.key_columns(key, method.channels, inputs.new_empty(0, model.config.hidden_size)).to(exact)
+            delta = (method.factor - 1) * (inputs[..., picked].to(exact) @ columns)
+            heads = layer.keys.shape[1]
+            delta = delta.unflatten(-1, (heads, -1)).transpose(1, 2)
+            delta = arch.rotate(attention, delta, self.rotary[index])
+            # A sliding-window layer keeps the newest tokens only.
+            layer.keys = (layer.keys + delta[..., -layer.keys.shape[-2] :, :]).to(layer.keys.dtype)
+        return cache
+
+
+def prefill(
+    model: PreTrainedModel,
+    forward: Callable[..., Any],
+    channels: Sequence[int],
+    layers: Sequence[int],
+    *,
+    past_key_values: DynamicCache | None = None,
+    **inputs: Any,
+) -> tuple[Prefix, Any]:
+    """Run the unmodified model once and remember what any later scaling needs.
+
+    Args:
+        model: The causal LM.
+        forward: Its unmodified forward.
+        channels: Channels of the attention input to record.
+        layers: Layers to record (0-based).
+        past_key_values: An empty cache to fill; a new one if None.
+        **inputs: ``input_ids`` [B, P], ``attention_mask`` [B, P] and further arguments of the forward.
+
+    Returns:
+        The prefix and the forward's output.
+    """
+    cache = DynamicCache(config=model.config) if past_key_values is None else past_key_values
+    prefix = Prefix(cache=cache, channels=tuple(channels))
+    index = list(channels)
+
+    def record(layer: int) -> Callable[..., None]:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
+            prefix.inputs[layer] = hidden[..., index]
+            prefix.rotary[layer] = kwargs["position_embeddings"]
+
+        return hook
+
+    attentions = arch.attention_modules(model)
+    with ExitStack() as stack:
+        for layer in layers:
+            stack.callback(attentions[layer].register_forward_pre_hook(record(layer), with_kwargs=True).remove)
+        out = forward(past_key_values=cache, use_cache=True, **inputs)
+    return prefix, out
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScaleChannel(Method):
+    """Multiply channels of the attention input (after the layer's first norm) by a factor, for the last tokens only.
+
+    In the chosen layers the queries of the last prompt token and of every generated token, and the keys of all
+    positions, are computed from the scaled input; values, the residual stream and the attention of earlier tokens
+    stay as they are. The cache keeps the scaled keys.
+
+    Inside the block stock ``lm.model(...)`` and ``lm.model.generate(...)`` (with a cache) see the method. A call
+    with an empty cache is a prompt; later calls on its cache are generated or teacher-forced tokens and are scaled.
+    Without a cache each call is a prompt of its own, so ``generate(use_cache=False)`` is another method.
+
+    Args:
+        channel: One channel or several, 0-based, below the hidden size.
+        factor: The multiplier s; 1 changes nothing.
+        layers: First and last layer, inclusive and 0-based as in the paper's Table 4.
+        last: Rows of the prompt with scaled attention: 1 (paper), n, or ``"all"`` (also None), the ablations of Table 6.
+
+    Source: Yu et al. 2025, Eq. 2-3.
+    Differs from source: the authors' program projects queries and keys a second time in every layer; this one adds
+    the same amount as a rank-1 term (equal in exact arithmetic), and serves batches with left padding.
+    """
+
+    channel: int | tuple[int, ...]
+    factor: float
+    layers: tuple[int, int]
+    last: int | Literal["all"] | None = 1
+
+    @property
+    def channels(self) -> tuple[int, ...]:
+        """The scaled channels, always as a tuple."""
+        return (self.channel,) if isinstance(self.channel, int) else tuple(self.channel)
+
+    @property
+    def layer_indices(self) -> range:
+        """The scaled layers."""
+        return range(self.layers[0], self.layers[1] + 1)
+
+    def neutral(self) -> Self:
+        """Factor 1."""
+        return replace(self, factor=1.0)
+
+    def check(self, lm: LM) -> None:
+        """See :meth:`Method.check`."""
+        check_channels(lm, "method.channel", self.channels)
+        check_layers(lm, "method.layers", self.layers)
+        if not (self.last in (None, "all") or (isinstance(self.last, int) and self.last >= 1)):
+            raise UserError(
+                field="method.last", value=self.last, allowed="1, a larger whole number, or all", hint="set method.last=1"
+            )
+
+    @contextmanager
+    def applied(self, lm: LM) -> Iterator[LM]:
+        """See :meth:`Method.applied`."""
+        self.check(lm)
+        model, forward = lm.model, lm.model.forward
+        signature = inspect.signature(forward)
+        prompts_seen: weakref.WeakSet[DynamicCache] = weakref.WeakSet()
+
+        @wraps(forward)
+        def scaled_forward(*args: Any, **kwargs: Any) -> Any:
+            bound = signature.bind(*args, **kwargs).arguments
+            call = {k: v for k, v in bound.items() if k != "kwargs"} | bound.get("kwargs", {})
+            cache = call.pop("past_key_values", None)
+            if cache is not None and cache.get_seq_length() > 0:
+                if cache not in prompts_seen:
+                    raise ValueError("this cache was filled outside the scale_channel block: run the prompt inside it")
+                return self.continue_with(model, forward, past_key_values=cache, **call)
+            return self._prompt(model, forward, cache, prompts_seen, call)
+
+        with replaced(model, "forward", scaled_forward):
+            yield lm
+
+    def continue_with(self, model: PreTrainedModel, forward: Callable[..., Any], **inputs: Any) -> Any:
+        """Run tokens whose queries and keys are scaled, on a cache whose keys are scaled already."""
+
+        def scale(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+            hidden = args[0].clone()
+            hidden[..., list(self.channels)] *= self.factor
+            return (hidden, *args[1:])
+
+        with ExitStack() as stack:
+            for layer in self.layer_indices:
+                for projection in arch.query_key_projections(model, layer):
+                    stack.callback(projection.register_forward_pre_hook(scale).remove)
+            return forward(**inputs)
+
+    def _prompt(
+        self,
+        model: PreTrainedModel,
+        forward: Callable[..., Any],
+        cache: Any,
+        prompts_seen: weakref.WeakSet[DynamicCache],
+        call: dict[str, Any],
+    ) -> Any:
+        """Prefill all tokens but the last n unmodified, scale the cached keys, run the last n scaled."""
+        if call.get("output_attentions"):
+            raise ValueError("output_attentions is not available inside the block: use lm.last_attention()")
+        keep, labels = call.pop("logits_to_keep", 0), call.pop("labels", None)
+        use_cache, as_dict = call.pop("use_cache", None), call.pop("return_dict", None)
+        if cache is None:
+            cache = DynamicCache(config=model.config)
+        if not all(isinstance(layer, DynamicLayer) for layer in cache.layers):
+            raise ValueError(f"scale_channel needs a DynamicCache, got {type(cache).__name__}: drop cache_implementation")
+        tokens = call["input_ids"] if call.get("input_ids") is not None else call["inputs_embeds"]
+        total = tokens.shape[1]
+        rows = total if self.last in (None, "all") else min(int(self.last), total)  # type: ignore[arg-type]
+        head = total - rows
+        outputs = []
+        if head:
+            part = {k: _rows(k, v, slice(0, head), total) for k, v in call.items()}
+            # Row counts below 1 cannot be asked for: the one spare row is dropped again below.
+            wanted = max(keep - rows, 1) if isinstance(keep, int) and keep else 0
+            prefix, out = prefill(
+                model, forward, self.channels, self.layer_indices, past_key_values=cache, logits_to_keep=wanted, **part
+            )
+            cache.layers = prefix.fork(model, self).layers
+            outputs.append(out)
+        part = {k: _rows(k, v, slice(head, total), total) for k, v in call.items()}
+        outputs.append(
+            self.continue_with(
+                model, forward, past_key_values=cache, use_cache=True,
+                logits_to_keep=min(keep, rows) if isinstance(keep, int) else 0, **part,
+            )
+        )  # fmt: skip
+        prompts_seen.add(cache)
+        logits = torch.cat([out.logits for out in outputs], dim=1)
+        if isinstance(keep, int):
+            logits = logits[:, -keep:] if keep else logits
+        else:
+            logits = logits[:, keep]
+        hidden = None
+        if outputs[-1].hidden_states is not None:
+            hidden = tuple(torch.cat(states, dim=1) for states in zip(*(out.hidden_states for out in outputs), strict=True))
+        loss = None
+        if labels is not None:
+            loss = model.loss_function(logits=logits, labels=labels, vocab_size=model.config.vocab_size)
+        wants_cache = model.config.use_cache if use_cache is None else use_cache
+        result = CausalLMOutputWithPast(
+            loss=loss, logits=logits, past_key_values=cache if wants_cache else None, hidden_states=hidden
+        )
+        return result.to_tuple() if as_dict is False else result
+
+
+def _rows(name: str, value: Any, rows: slice, total: int) -> Any:
+    """The part of a forward argument that belongs to the tokens ``rows`` of a prompt of ``total`` tokens."""
+    if not isinstance(value, Tensor):
+        if name == "attention_mask" and value is not None:
+            raise ValueError("scale_channel takes a 2-D or 4-D attention_mask tensor")
+        return value
+    if name == "attention_mask":
+        return value[:, : rows.stop] if value.ndim == 2 else value[:, :, rows, : rows.stop]
+    if name == "position_ids":
+        return value[..., rows]
+    if name in ("input_ids", "inputs_embeds") or (value.ndim >= 2 and value.shape[1] == total):
+        return value[:, rows]
+    return value
+
+
+def check_channels(lm: LM, name: str, channels: Sequence[int]) -> None:
+    """Raise UserError unless every channel lies inside the model's hidden size."""
+    width = lm.model.config.hidden_size
+    if not channels or any(not 0 <= c < width for c in channels) or len(set(channels)) != len(channels):
+        raise UserError(
+            field=name,
+            value=list(channels),
+            allowed=f"different channels from 0 to {width - 1} (hidden size {width} of model {lm.name})",
+            hint=f"find one with: posbench stages=[search] model={lm.name} method=scale_channel",
+        )
+
+
+def check_layers(lm: LM, name: str, layers: Sequence[int]) -> None:
+    """Raise UserError unless the inclusive range [first, last] lies inside the model."""
+    count = lm.model.config.num_hidden_layers
+    if len(layers) != 2 or not 0 <= layers[0] <= layers[1] < count:
+        raise UserError(
+            field=name,
+            value=list(layers),
+            allowed=f"[first, last] with 0 <= first <= last <= {count - 1} ({count} layers in model {lm.name})",
+            hint="layers are 0-based and inclusive",
+        )

@@ -1,0 +1,30 @@
+"""The unmodified model, as a method, so that every comparison has the same shape."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Self
+
+from posbench.methods.base import Method
+
+if TYPE_CHECKING:
+    from posbench.lm import LM
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unmodified(Method):
+    """Changes nothing."""
+
+    def check(self, lm: LM) -> None:
+        """Fits every model."""
+
+    @contextmanager
+    def applied(self, lm: LM) -> Iterator[LM]:
+        """Yield the model as it is."""
+        yield lm
+
+    def neutral(self) -> Self:
+        """Itself."""
+        return self

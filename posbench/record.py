@@ -1,0 +1,233 @@
+"""The run folder: versioned, claimed by one process, config first, rows appended with checksums, DONE last."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import yaml
+from filelock import FileLock, Timeout
+
+from posbench.errors import UserError
+
+log = logging.getLogger(__name__)
+
+Row = dict[str, Any]
+
+
+def digest(data: Any, length: int = 8) -> str:
+    """Short hash of plain data, the same for equal content."""
+    return hashlib.sha256(json.dumps(data, sort_keys=True, default=str).encode()).hexdigest()[:length]
+
+
+def write_bytes(path: Path, data: bytes) -> None:
+    """Write a whole file or nothing; what a killed process left behind is overwritten by the next write."""
+    scratch = path.with_name(f".{path.name}.tmp")
+    with open(scratch, "wb") as stream:
+        stream.write(data)
+        stream.flush()
+        os.fsync(stream.fileno())
+    os.replace(scratch, path)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a whole text file or nothing."""
+    write_bytes(path, text.encode())
+
+
+def write_csv(path: Path, frame: pd.DataFrame) -> None:
+    """Write a whole CSV or nothing; floats keep 9 significant digits, so equal results give equal bytes."""
+    write_text(path, frame.to_csv(index=False, float_format="%.9g", lineterminator="\n"))
+
+
+@dataclass
+class RunDir:
+    """One run folder that this process owns."""
+
+    path: Path
+
+    def write_json(self, name: str, data: Any) -> None:
+        """Write a JSON file atomically."""
+        write_text(self.path / name, json.dumps(data, indent=2, sort_keys=True, default=str) + "\n")
+
+    def read_json(self, name: str) -> Any:
+        """Read a JSON file; an empty dict where there is none yet."""
+        file = self.path / name
+        return json.loads(file.read_text()) if file.is_file() else {}
+
+    @property
+    def done(self) -> bool:
+        """Whether the run finished."""
+        return (self.path / "DONE").is_file()
+
+    # Rows
+
+    def rows(self, name: str) -> list[Row]:
+        """Whole, undamaged rows of a JSON-lines file, oldest first."""
+        return _read_rows(self.path / name)[0]
+
+    def append(self, name: str, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Append rows, each with a checksum, in one flushed write."""
+        lines = "".join(json.dumps({**row, "sum": _sum(row)}, ensure_ascii=False) + "\n" for row in rows)
+        with open(self.path / name, "a", encoding="utf-8") as stream:
+            stream.write(lines)
+            stream.flush()
+            os.fsync(stream.fileno())
+
+    def mend(self, name: str) -> None:
+        """Drop torn or damaged lines, and rows that record an error, so that they are computed again."""
+        file = self.path / name
+        rows, damaged = _read_rows(file)
+        kept = [row for row in rows if "error" not in row]
+        if damaged or len(kept) < len(rows):
+            log.warning("%s: dropped %d damaged and %d errored rows", file, damaged, len(rows) - len(kept))
+            write_text(file, "".join(json.dumps({**row, "sum": _sum(row)}, ensure_ascii=False) + "\n" for row in kept))
+
+    # Stages
+
+    def stage(self, name: str) -> Row:
+        """What is recorded of a stage: its ``key``, and ``done``."""
+        return dict(self.read_json("status.json").get("stages", {}).get(name, {}))
+
+    def mark(self, name: str, **facts: Any) -> None:
+        """Record facts of a stage."""
+        status = self.read_json("status.json")
+        status.setdefault("stages", {}).setdefault(name, {}).update(facts)
+        self.write_json("status.json", status)
+
+    def finish(self, state: str, error: str | None = None) -> None:
+        """Record how the run ended; ``done`` also writes DONE, last."""
+        self.write_json("status.json", self.read_json("status.json") | {"state": state, "error": error})
+        if state == "done":
+            write_text(self.path / "DONE", "")
+
+    def sibling_with(self, stage: str, key: str) -> RunDir | None:
+        """Another run of the same version that finished a stage under the same key: its files may be copied."""
+        for folder in sorted(self.path.parent.iterdir()):
+            other = RunDir(folder)
+            if folder != self.path and (folder / "status.json").is_file():
+                known = other.stage(stage)
+                if known.get("key") == key and known.get("done"):
+                    return other
+        return None
+
+
+@contextmanager
+def claim(
+    outputs: Path, suite: str, version_key: Mapping[str, Any], name: str, config: Mapping[str, Any], provenance: Mapping[str, Any]
+) -> Iterator[RunDir]:
+    """Claim ``outputs/suite/vNNN/name`` for this process.
+
+    The version folder is the newest whose key equals ``version_key``, else a new one: what lies in one version was
+    scored on the same examples by the same code. A new run folder appears at once with its config and provenance.
+
+    Args:
+        outputs: Root folder.
+        suite: Experiment or task name.
+        version_key: Plain data; a change starts a new version.
+        name: Folder of this run; carries the hash of its config.
+        config: Written to ``config.yaml``.
+        provenance: Written to ``provenance.json`` when the folder is made.
+
+    Raises:
+        UserError: Another process owns the folder, or it cannot be written.
+    """
+    try:
+        (outputs / suite).mkdir(parents=True, exist_ok=True)
+        with FileLock(outputs / suite / ".lock"):
+            version = _version(outputs / suite, version_key)
+            (version / ".locks").mkdir(exist_ok=True)
+    except OSError as error:
+        raise UserError(
+            field="runtime.outputs",
+            value=str(outputs),
+            allowed="a folder that can be written",
+            hint=f"set runtime.outputs=DIR ({error.strerror or error})",
+        ) from error
+    folder, lock = version / name, FileLock(version / ".locks" / name)
+    try:
+        lock.acquire(timeout=0)
+    except Timeout as error:
+        raise UserError(
+            field="run folder", value=str(folder), allowed="one process at a time", hint="wait for the other run, or stop it"
+        ) from error
+    try:
+        if not folder.is_dir():
+            made = _scratch(version / f".new-{name}")
+            (made / "figures").mkdir()
+            write_text(made / "config.yaml", yaml.safe_dump(_plain(config), sort_keys=False))
+            RunDir(made).write_json("provenance.json", provenance)
+            RunDir(made).write_json("status.json", {"state": "running", "stages": {}})
+            os.rename(made, folder)
+        yield RunDir(folder)
+    finally:
+        lock.release()
+
+
+def open_run(folder: Path) -> RunDir:
+    """Open a run folder for reading.
+
+    Raises:
+        UserError: It is no run folder.
+    """
+    if not (folder / "config.yaml").is_file():
+        raise UserError(
+            field="DIR", value=str(folder), allowed="a run folder (it holds config.yaml)", hint="posbench prints the folder of each run"
+        )
+    return RunDir(folder)
+
+
+def _version(suite: Path, key: Mapping[str, Any]) -> Path:
+    plain = _plain(key)
+    numbers = sorted(int(p.name[1:]) for p in suite.iterdir() if p.name[:1] == "v" and p.name[1:].isdigit())
+    for number in reversed(numbers):
+        folder = suite / f"v{number:03d}"
+        if (folder / "version.json").is_file() and json.loads((folder / "version.json").read_text()) == plain:
+            return folder
+    folder = suite / f"v{(numbers[-1] if numbers else 0) + 1:03d}"
+    made = _scratch(suite / ".new-version")
+    write_text(made / "version.json", json.dumps(plain, indent=2, sort_keys=True) + "\n")
+    os.rename(made, folder)
+    return folder
+
+
+def _scratch(folder: Path) -> Path:
+    """An empty folder; what a killed process left there is removed."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    return folder
+
+
+def _plain(data: Any) -> Any:
+    return json.loads(json.dumps(data, default=str))
+
+
+def _sum(row: Mapping[str, Any]) -> str:
+    return digest({k: v for k, v in row.items() if k != "sum"})
+
+
+def _read_rows(file: Path) -> tuple[list[Row], int]:
+    if not file.is_file():
+        return [], 0
+    rows, damaged = [], 0
+    for line in file.read_bytes().split(b"\n"):
+        if not line:
+            continue
+        try:
+            row = json.loads(line)
+            if row.pop("sum") != _sum(row):
+                raise ValueError("checksum")
+            rows.append(row)
+        except (ValueError, KeyError, AttributeError):
+            damaged += 1
+    return rows, damaged
+

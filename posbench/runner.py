@@ -1,0 +1,152 @@
+"""One run: claim the folder, run the stages in order, finish."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import platform
+import subprocess
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from rich.console import Console
+
+import posbench
+from posbench import paths
+from posbench.config import Config
+from posbench.lm import ModelConfig
+from posbench.record import claim, digest
+from posbench.stages.base import IncompleteRun, Run
+
+PACKAGES = ("torch", "transformers", "tokenizers", "hydra-core", "omegaconf", "numpy", "scipy", "pandas", "matplotlib", "accelerate")
+
+
+def execute(config: Config, *, command: str, console: Console) -> Path:
+    """Run the stages of a config in its versioned folder; finished work is not repeated.
+
+    Args:
+        config: The checked config.
+        command: The command line, for the record.
+        console: Where progress and tables go.
+
+    Returns:
+        The run folder.
+
+    Raises:
+        UserError: Something the user can mend.
+        IncompleteRun: Some rows failed and will be retried by the same command.
+    """
+    transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()
+    if config.runtime.threads:
+        torch.set_num_threads(config.runtime.threads)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    who = identity(config)
+    suite = config.experiment.name if config.experiment else config.task.name
+    searched = {"search": config.raw["search"]} if "search" in config.stages else {}
+    moves = {"identity": who, "method": config.raw["method"], "pinned": config.raw["pinned"], **searched}
+    moves["measured"] = [config.runtime.intervene_examples, config.runtime.resamples]
+    name = f"{config.model.name}__{config.method_name}__{digest(moves)}"
+    key = {"posbench": posbench.__version__, "code": source_digest(), "task": config.raw["task"], "task_version": config.task.version}
+    facts = provenance(config, command, who)
+    with claim(Path(config.runtime.outputs).expanduser(), suite, key, name, config.raw, facts) as out:
+        console.rule(f"[bold]{config.model.name}  {config.task.name}  {config.method_name}")
+        (out.path / "DONE").unlink(missing_ok=True)
+        run = Run(config, out, console, who)
+        try:
+            for stage in config.stages:
+                importlib.import_module(f"posbench.stages.{stage}").run(run)
+                out.mark(stage, done=True)
+        except BaseException as error:
+            out.finish("incomplete" if isinstance(error, IncompleteRun) else "failed", f"{type(error).__name__}: {error}")
+            raise
+        out.finish("done")
+        return out.path
+
+
+def identity(config: Config) -> dict[str, Any]:
+    """What, beside the method and the task, can move a number: weights, kernel, precision, batch size, device kind."""
+    model, device = config.model, config.runtime.device
+    kind = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device.split(":")[0]
+    return {
+        "weights": fingerprint(model),
+        "dtype": model.dtype,
+        "attention": model.attention,
+        "chat_template": model.chat_template,
+        "context_window": model.context_window,
+        "batch_size": config.runtime.batch_size,
+        "device": kind,
+        "code": source_digest(),
+    }
+
+
+def fingerprint(model: ModelConfig) -> str:
+    """Identity of a checkpoint: content of a local folder's small files and edges of its weights, or hub id and revision."""
+    folder = Path(paths.model_path(model.path))
+    if not folder.is_dir():
+        return f"{model.path}@{model.revision or 'default'}"
+    total = hashlib.sha256()
+    for file in sorted(p for p in folder.iterdir() if p.suffix in (".json", ".safetensors", ".model")):
+        total.update(f"{file.name} {file.stat().st_size}".encode())
+        with open(file, "rb") as stream:
+            total.update(stream.read(1 << 20))
+            # The first megabyte of a shard can be shared by two fine-tunes; the last rarely is.
+            stream.seek(max(file.stat().st_size - (1 << 20), 0))
+            total.update(stream.read())
+    return total.hexdigest()[:16]
+
+
+def source_digest() -> str:
+    """Hash of the package's own code: results of two codes never meet in one folder."""
+    total = hashlib.sha256()
+    for file in sorted(paths.PACKAGE.rglob("*.py")):
+        total.update(file.relative_to(paths.PACKAGE).as_posix().encode() + file.read_bytes())
+    return total.hexdigest()[:12]
+
+
+def provenance(config: Config, command: str, who: Mapping[str, Any]) -> dict[str, Any]:
+    """Versions, hardware and origin of a run."""
+    return {
+        "command": command,
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        "posbench": posbench.__version__,
+        "git": _git(),
+        "python": platform.python_version(),
+        "packages": {name: _version(name) for name in PACKAGES},
+        "hardware": hardware(),
+        "identity": dict(who),
+        "model": {"path": config.model.path, "revision": config.model.revision, "source": config.model.source},
+        "task": {"version": config.task.version, "source": config.task.source, "licence": config.task.licence},
+    }
+
+
+def hardware() -> str:
+    """One line that names the processor and the accelerators."""
+    name = platform.processor() or platform.machine()
+    info = Path("/proc/cpuinfo")
+    if info.is_file():
+        lines = [line for line in info.read_text().splitlines() if line.startswith("model name")]
+        name = lines[0].split(":", 1)[1].strip() if lines else name
+    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    return f"{name}, {torch.get_num_threads()} threads" + (f"; {', '.join(gpus)}" if gpus else "")
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def _git() -> str | None:
+    """Commit of the checkout this package runs from, marked when it has changes; None for an installed wheel."""
+    if not (paths.PACKAGE.parent / ".git").exists():
+        return None
+    ask = ["git", "-C", str(paths.PACKAGE.parent), "describe", "--always", "--dirty", "--abbrev=12"]
+    answer = subprocess.run(ask, capture_output=True, text=True, check=False)
+    return answer.stdout.strip() or None

@@ -1,0 +1,120 @@
+"""Which channel, factor and layers: candidates to try, and the choice among their losses (Yu et al. 2025, Algorithm 1)."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from posbench.errors import UserError
+from posbench.search import statistics
+from posbench.search.statistics import Array, ChannelStatistics
+
+
+@dataclass(frozen=True, order=True)
+class Candidate:
+    """One setting of scale_channel: channel, factor, and the inclusive 0-based layer range."""
+
+    channel: int
+    factor: float
+    layers: tuple[int, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChannelSearch:
+    """The channel search. The fields are the keys of ``conf/search/*.yaml``.
+
+    Args:
+        candidates: ``monotone`` filters channels by Algorithm 1; ``all`` traverses every channel.
+        variant: ``paper`` or ``official`` where text and released code differ; see :mod:`posbench.search.statistics`.
+            Official also rounds losses to 4 decimals (ties go to the smoother channel) and lets the unmodified model win.
+        site: Statistics on the ``attention_input`` (after the first norm, the tensor that is scaled) or on the ``residual``
+            stream. The paper says "hidden states"; the released code takes the residual stream.
+        strings: Random strings to average over (paper 2000, released script 200).
+        length: Tokens per string.
+        alphabet: ``characters`` draws random letters and digits and tokenises them; ``tokens`` draws random token ids,
+            for models whose vocabulary is a small lexicon.
+        window: Positions in the sliding mean (paper 100, Section 2.3).
+        skip: First positions dropped (paper 30).
+        over_layers: Smoothness over layers as a ``sum`` (Algorithm 1) or a ``mean`` (Section 3.2).
+        top_k: Channels that go on to the calibration loss.
+        factors: The factor grid.
+        layers: ``[first, last]``; ``auto`` tries ranges; None takes the model's published range, else the middle of the model.
+        layer_step: With ``auto``, ranges start and end on multiples of this; None gives about eight steps.
+        batch_size: Strings or prompts per forward.
+        seed: Seed of the random strings.
+    """
+
+    candidates: Literal["monotone", "all"] = "monotone"
+    variant: Literal["paper", "official"] = "paper"
+    site: Literal["attention_input", "residual"] = "attention_input"
+    strings: int = 2000
+    length: int = 1000
+    alphabet: Literal["characters", "tokens"] = "characters"
+    window: int = 100
+    skip: int = 30
+    over_layers: Literal["sum", "mean"] = "sum"
+    top_k: int = 10
+    factors: tuple[float, ...] = (0.5, 0.0, -0.5, -1.0)
+    layers: Literal["auto"] | tuple[int, int] | None = None
+    layer_step: int | None = None
+    batch_size: int = 8
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("strings", "length", "window", "top_k", "batch_size"):
+            if getattr(self, name) < 1:
+                raise UserError(
+                    field=f"search.{name}", value=getattr(self, name), allowed="a whole number from 1 up", hint="raise it"
+                )
+        if not self.factors:
+            raise UserError(field="search.factors", value=[], allowed="at least one factor", hint="the paper tries [0.5,0,-0.5,-1]")
+
+    def statistics(self, averages: dict[str, Array]) -> ChannelStatistics:
+        """Run the filter on averaged states.
+
+        Args:
+            averages: ``attention_input`` [L, P, D] and ``residual`` [L + 1, P, D] (embedding, block outputs, final norm).
+        """
+        if self.variant == "official":
+            return statistics.official(averages[self.site])
+        curves = averages["attention_input"] if self.site == "attention_input" else averages["residual"][1:]
+        return statistics.paper(curves, window=self.window, skip=self.skip, aggregate=self.over_layers)
+
+    def layer_ranges(self, count: int, published: tuple[int, int] | None) -> list[tuple[int, int]]:
+        """The layer ranges to try in a model of ``count`` layers."""
+        if self.layers == "auto":
+            step = self.layer_step or max(1, round(count / 8))
+            edges = sorted({*range(0, count, step), count})
+            return [(a, b - 1) for i, a in enumerate(edges) for b in edges[i + 1 :]]
+        if self.layers is not None:
+            return [self.layers]
+        # The paper's own 32-layer models use 10-25; other depths take the same share of the model.
+        return [published or (round(count * 10 / 32), round(count * 25 / 32))]
+
+    def ask(self, found: ChannelStatistics, ranges: Sequence[tuple[int, int]]) -> list[Candidate]:
+        """Every candidate, in the order in which ties are broken: smoother channels first.
+
+        Raises:
+            UserError: No channel passes the filter.
+        """
+        channels = found.ranking[: self.top_k]
+        if self.candidates == "all":
+            channels = list(range(len(found.smoothness)))
+        if not channels:
+            raise UserError(
+                field="search.candidates",
+                value="monotone",
+                allowed="a model in which some channel is monotone in more than a quarter of the layers",
+                hint="try search=exhaustive, which traverses every channel",
+            )
+        return [Candidate(c, f, r) for c in channels for r in ranges for f in self.factors]
+
+    def choose(self, losses: Sequence[float], unmodified: float) -> int | None:
+        """Index of the chosen candidate; None where the official variant returns the unmodified model."""
+        values = np.asarray(losses)
+        if self.variant == "official":
+            values, unmodified = values.round(4), round(unmodified, 4)
+            if unmodified <= values.min():
+                return None
+        return int(values.argmin())

@@ -1,0 +1,126 @@
+"""What a stage receives, and the one loop that makes work resumable."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from posbench.config import Config
+from posbench.lm import LM, load
+from posbench.methods import Method, Unmodified
+from posbench.record import Row, RunDir
+from posbench.tasks import Example
+from posbench.tasks.base import Split
+
+log = logging.getLogger(__name__)
+
+UNMODIFIED = "none"
+
+
+class IncompleteRun(Exception):
+    """Some rows failed; they are recorded and retried by the next run of the same command."""
+
+
+@dataclass
+class Run:
+    """One run in progress.
+
+    Attributes:
+        config: The checked config.
+        out: The claimed folder.
+        console: Where progress and tables go.
+        identity: What identifies model, weights, code and kernel; part of every stage key.
+    """
+
+    config: Config
+    out: RunDir
+    console: Console
+    identity: Mapping[str, Any]
+    found: dict[str, Any] | None = None
+
+    @cached_property
+    def lm(self) -> LM:
+        """The model, loaded when a stage first needs it."""
+        with self.console.status(f"loading {self.config.model.name}"):
+            return load(self.config.model, device=self.config.runtime.device)
+
+    @cached_property
+    def evaluation(self) -> list[Example]:
+        """The evaluation examples."""
+        return self.config.task.examples("evaluation")
+
+    def examples(self, split: Split) -> list[Example]:
+        """Examples of a split."""
+        return self.evaluation if split == "evaluation" else self.config.task.examples(split)
+
+    def methods(self) -> dict[str, Method]:
+        """The unmodified model and the method under test, by the name that tables show."""
+        method = self.config.method(self.found)
+        both: dict[str, Method] = {UNMODIFIED: Unmodified()}
+        if not isinstance(method, Unmodified):
+            both[self.config.method_name] = method
+        return both
+
+    @contextmanager
+    def progress(self, label: str, total: int) -> Iterator[Callable[[int], None]]:
+        """A progress bar with time left; yields the function that advances it."""
+        bar = Progress(
+            TextColumn("{task.description:<28}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), console=self.console
+        )
+        with bar:
+            task = bar.add_task(label, total=total)
+            yield lambda n: bar.advance(task, n)
+
+
+def complete(
+    run: Run,
+    file: str,
+    label: str,
+    batches: Sequence[Sequence[Any]],
+    key: Callable[[Any], Mapping[str, Any]],
+    compute: Callable[[Sequence[Any]], list[Row]],
+) -> list[Row]:
+    """Compute every row that a file lacks, batch by batch, and return all rows.
+
+    Batches depend on the plan alone, and one with a missing row is computed whole, so that a resumed run sees the same
+    batches, and hence the same rounding, as an uninterrupted one.
+
+    Args:
+        run: The run.
+        file: JSON-lines file in the run folder.
+        label: Text beside the progress bar.
+        batches: All work, in the order it is done.
+        key: Fields that identify the row of one item.
+        compute: Rows of one batch, one per item, in order.
+
+    Raises:
+        IncompleteRun: Some batch failed; its rows carry the error and are retried next time.
+    """
+    run.out.mend(file)
+    names = tuple(key(batches[0][0])) if batches else ()
+    rows = {tuple(row[n] for n in names): row for row in run.out.rows(file) if all(n in row for n in names)}
+    failed = 0
+    with run.progress(label, sum(map(len, batches))) as advance:
+        for batch in batches:
+            missing = [item for item in batch if tuple(key(item).values()) not in rows]
+            if missing:
+                try:
+                    made = [{**key(item), **row} for item, row in zip(batch, compute(batch), strict=True)]
+                except RuntimeError as error:
+                    log.error("%s: %s", file, error)
+                    made = [{**key(item), "error": str(error)} for item in batch]
+                    failed += len(missing)
+                fresh = [row for row, item in zip(made, batch, strict=True) if tuple(key(item).values()) not in rows]
+                run.out.append(file, fresh)
+                rows |= {tuple(row[n] for n in names): row for row in fresh if "error" not in row}
+            advance(len(batch))
+    if failed:
+        raise IncompleteRun(f"{failed} rows of {file} failed; run the same command again to retry them")
+    return [rows[tuple(key(item).values())] for batch in batches for item in batch]

@@ -1,0 +1,101 @@
+"""What the method does inside: attention of the last prompt token to every item, before and after."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+
+import numpy as np
+import pandas as pd
+import torch
+from torch import Tensor
+
+from posbench.lm import LM, Encoded, batches
+from posbench.record import Row, write_csv
+from posbench.stages.base import Run, complete
+from posbench.tasks import Example
+
+FILE = "attention.jsonl"
+COLUMNS = ("model", "method", "task", "gold_position", "layer", "pair", "attention", "n")
+"""Columns of ``attention.csv``: attention is the mean weight per token of pair ``pair`` (0-based)."""
+
+
+@torch.inference_mode()
+def attention_to_items(lm: LM, encoded: Sequence[Encoded], examples: Sequence[Example]) -> Tensor:
+    """Mean attention weight of the last token to each token of each item, Yu et al. 2025, Eq. 4.
+
+    Args:
+        lm: The model, inside a method's block where one is meant.
+        encoded: The tokenised prompts.
+        examples: Their examples, with equally many items each.
+
+    Returns:
+        [B, L, N] for B prompts, L layers and N items: averaged over heads and over each item's tokens.
+    """
+    inputs = lm.pad([e.ids for e in encoded])
+    width = inputs["input_ids"].shape[1]
+    pool = torch.zeros(len(examples), len(examples[0].items), width)
+    for row, (code, example) in enumerate(zip(encoded, examples, strict=True)):
+        starts = np.array([a for a, _ in code.offsets])
+        ends = np.array([b for _, b in code.offsets])
+        for item, (first, last) in enumerate(example.items):
+            tokens = np.flatnonzero((starts < last) & (ends > first)) + width - len(code.ids)
+            pool[row, item, tokens] = 1 / max(len(tokens), 1)
+    with lm.last_attention() as weights:
+        lm.model(**inputs, use_cache=False, logits_to_keep=1)
+        layers = [weights[layer].mean(1).cpu() for layer in range(lm.layers)]
+    return torch.einsum("lbt,bit->bli", torch.stack(layers), pool)
+
+
+def run(run: Run) -> None:
+    """Measure the attention to every item and write ``attention.csv``."""
+    task, runtime = run.config.task, run.config.runtime
+    placed = [e for e in run.evaluation if e.gold_position is not None and e.items]
+    examples = [
+        example
+        for _, group in groupby(sorted(placed, key=lambda e: e.gold_position or 0), key=lambda e: e.gold_position)
+        for example in list(group)[: runtime.intervene_examples]
+    ]
+    if not examples:
+        run.console.print(f"intervene: task {task.name} has no gold positions, nothing to measure")
+        return
+    encoded = {e.id: run.lm.encode(e.prompt, truncation=task.truncation, reserve=task.max_new_tokens) for e in examples}
+    plan = batches([len(encoded[e.id].ids) for e in examples], runtime.batch_size)
+    frames = []
+    for name, method in run.methods().items():
+        with method.applied(run.lm) as lm:
+
+            def compute(batch: Sequence[Example]) -> list[Row]:
+                found = attention_to_items(lm, [encoded[e.id] for e in batch], batch)  # noqa: B023
+                return [{"attention": [[float(f"{x:.6g}") for x in layer] for layer in rows]} for rows in found.tolist()]
+
+            rows = complete(
+                run, FILE, f"intervene {name}", [[examples[i] for i in group] for group in plan],
+                lambda e: {"method": name, "id": e.id}, compute,  # noqa: B023
+            )  # fmt: skip
+        frames.append(_averaged(run, name, {row["id"]: np.array(row["attention"]) for row in rows}, examples))
+    write_csv(run.out.path / "attention.csv", pd.concat(frames, ignore_index=True))
+
+
+def _averaged(run: Run, method: str, measured: dict[str, np.ndarray], examples: Sequence[Example]) -> pd.DataFrame:
+    """Average over the examples of each gold position, as long rows."""
+    parts = []
+    for position, group in groupby(examples, key=lambda e: e.gold_position):
+        values = np.stack([measured[e.id] for e in group])
+        mean, n = values.mean(0), len(values)
+        layer, pair = np.indices(mean.shape)
+        parts.append(
+            pd.DataFrame(
+                {
+                    "model": run.config.model.name,
+                    "method": method,
+                    "task": run.config.task.name,
+                    "gold_position": position,
+                    "layer": layer.ravel(),
+                    "pair": pair.ravel(),
+                    "attention": mean.ravel(),
+                    "n": n,
+                }
+            )
+        )
+    return pd.concat(parts, ignore_index=True)[list(COLUMNS)]

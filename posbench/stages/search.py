@@ -1,0 +1,274 @@
+"""Find the channel, factor and layers of scale_channel on calibration data (Yu et al. 2025, Algorithm 1)."""
+
+from __future__ import annotations
+
+import copy
+import random
+import string
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from io import BytesIO
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+import yaml
+from torch import Tensor, nn
+
+import posbench
+from posbench import arch
+from posbench.errors import UserError
+from posbench.lm import LM, batches
+from posbench.methods import ScaleChannel
+from posbench.methods.scale_channel import prefill
+from posbench.record import Row, digest, write_bytes, write_csv, write_text
+from posbench.search import Candidate, ChannelSearch
+from posbench.search.statistics import Array, ChannelStatistics
+from posbench.stages.base import Run, complete
+from posbench.tasks import Example
+
+LOSSES = "search.jsonl"
+STATE = "search_state.npz"
+RESULTS = ("search.csv", "channels.csv", "found.yaml")
+
+
+def run(run: Run) -> None:
+    """Search, write ``search.csv``, ``channels.csv`` and ``found.yaml``, and hand the result to the later stages."""
+    if not issubclass(run.config.method_class, ScaleChannel):
+        raise UserError(
+            field="stages", value=list(run.config.stages), allowed="no search for this method", hint="leave search out of stages"
+        )
+    key = digest({"identity": run.identity, "search": run.config.raw["search"], "task": run.config.raw["task"], "layers": _ranges(run)})
+    other = None if run.out.stage("search").get("done") else run.out.sibling_with("search", key)
+    if other:
+        for name in RESULTS:
+            if (other.path / name).is_file():
+                write_bytes(run.out.path / name, (other.path / name).read_bytes())
+        run.out.mark("search", key=key, done=True, copied_from=other.path.name)
+    elif not run.out.stage("search").get("done"):
+        _search(run)
+        run.out.mark("search", key=key, done=True)
+    block = yaml.safe_load((run.out.path / "found.yaml").read_text())["scale_channel"]
+    run.found = {name: block[name] for name in ("channel", "factor", "layers")}
+    text = "the unmodified model" if block["channel"] is None else f"channel {block['channel']} x {block['factor']}, layers {block['layers']}"
+    if block["channel"] is None:
+        run.found = {"channel": 0, "factor": 1.0, "layers": [0, 0]}
+    run.console.print(f"search chose {text}: loss {block['loss']:.4f}, unmodified {block['loss_unmodified']:.4f}")
+
+
+def _ranges(run: Run) -> list[tuple[int, int]]:
+    typed = run.config.method_fields.get("layers") if "layers" in run.config.pinned else None
+    if typed:
+        return [tuple(typed)]
+    block = run.config.model.scale_channel or {}
+    published = tuple(block["layers"]) if block.get("layers") else None
+    return run.config.search.layer_ranges(run.lm.layers, published)  # type: ignore[arg-type]
+
+
+def _search(run: Run) -> None:
+    search, lm = run.config.search, run.lm
+    averages = average_states(lm, search, run)
+    found = search.statistics(averages)
+    candidates = search.ask(found, _ranges(run))
+    for candidate in candidates[:1] + candidates[-1:]:
+        ScaleChannel(channel=candidate.channel, factor=candidate.factor, layers=candidate.layers).check(lm)
+    examples = run.examples("calibration")
+    answers = {e.id: lm.answer_ids(e.prompt, e.answers[0]) for e in examples}
+    plan = batches([len(answers[e.id][0]) for e in examples], search.batch_size)
+
+    def compute(batch: Sequence[Example]) -> list[Row]:
+        losses = candidate_losses(lm, [answers[e.id] for e in batch], candidates)
+        return [{"unmodified": row[0], "losses": row[1:]} for row in losses.T.tolist()]
+
+    rows = complete(
+        run, LOSSES, f"search: {len(candidates)} candidates", [[examples[i] for i in group] for group in plan],
+        lambda e: {"id": e.id}, compute,
+    )  # fmt: skip
+    by_id = {row["id"]: row for row in rows}
+    table = np.array([by_id[e.id]["losses"] for e in examples]).mean(0)
+    unmodified = float(np.mean([by_id[e.id]["unmodified"] for e in examples]))
+    best = search.choose(table, unmodified)
+    write_csv(run.out.path / "search.csv", _table(candidates, table, unmodified, len(examples), found, best))
+    winner = candidates[int(table.argmin()) if best is None else best]
+    write_csv(run.out.path / "channels.csv", _curves(averages, winner.channel))
+    write_text(run.out.path / "found.yaml", _block(run, None if best is None else winner, float(table.min()), unmodified, len(examples)))
+    (run.out.path / STATE).unlink(missing_ok=True)
+
+
+def _table(
+    candidates: list[Candidate], losses: Array, unmodified: float, n: int, found: ChannelStatistics, best: int | None
+) -> pd.DataFrame:
+    order = np.argsort(losses, kind="stable")
+    return pd.DataFrame(
+        {
+            "rank": range(1, len(order) + 1),
+            "channel": [candidates[i].channel for i in order],
+            "factor": [candidates[i].factor for i in order],
+            "layer_first": [candidates[i].layers[0] for i in order],
+            "layer_last": [candidates[i].layers[1] for i in order],
+            "loss": losses[order],
+            "loss_unmodified": unmodified,
+            "n": n,
+            "monotone_layers": [int(found.monotone_layers[candidates[i].channel]) for i in order],
+            "smoothness": [float(found.smoothness[candidates[i].channel]) for i in order],
+            "selected": [int(i) == best for i in order],
+        }
+    )
+
+
+def _curves(averages: dict[str, Array], channel: int) -> pd.DataFrame:
+    parts = []
+    for site, values in averages.items():
+        curve = values[:, :, channel]
+        layer, position = np.indices(curve.shape)
+        parts.append(
+            pd.DataFrame(
+                {"channel": channel, "site": site, "layer": layer.ravel(), "position": position.ravel(), "value": curve.ravel()}
+            )
+        )
+    return pd.concat(parts, ignore_index=True)
+
+
+def _block(run: Run, winner: Candidate | None, loss: float, unmodified: float, n: int) -> str:
+    """The model YAML block to paste, with where it comes from."""
+    search = run.config.search
+    block = {
+        "channel": winner.channel if winner else None,
+        "factor": winner.factor if winner else None,
+        "layers": list(winner.layers) if winner else None,
+        "loss": round(loss, 6),
+        "loss_unmodified": round(unmodified, 6),
+        "source": (
+            f"posbench {posbench.__version__} search ({search.candidates} candidates, variant {search.variant}, {search.site}, "
+            f"{search.strings} strings of {search.length} tokens, {n} calibration examples, seed {search.seed}); run {run.out.path.name}"
+        ),
+    }
+    return yaml.safe_dump({"scale_channel": block}, sort_keys=False, width=1000)
+
+
+# Averages over random strings
+
+
+@dataclass
+class _Sums:
+    """Running sums of hidden states, saved so that a killed search goes on where it was."""
+
+    count: int
+    sums: dict[str, Tensor]
+
+    def save(self) -> bytes:
+        buffer = BytesIO()
+        np.savez(buffer, count=self.count, **{name: value.cpu().numpy() for name, value in self.sums.items()})
+        return buffer.getvalue()
+
+
+@torch.inference_mode()
+def average_states(lm: LM, search: ChannelSearch, run: Run | None = None) -> dict[str, Array]:
+    """Hidden states averaged over random strings, without a beginning-of-sequence token.
+
+    Args:
+        lm: The model.
+        search: Number, length, alphabet and seed of the strings.
+        run: Saves progress in this run's folder; None keeps it in memory.
+
+    Returns:
+        ``attention_input`` [L, P, D]: the tensor after each layer's first norm; ``residual`` [L + 1, P, D]: embedding, block
+        outputs, the last after the final norm, as in transformers' ``hidden_states``. float32.
+    """
+    window = lm.context_window
+    if search.length > window:
+        raise UserError(
+            field="search.length", value=search.length, allowed=f"at most {window} (context window of {lm.name})", hint="shorten it"
+        )
+    rows = random_strings(lm, search)
+    state = _Sums(0, {})
+    saved = run.out.path / STATE if run else None
+    if saved and saved.is_file():
+        with np.load(saved) as data:
+            state = _Sums(int(data["count"]), {n: torch.tensor(data[n], device=lm.device) for n in data.files if n != "count"})
+    captured: dict[str, dict[int, Tensor]] = {"attention_input": {}, "residual": {}}
+
+    def capture(site: str, layer: int) -> Callable[..., None]:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
+            captured[site][layer] = hidden.float().sum(0)
+
+        return hook
+
+    family, base = arch.family_of(lm.model), lm.model.base_model
+    with ExitStack() as stack:
+        for index, layer in enumerate(lm.model.get_submodule(family.layers)):  # type: ignore[arg-type]
+            attention = getattr(layer, family.attention)
+            for site, module in (("residual", layer), ("attention_input", attention)):
+                stack.callback(module.register_forward_pre_hook(capture(site, index), with_kwargs=True).remove)
+        advance = stack.enter_context(run.progress("search: random strings", len(rows))) if run else lambda n: None
+        advance(state.count)
+        saved_at = state.count
+        for start in range(state.count, len(rows), search.batch_size):
+            batch = torch.tensor(rows[start : start + search.batch_size], device=lm.device)
+            out = base(input_ids=batch, use_cache=False)
+            captured["residual"][lm.layers] = out.last_hidden_state.float().sum(0)
+            for site, parts in captured.items():
+                total = torch.stack([parts[i].to(lm.device) for i in sorted(parts)])
+                state.sums[site] = state.sums[site] + total if site in state.sums else total
+            state.count += len(batch)
+            advance(len(batch))
+            if saved and state.count - saved_at >= 200:
+                write_bytes(saved, state.save())
+                saved_at = state.count
+    return {name: (value / state.count).cpu().numpy() for name, value in state.sums.items()}
+
+
+def random_strings(lm: LM, search: ChannelSearch) -> list[list[int]]:
+    """Token ids of the random strings, ``search.strings`` rows of exactly ``search.length``."""
+    rng, tokenizer = random.Random(f"posbench random strings {search.seed}"), lm._tokenizer()
+    if search.alphabet == "tokens":
+        special = set(tokenizer.all_special_ids)
+        ids = [i for i in range(len(tokenizer)) if i not in special]
+        return [rng.choices(ids, k=search.length) for _ in range(search.strings)]
+    rows = []
+    while len(rows) < search.strings:
+        ids, letters = [], search.length * 4
+        while len(ids) < search.length:
+            text = "".join(rng.choices(string.ascii_letters + string.digits, k=letters))
+            ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+            letters *= 2
+        rows.append(ids[: search.length])
+    return rows
+
+
+@torch.inference_mode()
+def candidate_losses(lm: LM, pairs: Sequence[tuple[list[int], list[int]]], candidates: Sequence[Candidate]) -> Array:
+    """Answer loss of the unmodified model and of every candidate, from one prefill.
+
+    Args:
+        lm: The model.
+        pairs: Prompt and answer token ids, B of them (:meth:`LM.answer_ids`).
+        candidates: C candidates.
+
+    Returns:
+        [1 + C, B] nats per answer token, the unmodified model first; each equals what the candidate gives on its own.
+    """
+    model, forward = lm.model, lm.model.forward
+    inputs = lm.pad([prompt for prompt, _ in pairs])
+    targets = [answer for _, answer in pairs]
+    head = {"input_ids": inputs["input_ids"][:, :-1], "attention_mask": inputs["attention_mask"][:, :-1],
+            "position_ids": inputs["position_ids"][:, :-1]}  # fmt: skip
+    tail = {"input_ids": inputs["input_ids"][:, -1:], "attention_mask": inputs["attention_mask"],
+            "position_ids": inputs["position_ids"][:, -1:]}  # fmt: skip
+    channels = sorted({c.channel for c in candidates})
+    layers = sorted({layer for c in candidates for layer in range(c.layers[0], c.layers[1] + 1)})
+    prefix, _ = prefill(model, forward, channels, layers, logits_to_keep=1, **head)
+    plain = copy.copy(prefix.cache)
+    plain.layers = [copy.copy(layer) for layer in prefix.cache.layers]
+    out = forward(past_key_values=plain, use_cache=True, **tail)
+    losses = [lm.continuation_loss(out, inputs, targets, forward)]
+    for candidate in candidates:
+        method = ScaleChannel(channel=candidate.channel, factor=candidate.factor, layers=candidate.layers)
+        step = partial(method.continue_with, model, forward)
+        out = step(past_key_values=prefix.fork(model, method), use_cache=True, **tail)
+        losses.append(lm.continuation_loss(out, inputs, targets, step))
+    return torch.stack(losses).double().cpu().numpy()

@@ -1,0 +1,72 @@
+"""What a multirun leaves behind: one table over its runs and one figure."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+from rich.console import Console
+from rich.table import Table
+
+from posbench import report
+from posbench.record import digest, write_csv, write_text
+
+
+def summarise(jobs: Sequence[dict[str, Any]], console: Console) -> Path | None:
+    """Collect the finished runs of a multirun into ``sweep__<axes>__<hash>/`` beside them.
+
+    Args:
+        jobs: Per job its ``overrides`` (list of ``key=value``), run ``folder`` (None if it failed) and exit ``status``.
+        console: Where the table goes.
+
+    Returns:
+        The sweep folder, or None when no job finished.
+    """
+    settings = [dict(o.split("=", 1) for o in job["overrides"] if "=" in o) for job in jobs]
+    axes = [k for k in dict.fromkeys(k for s in settings for k in s) if len({s.get(k) for s in settings}) > 1]
+    finished = [(s, Path(job["folder"])) for s, job in zip(settings, jobs, strict=True) if job["folder"]]
+    for setting, job in zip(settings, jobs, strict=True):
+        if not job["folder"]:
+            console.print(f"failed: {' '.join(f'{k}={v}' for k, v in setting.items())} (exit status {job['status']})")
+    if not finished:
+        return None
+    first = finished[0][1]
+    name = "_".join(a.replace(".", "-").replace("/", "-") for a in axes) or "runs"
+    folder = first.parent / f"sweep__{name}__{digest([str(p) for _, p in finished])}"
+    (folder / "figures").mkdir(parents=True, exist_ok=True)
+    for file, out in (("metrics.csv", "summary.csv"), ("attention.csv", "attention_summary.csv")):
+        frames = [_labelled(path / file, path.name, setting, axes) for setting, path in finished if (path / file).is_file()]
+        if frames:
+            write_csv(folder / out, pd.concat(frames, ignore_index=True))
+    reference = first / "reference.json"
+    if reference.is_file():
+        write_text(folder / "reference.json", reference.read_text())
+    write_text(folder / "jobs.json", json.dumps(list(jobs), indent=2) + "\n")
+    if (folder / "summary.csv").is_file():
+        console.print(_table(pd.read_csv(folder / "summary.csv", dtype={"position": str, **dict.fromkeys(axes, str)}), axes))
+        console.print(f"sweep: {report.render_sweep(folder)}")
+    return folder
+
+
+def _labelled(file: Path, run: str, setting: dict[str, str], axes: Sequence[str]) -> pd.DataFrame:
+    frame = pd.read_csv(file, dtype={"position": str})
+    labels = pd.DataFrame([{"run": run, **{axis: setting.get(axis) for axis in axes}}] * len(frame))
+    return pd.concat([labels, frame], axis=1)
+
+
+def _table(summary: pd.DataFrame, axes: Sequence[str]) -> Table:
+    table = Table(title="average over gold positions", title_justify="left")
+    for axis in axes:
+        table.add_column(axis)
+    for column in ("method", "value %", "95 % interval", "n"):
+        table.add_column(column, justify="right")
+    rows = summary[(summary["position"] == "all") & ~summary["metric"].isin(["middle_drop"])]
+    for row in rows.to_dict("records"):
+        change = str(row["metric"]).endswith("_difference")
+        value, low, high = (f"{100 * row[k]:{'+' if change else ''}.1f}" for k in ("value", "ci_low", "ci_high"))
+        label = f"{row['method']} - none" if change else str(row["method"])
+        table.add_row(*(str(row[a]) for a in axes), label, value, f"{low} to {high}", str(row["n"]))
+    return table

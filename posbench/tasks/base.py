@@ -1,0 +1,65 @@
+"""What every task is: pure text in, numbers out."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
+
+Split = Literal["evaluation", "calibration"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Example:
+    """One prompt with its gold answers.
+
+    Attributes:
+        id: Unique within the task and split, stable across runs.
+        prompt: What the model is asked, before any chat template.
+        answers: Accepted answers; the first one is the target of a calibration loss.
+        gold_position: 0-based place of the gold item among the items; None where the task has no positions.
+        items: Character span (start, end) in the prompt of every item (document, key-value pair), in order.
+        cluster: Examples that share a question; intervals resample these, not single prompts.
+        meta: Anything else worth a column.
+    """
+
+    id: str
+    prompt: str
+    answers: tuple[str, ...]
+    gold_position: int | None = None
+    items: tuple[tuple[int, int], ...] = ()
+    cluster: str = ""
+    meta: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task(ABC):
+    """A benchmark. The dataclass fields are the keys of ``conf/task/<name>.yaml``.
+
+    ``version`` increases when a number can move; ``metric`` is the column that "best" refers to.
+    """
+
+    version: ClassVar[str]
+    metric: ClassVar[str]
+    source: ClassVar[str]
+    licence: ClassVar[str]
+
+    name: str
+    max_new_tokens: int
+    truncation: Literal["refuse", "middle"] = "refuse"
+
+    @property
+    @abstractmethod
+    def chance(self) -> float | None:
+        """Accuracy of a guess among the items, where that means something."""
+
+    @abstractmethod
+    def examples(self, split: Split) -> list[Example]:
+        """All examples of a split. No calibration question ever appears in the evaluation.
+
+        Raises:
+            UserError: A file is missing or malformed, or a position does not exist.
+        """
+
+    @abstractmethod
+    def score(self, example: Example, text: str) -> dict[str, float]:
+        """Metrics of one reply; pure."""

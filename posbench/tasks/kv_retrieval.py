@@ -1,0 +1,240 @@
+"""Key-value retrieval (Liu et al. 2023): find the value of one key among n pairs, the gold pair moved over positions."""
+
+import gzip
+import json
+import random
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any, ClassVar, Literal, NoReturn
+
+from posbench.errors import UserError
+from posbench.tasks.base import Example, Split, Task
+
+Record = tuple[str, str]
+
+WORDS = tuple("".join(letters) for letters in product("bdgkmnrt", "aeio", "lp"))
+"""The 64 words that the embedded models read; none contains another, so substring scoring cannot confuse two."""
+
+
+def official_prompt(records: list[Record], key: str) -> tuple[str, list[tuple[int, int]]]:
+    """The benchmark's prompt, and the character span of every pair.
+
+    Source: nelson-liu/lost-in-the-middle, ``kv_retrieval.prompt`` (MIT).
+    """
+    head = "Extract the value corresponding to the specified key in the JSON object below.\n\nJSON data:\n{"
+    tail = f'}}\n\nKey: "{key}"\nCorresponding value:'
+    return _join(head, [f'"{k}": "{v}"' for k, v in records], ",\n ", tail)
+
+
+def compact_prompt(records: list[Record], key: str) -> tuple[str, list[tuple[int, int]]]:
+    """One line that ends where the value begins, as in Yu et al. 2025, Appendix D.1; the embedded models read this."""
+    return _join("Json data: {", [f'"{k}": "{v}"' for k, v in records], ", ", f'}} The value of key "{key}" is "')
+
+
+PROMPTS: dict[str, Callable[[list[Record], str], tuple[str, list[tuple[int, int]]]]] = {
+    "official": official_prompt,
+    "compact": compact_prompt,
+}
+
+
+def _join(head: str, items: list[str], between: str, tail: str) -> tuple[str, list[tuple[int, int]]]:
+    spans, at = [], len(head)
+    for item in items:
+        spans.append((at, at + len(item)))
+        at += len(item) + len(between)
+    return head + between.join(items) + tail, spans
+
+
+@dataclass(frozen=True, kw_only=True)
+class KVRetrieval(Task):
+    """Key-value retrieval over gold positions.
+
+    Args:
+        pairs: Pairs per prompt.
+        positions: Gold positions: ``"50%"`` of the way (index floor(p * (pairs - 1)), the benchmark's 0/34/69/104/139
+            at 140 pairs) or explicit 0-based indices.
+        examples_per_position: Questions per position.
+        prompt: ``official`` or ``compact``.
+        records: ``uuid`` (random UUID pairs) or ``words`` (the embedded models' lexicon), when no file is given.
+        path: An official file (``*.jsonl`` or ``*.jsonl.gz``); each of its questions is asked at every position. A
+            file may hold more pairs than ``pairs``: the gold pair is moved first, then the list is cut.
+        calibration_examples: Calibration questions, each in a context of its own, generated from the same law.
+        calibration_pairs: Pairs per calibration prompt.
+        calibration_path: Finished calibration prompts instead (JSON lines with ``input`` and ``output``).
+        seed: Seed of the generated sets.
+
+    Score: 1 if the gold value occurs in the reply, letter case ignored (Liu et al. 2023).
+    """
+
+    version: ClassVar[str] = "1"
+    metric: ClassVar[str] = "accuracy"
+    source: ClassVar[str] = "Liu et al. 2023, github.com/nelson-liu/lost-in-the-middle, kv_retrieval_data/"
+    licence: ClassVar[str] = "MIT"
+
+    name: str = "kv_retrieval"
+    max_new_tokens: int = 100
+    pairs: int = 140
+    positions: tuple[int | str, ...] = ("0%", "25%", "50%", "75%", "100%")
+    examples_per_position: int = 500
+    prompt: Literal["official", "compact"] = "official"
+    records: Literal["uuid", "words"] = "uuid"
+    path: str | None = None
+    calibration_examples: int = 100
+    calibration_pairs: int = 50
+    calibration_path: str | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        limits = {"pairs": 2, "examples_per_position": 1, "calibration_examples": 1, "calibration_pairs": 2, "max_new_tokens": 1}
+        for name, low in limits.items():
+            if getattr(self, name) < low:
+                _refuse(name, getattr(self, name), f"a whole number from {low} up", f"set task.{name}={low} or more")
+        if self.records == "words" and not self.path and max(self.pairs, self.calibration_pairs) > len(WORDS):
+            _refuse("pairs", self.pairs, f"at most {len(WORDS)} with records=words", f"set task.pairs={len(WORDS)}")
+        if not self.positions:
+            _refuse("positions", [], "at least one gold position", 'set task.positions=["0%","50%","100%"]')
+        if len(set(self.gold_positions)) != len(self.positions):
+            _refuse("positions", list(self.positions), "different gold positions", "remove the repeated one")
+
+    @property
+    def gold_positions(self) -> list[int]:
+        """The gold positions as 0-based indices."""
+        return [self._index(p) for p in self.positions]
+
+    @property
+    def chance(self) -> float:
+        """One pair guessed at random."""
+        return 1 / self.pairs
+
+    def _index(self, position: int | str) -> int:
+        allowed = f'an index from 0 to {self.pairs - 1} (task.pairs={self.pairs}) or a share from "0%" to "100%"'
+        try:
+            if isinstance(position, str) and position.endswith("%"):
+                share = float(position[:-1]) / 100
+                index = int(share * (self.pairs - 1)) if 0 <= share <= 1 else -1
+            else:
+                index = int(position)
+        except ValueError:
+            index = -1
+        if not 0 <= index < self.pairs:
+            _refuse("positions", position, allowed, "put the gold pair inside the list")
+        return index
+
+    def examples(self, split: Split) -> list[Example]:
+        """See :meth:`Task.examples`.
+
+        Evaluation: a file's questions appear at every position; generated questions have one context each.
+        Calibration: questions spread evenly over the inner positions (Yu et al. 2025 never put the gold pair first or
+        last either), from another random stream.
+        """
+        if split == "calibration":
+            return self._finished_prompts() if self.calibration_path else list(self._calibration())
+        return list(self._from_file() if self.path else self._generated())
+
+    def score(self, example: Example, text: str) -> dict[str, float]:
+        """1 if the value occurs in the reply, letter case ignored."""
+        return {"accuracy": float(any(answer.lower() in text.lower() for answer in example.answers))}
+
+    def _generated(self) -> Iterator[Example]:
+        for position in self.gold_positions:
+            for number in range(self.examples_per_position):
+                name = f"{position}-{number}"
+                yield self._draw(name, f"{self.seed}/evaluation/{name}", self.pairs, position)
+
+    def _calibration(self) -> Iterator[Example]:
+        inner = list(range(1, self.calibration_pairs - 1)) or [0, 1]
+        for number in range(self.calibration_examples):
+            position = inner[number * len(inner) // self.calibration_examples % len(inner)]
+            yield self._draw(f"c{number}", f"{self.seed}/calibration/{number}", self.calibration_pairs, position)
+
+    def _draw(self, name: str, stream: str, pairs: int, position: int) -> Example:
+        rng = random.Random(f"posbench kv_retrieval {stream}")
+        if self.records == "words":
+            keys, values = rng.sample(WORDS, pairs), rng.sample(WORDS, pairs)
+        else:
+            keys, values = ([str(uuid.UUID(int=rng.getrandbits(128), version=4)) for _ in range(pairs)] for _ in range(2))
+        return self._example(name, list(zip(keys, values, strict=True)), position, name)
+
+    def _from_file(self) -> Iterator[Example]:
+        lines = list(_read_lines("path", str(self.path)))
+        if len(lines) < self.examples_per_position:
+            _refuse(
+                "examples_per_position", self.examples_per_position, f"at most {len(lines)}, the questions in {self.path}",
+                f"set task.examples_per_position={len(lines)}",
+            )  # fmt: skip
+        for number, (line, row) in enumerate(lines[: self.examples_per_position]):
+            records, gold = _records(str(self.path), line, row)
+            others = [pair for pair in records if pair != gold]
+            if len(records) < self.pairs:
+                _refuse("pairs", self.pairs, f"at most {len(records)}, the pairs in {self.path}", f"set task.pairs={len(records)}")
+            for position in self.gold_positions:
+                moved = [*others[:position], gold, *others[position:]][: self.pairs]
+                yield self._example(f"{position}-{number}", moved, position, str(number))
+
+    def _example(self, name: str, records: list[Record], position: int, cluster: str) -> Example:
+        key, value = records[position]
+        prompt, spans = PROMPTS[self.prompt](records, key)
+        return Example(
+            id=name, prompt=prompt, answers=(value,), gold_position=position, items=tuple(spans), cluster=cluster
+        )
+
+    def _finished_prompts(self) -> list[Example]:
+        rows = list(_read_lines("calibration_path", str(self.calibration_path)))[: self.calibration_examples]
+        evaluation = {example.prompt for example in self.examples("evaluation")} if self.path else set()
+        questions = {_question(prompt) for prompt in evaluation}
+        out = []
+        for line, row in rows:
+            if not isinstance(row.get("input"), str) or not isinstance(row.get("output"), str):
+                _refuse_line("calibration_path", str(self.calibration_path), line, 'text fields "input" and "output"')
+            if _question(row["input"]) in questions:
+                _refuse_line("calibration_path", str(self.calibration_path), line, "questions that the evaluation does not ask")
+            out.append(Example(id=f"c{line}", prompt=row["input"], answers=(row["output"],), cluster=f"c{line}"))
+        return out
+
+
+def _question(prompt: str) -> str:
+    """The last quoted string of a prompt: the key that is asked for."""
+    quoted = prompt.split('"')
+    return quoted[-2] if len(quoted) > 2 else prompt
+
+
+def _records(path: str, line: int, row: dict[str, Any]) -> tuple[list[Record], Record]:
+    try:
+        records = [(str(k), str(v)) for k, v in row["ordered_kv_records"]]
+        gold = (str(row["key"]), str(row["value"]))
+    except (KeyError, TypeError, ValueError):
+        _refuse_line("path", path, line, "fields ordered_kv_records (list of [key, value]), key and value")
+    if gold not in records:
+        _refuse_line("path", path, line, "a gold key and value that occur in ordered_kv_records")
+    return records, gold
+
+
+def _read_lines(field: str, path: str) -> Iterator[tuple[int, dict[str, Any]]]:
+    """(line number, object) of a JSON-lines file, plain or gzip."""
+    file = Path(path).expanduser()
+    opener = gzip.open if file.suffix == ".gz" else open
+    number = 0
+    try:
+        with opener(file, "rt", encoding="utf-8") as stream:
+            for number, text in enumerate(stream, start=1):
+                if text.strip():
+                    row = json.loads(text)
+                    if not isinstance(row, dict):
+                        raise ValueError("not an object")
+                    yield number, row
+    except (OSError, EOFError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        _refuse(field, path, "a readable .jsonl or .jsonl.gz file", f"check the path and the file ({reason})")
+    except ValueError as error:
+        _refuse_line(field, path, number, f"one JSON object in UTF-8 per line ({error})")
+
+
+def _refuse(field: str, value: object, allowed: str, hint: str) -> NoReturn:
+    raise UserError(field=f"task.{field}", value=value, allowed=allowed, hint=hint)
+
+
+def _refuse_line(field: str, path: str, line: int, allowed: str) -> NoReturn:
+    raise UserError(field=f"task.{field}", value=f"{path} line {line}", allowed=allowed, hint="mend or remove that line")
