@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import os
@@ -9,6 +10,7 @@ import shlex
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from contextlib import redirect_stderr
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from posbench import __version__, paths
-from posbench.errors import UserError
+from posbench.errors import UserError, choices, from_hydra, near
 
 HELP = """posbench finds, explains and removes position bias in language models.
 
@@ -68,12 +70,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _hydra(args: list[str], task: Callable[[Any], None]) -> int:
     """Compose the config from the arguments and hand it to ``task``, once or once per sweep job."""
     import hydra
+    import yaml
     from hydra.core.global_hydra import GlobalHydra
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
 
     status: list[int] = []
-    config_name, flags = _experiment(args)
+    known = _known_flags(args)
+    config_name, flags = _experiment(args, known.config_dir)
     before = sys.argv, os.environ.get("HYDRA_FULL_ERROR"), os.environ.get("POSBENCH_SWEEP")
     with tempfile.TemporaryDirectory(prefix="posbench-sweep-") as sweep:
         # Hydra would print a traceback and exit 1 on its own; with this it raises and the message is ours.
@@ -82,8 +86,11 @@ def _hydra(args: list[str], task: Callable[[Any], None]) -> int:
         try:
             GlobalHydra.instance().clear()
             hydra.main(version_base="1.3", config_path=str(paths.CONF), config_name=config_name)(task)()
-        except (HydraException, OmegaConfBaseException) as error:
-            raise _as_user_error(error, args) from error
+        except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
+            raise from_hydra(error, known.overrides, known.config_dir) from error
+        except SystemExit as end:
+            # --help and the like print and leave.
+            return int(end.code or 0)
         finally:
             GlobalHydra.instance().clear()
             sys.argv = before[0]
@@ -98,17 +105,45 @@ def _hydra(args: list[str], task: Callable[[Any], None]) -> int:
     return max(status, default=0)
 
 
-def _experiment(args: list[str]) -> tuple[str, list[str]]:
-    """``experiment=NAME`` makes that file the primary config."""
+def _known_flags(args: list[str]) -> Any:
+    """Hydra's own reading of the arguments, where every complaint is one line instead of its usage text."""
+    from hydra._internal.utils import get_args_parser
+
+    complaint = io.StringIO()
+    try:
+        with redirect_stderr(complaint):
+            known, unknown = get_args_parser().parse_known_args([a for a in args if a != "--version"])
+    except SystemExit as error:
+        reason = complaint.getvalue().strip().splitlines()[-1].split("error: ")[-1]
+        raise UserError(
+            field="flag", value=" ".join(args), allowed="Hydra's flags", hint=f"posbench --help ({reason})"
+        ) from error
+    modes = [known.run, known.multirun, known.cfg, known.info, known.shell_completion]
+    if unknown:
+        raise UserError(field="flag", value=unknown[0], allowed="key=value and Hydra's flags", hint="posbench --help")
+    if sum(map(bool, modes)) > 1 or known.experimental_rerun or (known.resolve and not (known.cfg or known.help)):
+        raise UserError(
+            field="flag",
+            value=" ".join(args),
+            allowed="one of -m, --cfg job [--resolve], --info",
+            hint="to run again, repeat the command",
+        )
+    return known
+
+
+def _experiment(args: list[str], config_dir: str | None) -> tuple[str, list[str]]:
+    """``experiment=NAME`` makes that file the primary config; a user's own ``--config-dir`` is searched as well."""
     names = [a.removeprefix("experiment=") for a in args if a.startswith("experiment=")]
     rest = [a for a in args if not a.startswith("experiment=")]
     if not names:
         return "config", rest
     if not (paths.EXPERIMENTS / f"{names[-1]}.yaml").is_file():
-        raise UserError(
-            field="experiment", value=names[-1], allowed=", ".join(_choices(paths.EXPERIMENTS)), hint="posbench ls experiments"
-        )
-    return names[-1], ["--config-dir", str(paths.EXPERIMENTS), *rest]
+        there = choices(paths.EXPERIMENTS)
+        hint = near(names[-1], there, "posbench ls experiments")
+        raise UserError(field="experiment", value=names[-1], allowed=", ".join(there) or "none yet", hint=hint)
+    # The last --config-dir wins, so the user's own goes on the search path.
+    own = [f"hydra.searchpath=[file://{Path(config_dir).absolute()}]"] if config_dir else []
+    return names[-1], [*rest, "--config-dir", str(paths.EXPERIMENTS), *own]
 
 
 def _job(config: Any) -> None:
@@ -122,12 +157,12 @@ def _job(config: Any) -> None:
     from posbench.stages.base import IncompleteRun
 
     hydra_config = HydraConfig.get()
-    typed = [o for o in hydra_config.overrides.task]
+    typed = _typed()
     multirun = hydra_config.mode == RunMode.MULTIRUN
     number = OmegaConf.select(hydra_config, "job.num", default=0, throw_on_missing=False) or 0
     record: dict[str, Any] = {"overrides": typed, "multirun": multirun, "folder": None, "status": 0}
     try:
-        checked = configs.check(configs.plain(config), [o.split("=", 1)[0].lstrip("+~") for o in typed])
+        checked = configs.check(configs.plain(config), _keys(typed))
         record["folder"] = str(execute(checked, command=shlex.join(["posbench", *sys.argv[1:]]), console=Console()))
     except IncompleteRun as error:
         print(f"posbench: {error}", file=sys.stderr)
@@ -135,37 +170,30 @@ def _job(config: Any) -> None:
     except UserError as error:
         print(f"posbench: {error}", file=sys.stderr)
         record["status"] = 2
+    except Exception:
+        if not multirun:
+            raise
+        # One job's defect must not stop the others of a sweep.
+        logging.exception("%s", " ".join(typed))
+        record["status"] = 1
     finally:
         Path(os.environ["POSBENCH_SWEEP"], f"job-{number:05d}.json").write_text(json.dumps(record))
 
 
-def _as_user_error(error: Exception, args: list[str]) -> UserError:
-    """Hydra's and OmegaConf's complaints as one line."""
-    import difflib
-    import re
+def _typed() -> list[str]:
+    """The overrides of this job as the user typed them."""
+    from hydra.core.hydra_config import HydraConfig
+    from omegaconf import OmegaConf
 
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    text = lines[0] if lines else type(error).__name__
-    missing = re.search(r"Could not find '(\w+)/([^']*)'", str(error))
-    if missing:
-        group, choice = missing.groups()
-        choices = _choices(paths.CONF / group)
-        near = difflib.get_close_matches(choice, choices, n=1)
-        return UserError(
-            field=group, value=choice, allowed=", ".join(choices), hint=f"did you mean {near[0]}?" if near else f"posbench ls {group}s"
-        )
-    key = getattr(error, "full_key", None)
-    blamed = next((a for a in args if a.lstrip("+~").split("=", 1)[0] in text), None)
-    name = key or re.sub(r"=.*", "", blamed or "override")
-    value = blamed.split("=", 1)[1] if blamed and "=" in blamed else " ".join(args)
-    return UserError(field=str(name), value=value, allowed="keys and values of conf/", hint=f"see posbench --cfg job ({text})")
+    # A typed ${...} must not be resolved here, where it has no neighbours.
+    return [str(o) for o in OmegaConf.to_container(HydraConfig.get().overrides.task, resolve=False)]  # type: ignore[union-attr]
+
+
+def _keys(typed: list[str]) -> list[str]:
+    return [o.split("=", 1)[0].lstrip("+~") for o in typed]
 
 
 # Verbs
-
-
-def _choices(folder: Path) -> list[str]:
-    return sorted(p.stem for p in folder.glob("*.yaml"))
 
 
 def _ls(args: list[str]) -> int:
@@ -177,7 +205,7 @@ def _ls(args: list[str]) -> int:
         table = Table(title=kind, title_justify="left", box=None, pad_edge=False)
         table.add_column("name")
         table.add_column("what")
-        for name in _choices(folder):
+        for name in choices(folder):
             table.add_row(name, _about(folder / f"{name}.yaml"))
         Console().print(table)
     return 0
@@ -200,8 +228,8 @@ def _validate(args: list[str]) -> int:
     if args:
         jobs = [args]
     else:
-        jobs = [[f"{group}={name}"] for group in GROUPS.values() for name in _choices(paths.CONF / group)]
-        jobs += [[f"experiment={name}"] for name in _choices(paths.EXPERIMENTS)]
+        jobs = [[f"{group}={name}"] for group in GROUPS.values() for name in choices(paths.CONF / group)]
+        jobs += [[f"experiment={name}"] for name in choices(paths.EXPERIMENTS)]
     status = 0
     for job in jobs:
         job = [*job, "model.path=."] if "model=hf" in job and not any(a.startswith("model.path=") for a in job) else job
@@ -209,11 +237,8 @@ def _validate(args: list[str]) -> int:
         problems: list[str] = []
 
         def check(config: Any) -> None:
-            from hydra.core.hydra_config import HydraConfig
-
-            typed = [o.split("=", 1)[0] for o in HydraConfig.get().overrides.task]
             try:
-                configs.check(configs.plain(config), typed)
+                configs.check(configs.plain(config), _keys(_typed()))
             except UserError as error:
                 problems.append(str(error))  # noqa: B023
 
@@ -236,8 +261,11 @@ def _folder(verb: str, args: list[str]) -> Path:
 
 def _report(args: list[str]) -> int:
     from posbench import report
+    from posbench.record import open_run
 
     folder = _folder("report", args)
+    if not (folder / "summary.csv").is_file():
+        open_run(folder)
     page = report.render_sweep(folder) if (folder / "summary.csv").is_file() else report.render_run(folder)
     print(page)
     return 0

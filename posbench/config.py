@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
-from typing import Any, Literal
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import hydra.utils
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
 
 from posbench import paths
 from posbench.errors import UserError
 from posbench.lm import ModelConfig
-from posbench.methods import Method
+from posbench.methods import Method, ScaleChannel
+from posbench.reference import Reference
 from posbench.search import ChannelSearch
 from posbench.tasks import Task
 
 Stage = Literal["search", "intervene", "evaluate", "report"]
+STAGES: tuple[Stage, ...] = get_args(Stage)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,10 +47,13 @@ class Runtime:
     resamples: int = 2000
 
     def __post_init__(self) -> None:
-        for name in ("batch_size", "intervene_examples", "resamples"):
-            if getattr(self, name) < 1:
+        for name in ("batch_size", "intervene_examples", "resamples", "threads"):
+            if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise UserError(
-                    field=f"runtime.{name}", value=getattr(self, name), allowed="a whole number from 1 up", hint=f"set runtime.{name}=1"
+                    field=f"runtime.{name}",
+                    value=getattr(self, name),
+                    allowed="a whole number from 1 up",
+                    hint=f"set runtime.{name}=1",
                 )
 
 
@@ -57,13 +64,13 @@ class Experiment:
     Attributes:
         name: File name in ``experiments/``, and the folder under the outputs.
         title: What it shows, with paper, table or figure.
-        reference: Rows of the paper's numbers: file in ``experiments/reference``, its task, and how its names map to ours.
+        reference: The paper's numbers.
         claims: What the paper reads off the figure, where it prints no numbers.
     """
 
     name: str
     title: str
-    reference: dict[str, Any] | None = None
+    reference: Reference | None = None
     claims: tuple[str, ...] = ()
 
 
@@ -113,6 +120,11 @@ class Config:
             )
         return build(self.method_class, values, "method")
 
+    def trial(self) -> Method:
+        """The method with legal stand-ins for what the search will find, so that everything else can be checked first."""
+        standin = {"channel": 0, "factor": 1.0, "layers": (0, 0)} if "search" in self.stages else {}
+        return self.method({k: v for k, v in standin.items() if self.method_fields.get(k) is None})
+
 
 def build(cls: type[Any], data: Mapping[str, Any], where: str) -> Any:
     """Check plain data against a dataclass and make the object.
@@ -130,25 +142,46 @@ def build(cls: type[Any], data: Mapping[str, Any], where: str) -> Any:
                 allowed=f"keys {', '.join(allowed)}",
                 hint=f"did you mean {where}.{near[0]}?" if near else "remove the key",
             )
+    kinds = get_type_hints(cls)
+    for key, value in data.items():
+        # pydantic reads true as 1; nobody means a batch size of true.
+        if isinstance(value, bool) and "bool" not in _words(kinds[key]):
+            raise UserError(
+                field=_dotted(where, key), value=value, allowed=_words(kinds[key]), hint=f"set {_dotted(where, key)}=..."
+            )
     try:
-        return TypeAdapter(cls).validate_python(dict(data))
+        return TypeAdapter(with_config(ConfigDict(allow_inf_nan=False))(cls)).validate_python(dict(data))
     except ValidationError as error:
         # A union reports every branch; the shortest location names the field itself.
         first = min(error.errors(), key=lambda e: len(e["loc"]))
-        name = ".".join(str(part) for part in first["loc"][:1])
-        kind = next((str(f.type) for f in fields(cls) if f.name == name), "a value")
+        name = str(first["loc"][0]) if first["loc"] else ""
         raise UserError(
-            field=f"{where}.{name}",
+            field=_dotted(where, name),
             value=data.get(name),
-            allowed=_plain(kind),
-            hint=f"set {where}.{name}=... ({first['msg'].lower()})",
+            allowed=_words(kinds.get(name, Any)),
+            hint=f"set {_dotted(where, name)}=... ({first['msg'].lower()})",
         ) from error
 
 
-def _plain(kind: str) -> str:
+def _dotted(where: str, name: str) -> str:
+    return f"{where}.{name}".strip(".")
+
+
+def _words(kind: Any) -> str:
     """A type annotation in words."""
-    words = {"int": "a whole number", "float": "a number", "str": "text", "None": "null", "bool": "true or false"}
-    return kind.replace("<class '", "").replace("'>", "") if kind not in words else words[kind]
+    plain = {int: "a whole number", float: "a finite number", str: "text", bool: "true or false (bool)", NoneType: "null"}
+    origin, args = get_origin(kind), get_args(kind)
+    if kind in plain:
+        return plain[kind]
+    if origin is Literal:
+        return " | ".join(str(a) for a in args)
+    if origin in (Union, UnionType):
+        return ", or ".join(_words(a) for a in args)
+    if origin is tuple and args[-1] is Ellipsis:
+        return f"a list [...] of: {_words(args[0])}"
+    if origin is tuple:
+        return f"a list of exactly {len(args)}: [{', '.join(_words(a) for a in args)}]"
+    return "a mapping" if origin is dict else "a value"
 
 
 def _required(cls: type[Any]) -> set[str]:
@@ -183,11 +216,16 @@ def check(raw: dict[str, Any], typed: Sequence[str] = ()) -> Config:
     unknown = set(raw) - {"model", "task", "method", "search", "runtime", "stages", "experiment"}
     if unknown:
         name = sorted(unknown)[0]
-        raise UserError(field=name, value=raw[name], allowed="model, task, method, search, runtime, stages, experiment", hint="remove it")
+        raise UserError(
+            field=name, value=raw[name], allowed="model, task, method, search, runtime, stages, experiment", hint="remove it"
+        )
     for group in ("model", "task", "method", "search", "runtime"):
         if not isinstance(raw.get(group), Mapping):
             raise UserError(
-                field=group, value=raw.get(group), allowed="a choice of that group", hint=f"posbench ls {group}s shows the choices"
+                field=group,
+                value=raw.get(group),
+                allowed="a choice of that group",
+                hint=f"posbench ls {group}s shows the choices",
             )
     if raw["model"].get("path") is None:
         raise UserError(
@@ -197,7 +235,13 @@ def check(raw: dict[str, Any], typed: Sequence[str] = ()) -> Config:
     task = _instance(raw["task"], Task, "task")
     method_class, fields_ = _target(raw["method"], Method, "method")
     name = fields_.pop("name", method_class.__name__.lower())
-    stages = build(_Stages, {"stages": raw.get("stages")}, "run").stages
+    stages = build(_Stages, {"stages": raw.get("stages")}, "").stages
+    if "search" in stages and not issubclass(method_class, ScaleChannel):
+        if "stages" in typed:
+            raise UserError(
+                field="stages", value=list(stages), allowed=f"no search for method {name}", hint="leave search out of stages"
+            )
+        stages = tuple(stage for stage in stages if stage != "search")
     pinned = frozenset(key.removeprefix("method.") for key in typed if key.startswith("method."))
     config = Config(
         model=model,
@@ -212,9 +256,18 @@ def check(raw: dict[str, Any], typed: Sequence[str] = ()) -> Config:
         experiment=build(Experiment, raw["experiment"], "experiment") if raw.get("experiment") else None,
         raw=raw | {"pinned": sorted(pinned)},
     )
-    # What the search will find stands in as a legal value, so that everything else is checked now.
-    standin = {"channel": 0, "factor": 1.0, "layers": (0, 0)} if "search" in stages else {}
-    config.method({k: v for k, v in standin.items() if config.method_fields.get(k) is None})
+    for where, text in (("model", model.name), ("task", task.name), ("method", name)):
+        # They become folder names.
+        if not re.fullmatch(r"\w[\w.-]*", str(text)):
+            raise UserError(field=f"{where}.name", value=text, allowed="letters, digits, . _ -", hint=f"set {where}.name=...")
+    if model.context_window is not None and model.context_window < 1:
+        raise UserError(
+            field="model.context_window",
+            value=model.context_window,
+            allowed="a whole number from 1 up, or null",
+            hint="set it to null",
+        )
+    config.trial()
     return config
 
 
@@ -223,9 +276,12 @@ class _Stages:
     stages: tuple[Stage, ...]
 
     def __post_init__(self) -> None:
-        if not self.stages:
+        if not self.stages or list(self.stages) != [stage for stage in STAGES if stage in self.stages]:
             raise UserError(
-                field="stages", value=[], allowed="some of search, intervene, evaluate, report", hint="set stages=[evaluate,report]"
+                field="stages",
+                value=list(self.stages),
+                allowed=f"some of {', '.join(STAGES)}, each once, in this order",
+                hint="set stages=[evaluate,report]",
             )
 
 
@@ -240,7 +296,10 @@ def _target(data: Mapping[str, Any], kind: type, where: str) -> tuple[type[Any],
         ) from error
     if not issubclass(cls, kind):
         raise UserError(
-            field=f"{where}._target_", value=target, allowed=f"a subclass of {kind.__module__}.{kind.__name__}", hint="see CONTRIBUTING.md"
+            field=f"{where}._target_",
+            value=target,
+            allowed=f"a subclass of {kind.__module__}.{kind.__name__}",
+            hint="see CONTRIBUTING.md",
         )
     return cls, values
 

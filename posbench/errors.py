@@ -1,5 +1,12 @@
 """The one error a user can cause, printed as one line."""
 
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
 
 class UserError(Exception):
     """Bad input: names the field, its value, what is allowed and the next step.
@@ -20,3 +27,63 @@ class UserError(Exception):
     def __str__(self) -> str:
         line = f"{self.field} = {self.value!r}: allowed: {self.allowed}; next: {self.hint}"
         return " ".join(line.split())
+
+
+def choices(*folders: Path) -> list[str]:
+    """Names of the YAML files in config folders."""
+    return sorted({p.stem for folder in folders for p in folder.glob("*.yaml")})
+
+
+def near(name: str, known: Sequence[str], otherwise: str) -> str:
+    """A hint that names the closest known name, or says something else."""
+    match = difflib.get_close_matches(name, known, n=1)
+    return f"did you mean {match[0]}?" if match else otherwise
+
+
+def from_hydra(error: Exception, overrides: Sequence[str], config_dir: str | None) -> UserError:
+    """Hydra's, OmegaConf's and the YAML parser's complaints in our form.
+
+    Args:
+        error: What they raised.
+        overrides: The ``key=value`` arguments.
+        config_dir: The user's own config folder.
+    """
+    import yaml
+
+    from posbench.paths import CONF
+
+    text = " ".join(str(error).split()) or type(error).__name__
+    reason = text if len(text) <= 160 else f"{text[:160]} ..."
+    folders = [CONF, *([Path(config_dir)] if config_dir else [])]
+    if isinstance(error, yaml.YAMLError):
+        return UserError(field="config file", value=str(folders[-1]), allowed="valid YAML", hint=f"mend it ({reason})")
+    if "Additional config directory" in text:
+        return UserError(field="--config-dir", value=config_dir, allowed="a folder with your YAML files", hint="check the path")
+    missing = re.search(r"Could not (?:find|load) '(\w+)/([^']*)'", text)
+    if missing:
+        group, choice = missing.groups()
+        known = choices(*(folder / group for folder in folders))
+        return UserError(
+            field=group, value=choice, allowed=", ".join(known), hint=near(choice, known, f"take {group}={known[0]}")
+        )
+    parsed = getattr(error, "override", None)
+    if isinstance(parsed, str):
+        return UserError(
+            field=parsed.split("=")[0], value=parsed, allowed="key=value, a list as [a,b]", hint=f"mend it ({reason})"
+        )
+    typed = {o.lstrip("+~").split("=")[0]: o for o in overrides}
+    key = str(getattr(error, "full_key", None) or next((k for k in typed if re.search(rf"'{re.escape(k)}['=]", text)), ""))
+    value = typed[key].partition("=")[2] or typed[key] if key in typed else " ".join(overrides)
+    if "Ambiguous value" in text:
+        return UserError(field=key, value=value, allowed="one value; a list as [a,b]", hint="sweep over several with -m (--multirun)")
+    if key in typed and re.search(r"Could not override|not in struct|No match in the defaults list", text):
+        group, _, _ = key.rpartition(".")
+        files = sorted((CONF / group).glob("*.yaml")) if group else [CONF / "config.yaml"]
+        names = {str(k) for file in files for k in yaml.safe_load(file.read_text())} - {"_target_", "defaults", "hydra"}
+        names |= set() if group else {"model", "task", "method", "search", "runtime"}
+        if names:
+            dotted = [f"{group}.{name}".strip(".") for name in sorted(names)]
+            return UserError(
+                field=key, value=value, allowed=f"keys {', '.join(sorted(names))}", hint=near(key, dotted, "remove it")
+            )
+    return UserError(field=key or "config", value=value, allowed="what conf/ holds", hint=f"see posbench --cfg job ({reason})")

@@ -7,10 +7,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
+from huggingface_hub import HfApi
+from huggingface_hub.errors import HfHubHTTPError, HTTPError
+from safetensors import SafetensorError
 from torch import Tensor
 from transformers import (
     AttentionInterface,
@@ -18,6 +22,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     GenerationConfig,
+    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -48,6 +53,7 @@ class ModelConfig:
         attention: Attention kernel.
         chat_template: ``auto`` applies the tokenizer's template where it has one; ``none`` never does.
         context_window: Tokens the model reads; None takes the checkpoint's ``max_position_embeddings``.
+        threads: CPU threads; None leaves torch's choice.
         stages: Stages that run when the user names none.
         source: Where the constants of this file come from.
         scale_channel: Published or found channel, factor and layers, with a ``source``.
@@ -62,6 +68,7 @@ class ModelConfig:
     attention: Kernel = "sdpa"
     chat_template: Literal["auto", "none"] = "auto"
     context_window: int | None = None
+    threads: int | None = None
     stages: tuple[str, ...] = ("intervene", "evaluate", "report")
     source: str = ""
     scale_channel: dict[str, Any] | None = None
@@ -284,9 +291,7 @@ class LM:
 
     def _tokenizer(self) -> PreTrainedTokenizerBase:
         if self.tokenizer is None:
-            raise UserError(
-                field="tokenizer", value=None, allowed="a tokenizer", hint="pass posbench.load(model, tokenizer=...)"
-            )
+            raise UserError(field="tokenizer", value=None, allowed="a tokenizer", hint="pass posbench.load(model, tokenizer=...)")
         return self.tokenizer
 
     def _pad_id(self) -> int:
@@ -354,21 +359,21 @@ def _load_checkpoint(config: ModelConfig, device: str) -> LM:
         )
     path = paths.model_path(config.path)
     try:
-        hf_config = AutoConfig.from_pretrained(path, revision=config.revision, trust_remote_code=False)
-        if getattr(hf_config, "model_type", None) not in {t for f in arch.FAMILIES for t in f.model_types}:
-            arch.family_of(_OnlyConfig(hf_config))  # type: ignore[arg-type]
-        tokenizer = AutoTokenizer.from_pretrained(path, revision=config.revision, trust_remote_code=False)
+        if path.startswith(("/", ".")) and not Path(path).is_dir():
+            raise FileNotFoundError("no such directory")
+        offline = _unreachable(path, config.revision)
+        origin: dict[str, Any] = {"revision": config.revision, "local_files_only": offline, "trust_remote_code": False}
+        # Read as plain data first: transformers would not name the families for a type that it does not know either.
+        kind = PreTrainedConfig.get_config_dict(path, **origin)[0].get("model_type")
+        arch.family_of(SimpleNamespace(config=SimpleNamespace(model_type=kind)))  # type: ignore[arg-type]
+        hf_config = AutoConfig.from_pretrained(path, **origin)
+        tokenizer = AutoTokenizer.from_pretrained(path, **origin)
         dtype = config.dtype if config.dtype != "auto" else ("float32" if where.type == "cpu" else "auto")
         model = AutoModelForCausalLM.from_pretrained(
-            path,
-            revision=config.revision,
-            dtype=dtype,
-            attn_implementation=config.attention,
-            use_safetensors=True,
-            trust_remote_code=False,
+            path, dtype=dtype, attn_implementation=config.attention, use_safetensors=True, **origin
         )
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0][:200]
+    except (OSError, ValueError, SafetensorError) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
         raise UserError(
             field="model.path",
             value=config.path,
@@ -379,11 +384,17 @@ def _load_checkpoint(config: ModelConfig, device: str) -> LM:
     return LM(model.to(where).eval(), tokenizer, config.name, window, config.chat_template)
 
 
-@dataclass
-class _OnlyConfig:
-    """Lets the family table be asked before any weight is read."""
-
-    config: Any
+def _unreachable(path: str, revision: str | None) -> bool:
+    """Whether a hub id can come from the local cache alone: without a network the hub client would retry for half a minute."""
+    if Path(path).is_dir():
+        return True
+    try:
+        HfApi().model_info(path, revision=revision, timeout=5)
+    except HfHubHTTPError:
+        return False
+    except (OSError, HTTPError):
+        return True
+    return False
 
 
 def _device(device: str) -> torch.device:

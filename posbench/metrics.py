@@ -76,7 +76,13 @@ def tidy(
     """
     frame = pd.DataFrame(
         [
-            {"method": r["method"], "id": r["id"], "position": r["gold_position"], "cluster": r["cluster"], "score": r["scores"][metric]}
+            {
+                "method": r["method"],
+                "id": r["id"],
+                "position": r["gold_position"],
+                "cluster": r["cluster"],
+                "score": r["scores"][metric],
+            }
             for r in rows
         ]
     )
@@ -85,9 +91,7 @@ def tidy(
     def add(method: str, position: Any, name: str, value: float, n: int, interval: tuple[float, float] | None) -> None:
         low, high = interval or (np.nan, np.nan)
         depth = position / (items - 1) if position != "all" and items and items > 1 else np.nan
-        out.append(
-            dict(zip(COLUMNS, (model, method, task, str(position), depth, name, value, n, low, high, seed), strict=True))
-        )
+        out.append(dict(zip(COLUMNS, (model, method, task, str(position), depth, name, value, n, low, high, seed), strict=True)))
 
     def groups(part: pd.DataFrame) -> list[tuple[Any, pd.DataFrame]]:
         by_position = [(int(p), g) for p, g in part.groupby("position", sort=True)]  # type: ignore[call-overload]
@@ -101,7 +105,8 @@ def tidy(
             add(method, position, metric, total / n, n, wilson(total, n))
         means = part.groupby("position")["score"].mean().sort_index()
         if len(means) > 2:
-            add(method, "all", "middle_drop", float((means.iloc[0] + means.iloc[-1]) / 2 - means.iloc[1:-1].min()), len(part), None)
+            drop = (means.iloc[0] + means.iloc[-1]) / 2 - means.iloc[1:-1].min()
+            add(method, "all", "middle_drop", float(drop), len(part), None)
     base = frame[frame["method"] == unmodified]
     for method in methods:
         if method == unmodified or base.empty:

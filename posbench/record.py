@@ -78,8 +78,12 @@ class RunDir:
     def append(self, name: str, rows: Iterable[Mapping[str, Any]]) -> None:
         """Append rows, each with a checksum, in one flushed write."""
         lines = "".join(json.dumps({**row, "sum": _sum(row)}, ensure_ascii=False) + "\n" for row in rows)
-        with open(self.path / name, "a", encoding="utf-8") as stream:
-            stream.write(lines)
+        with open(self.path / name, "ab+") as stream:
+            if stream.tell():
+                stream.seek(-1, os.SEEK_END)
+                # A line that a killed process left torn must not swallow the next one.
+                lines = lines if stream.read(1) == b"\n" else "\n" + lines
+            stream.write(lines.encode())
             stream.flush()
             os.fsync(stream.fileno())
 
@@ -121,6 +125,22 @@ class RunDir:
         return None
 
 
+def find(outputs: Path, suite: str, version_key: Mapping[str, Any], name: str) -> Path | None:
+    """The folder that :func:`claim` would resume; None where it would make a new one. Makes nothing.
+
+    Raises:
+        UserError: The outputs cannot be read.
+    """
+    try:
+        nearest = next(p for p in (outputs.absolute(), *outputs.absolute().parents) if p.exists())
+        if not nearest.is_dir() or not os.access(nearest, os.W_OK):
+            raise PermissionError(f"{nearest} is no folder that can be written")
+        version = _known_version(outputs / suite, version_key) if (outputs / suite).is_dir() else None
+    except OSError as error:
+        raise _unusable(outputs, error) from error
+    return version / name if version and (version / name).is_dir() else None
+
+
 @contextmanager
 def claim(
     outputs: Path, suite: str, version_key: Mapping[str, Any], name: str, config: Mapping[str, Any], provenance: Mapping[str, Any]
@@ -147,12 +167,7 @@ def claim(
             version = _version(outputs / suite, version_key)
             (version / ".locks").mkdir(exist_ok=True)
     except OSError as error:
-        raise UserError(
-            field="runtime.outputs",
-            value=str(outputs),
-            allowed="a folder that can be written",
-            hint=f"set runtime.outputs=DIR ({error.strerror or error})",
-        ) from error
+        raise _unusable(outputs, error) from error
     folder, lock = version / name, FileLock(version / ".locks" / name)
     try:
         lock.acquire(timeout=0)
@@ -181,21 +196,45 @@ def open_run(folder: Path) -> RunDir:
     """
     if not (folder / "config.yaml").is_file():
         raise UserError(
-            field="DIR", value=str(folder), allowed="a run folder (it holds config.yaml)", hint="posbench prints the folder of each run"
+            field="DIR",
+            value=str(folder),
+            allowed="a run folder (it holds config.yaml)",
+            hint="posbench prints the folder of each run",
         )
     return RunDir(folder)
 
 
-def _version(suite: Path, key: Mapping[str, Any]) -> Path:
-    plain = _plain(key)
-    numbers = sorted(int(p.name[1:]) for p in suite.iterdir() if p.name[:1] == "v" and p.name[1:].isdigit())
-    for number in reversed(numbers):
+def _unusable(outputs: Path, error: OSError) -> UserError:
+    return UserError(
+        field="runtime.outputs",
+        value=str(outputs),
+        allowed="a folder that can be written",
+        hint=f"set runtime.outputs=DIR ({error.strerror or error})",
+    )
+
+
+def _versions(suite: Path) -> list[int]:
+    """Numbers of the version folders, oldest first."""
+    return sorted(int(p.name[1:]) for p in suite.iterdir() if p.name[:1] == "v" and p.name[1:].isdigit())
+
+
+def _known_version(suite: Path, key: Mapping[str, Any]) -> Path | None:
+    """The newest version folder with this key."""
+    for number in reversed(_versions(suite)):
         folder = suite / f"v{number:03d}"
-        if (folder / "version.json").is_file() and json.loads((folder / "version.json").read_text()) == plain:
+        if (folder / "version.json").is_file() and json.loads((folder / "version.json").read_text()) == _plain(key):
             return folder
-    folder = suite / f"v{(numbers[-1] if numbers else 0) + 1:03d}"
+    return None
+
+
+def _version(suite: Path, key: Mapping[str, Any]) -> Path:
+    """The newest version folder with this key, else a new one."""
+    known = _known_version(suite, key)
+    if known:
+        return known
+    folder = suite / f"v{max(_versions(suite), default=0) + 1:03d}"
     made = _scratch(suite / ".new-version")
-    write_text(made / "version.json", json.dumps(plain, indent=2, sort_keys=True) + "\n")
+    write_text(made / "version.json", json.dumps(_plain(key), indent=2, sort_keys=True) + "\n")
     os.rename(made, folder)
     return folder
 
@@ -227,7 +266,6 @@ def _read_rows(file: Path) -> tuple[list[Row], int]:
             if row.pop("sum") != _sum(row):
                 raise ValueError("checksum")
             rows.append(row)
-        except (ValueError, KeyError, AttributeError):
+        except (ValueError, KeyError, AttributeError, TypeError):
             damaged += 1
     return rows, damaged
-

@@ -19,11 +19,23 @@ from rich.console import Console
 import posbench
 from posbench import paths
 from posbench.config import Config
-from posbench.lm import ModelConfig
-from posbench.record import claim, digest
+from posbench.errors import UserError
+from posbench.lm import LM, ModelConfig, load
+from posbench.record import claim, digest, find
 from posbench.stages.base import IncompleteRun, Run
 
-PACKAGES = ("torch", "transformers", "tokenizers", "hydra-core", "omegaconf", "numpy", "scipy", "pandas", "matplotlib", "accelerate")
+PACKAGES = (
+    "torch",
+    "transformers",
+    "tokenizers",
+    "hydra-core",
+    "omegaconf",
+    "numpy",
+    "scipy",
+    "pandas",
+    "matplotlib",
+    "accelerate",
+)
 
 
 def execute(config: Config, *, command: str, console: Console) -> Path:
@@ -52,12 +64,21 @@ def execute(config: Config, *, command: str, console: Console) -> Path:
     moves = {"identity": who, "method": config.raw["method"], "pinned": config.raw["pinned"], **searched}
     moves["measured"] = [config.runtime.intervene_examples, config.runtime.resamples]
     name = f"{config.model.name}__{config.method_name}__{digest(moves)}"
-    key = {"posbench": posbench.__version__, "code": source_digest(), "task": config.raw["task"], "task_version": config.task.version}
+    key = {
+        "posbench": posbench.__version__,
+        "code": source_digest(),
+        "task": config.raw["task"],
+        "task_version": config.task.version,
+    }
+    outputs = Path(config.runtime.outputs).expanduser()
+    console.rule(f"[bold]{config.model.name}  {config.task.name}  {config.method_name}")
+    lm = preflight(config, console) if find(outputs, suite, key, name) is None else None
     facts = provenance(config, command, who)
-    with claim(Path(config.runtime.outputs).expanduser(), suite, key, name, config.raw, facts) as out:
-        console.rule(f"[bold]{config.model.name}  {config.task.name}  {config.method_name}")
+    with claim(outputs, suite, key, name, config.raw, facts) as out:
         (out.path / "DONE").unlink(missing_ok=True)
         run = Run(config, out, console, who)
+        if lm:
+            run.lm = lm
         try:
             for stage in config.stages:
                 importlib.import_module(f"posbench.stages.{stage}").run(run)
@@ -67,6 +88,32 @@ def execute(config: Config, *, command: str, console: Console) -> Path:
             raise
         out.finish("done")
         return out.path
+
+
+def preflight(config: Config, console: Console) -> LM | None:
+    """Load the model and refuse what does not fit it, so that bad input leaves no folder behind.
+
+    Of each split only the longest prompt (in characters) is tokenised here; the stages check every one.
+
+    Raises:
+        UserError: The checkpoint, a channel, layers, a file or a prompt does not fit.
+    """
+    if config.stages == ("report",):
+        raise UserError(
+            field="stages", value=["report"], allowed="report after another stage", hint="posbench report DIR redraws a run"
+        )
+    with console.status(f"loading {config.model.name}"):
+        lm = load(config.model, device=config.runtime.device)
+    config.trial().check(lm)
+    task, reserve = config.task, config.task.max_new_tokens
+    if "search" in config.stages:
+        importlib.import_module("posbench.stages.search").check(config, lm)
+        longest = max(task.examples("calibration"), key=lambda e: len(e.prompt))
+        lm.encode(longest.prompt)
+    if {"intervene", "evaluate"} & set(config.stages):
+        longest = max(task.examples("evaluation"), key=lambda e: len(e.prompt))
+        lm.encode(longest.prompt, truncation=task.truncation, reserve=reserve)
+    return lm
 
 
 def identity(config: Config) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from posbench import report
+from posbench.metrics import COLUMNS
 from posbench.record import digest, write_csv, write_text
 
 
@@ -26,7 +27,8 @@ def summarise(jobs: Sequence[dict[str, Any]], console: Console) -> Path | None:
         The sweep folder, or None when no job finished.
     """
     settings = [dict(o.split("=", 1) for o in job["overrides"] if "=" in o) for job in jobs]
-    axes = [k for k in dict.fromkeys(k for s in settings for k in s) if len({s.get(k) for s in settings}) > 1]
+    varied = [k for k in dict.fromkeys(k for s in settings for k in s) if len({s.get(k) for s in settings}) > 1]
+    axes = [axis for axis in varied if axis not in COLUMNS]  # model, method and task are columns of every table already
     finished = [(s, Path(job["folder"])) for s, job in zip(settings, jobs, strict=True) if job["folder"]]
     for setting, job in zip(settings, jobs, strict=True):
         if not job["folder"]:
@@ -34,7 +36,7 @@ def summarise(jobs: Sequence[dict[str, Any]], console: Console) -> Path | None:
     if not finished:
         return None
     first = finished[0][1]
-    name = "_".join(a.replace(".", "-").replace("/", "-") for a in axes) or "runs"
+    name = "_".join(a.replace(".", "-").replace("/", "-") for a in varied) or "runs"
     folder = first.parent / f"sweep__{name}__{digest([str(p) for _, p in finished])}"
     (folder / "figures").mkdir(parents=True, exist_ok=True)
     for file, out in (("metrics.csv", "summary.csv"), ("attention.csv", "attention_summary.csv")):
@@ -46,20 +48,22 @@ def summarise(jobs: Sequence[dict[str, Any]], console: Console) -> Path | None:
         write_text(folder / "reference.json", reference.read_text())
     write_text(folder / "jobs.json", json.dumps(list(jobs), indent=2) + "\n")
     if (folder / "summary.csv").is_file():
-        console.print(_table(pd.read_csv(folder / "summary.csv", dtype={"position": str, **dict.fromkeys(axes, str)}), axes))
+        summary = report.read_csv(folder / "summary.csv")
+        if summary is not None:
+            console.print(_table(summary, axes))
         console.print(f"sweep: {report.render_sweep(folder)}")
     return folder
 
 
 def _labelled(file: Path, run: str, setting: dict[str, str], axes: Sequence[str]) -> pd.DataFrame:
-    frame = pd.read_csv(file, dtype={"position": str})
+    frame = pd.read_csv(file, dtype=str, keep_default_na=False)
     labels = pd.DataFrame([{"run": run, **{axis: setting.get(axis) for axis in axes}}] * len(frame))
     return pd.concat([labels, frame], axis=1)
 
 
 def _table(summary: pd.DataFrame, axes: Sequence[str]) -> Table:
     table = Table(title="average over gold positions", title_justify="left")
-    for axis in axes:
+    for axis in (*axes, "model"):
         table.add_column(axis)
     for column in ("method", "value %", "95 % interval", "n"):
         table.add_column(column, justify="right")
@@ -68,5 +72,5 @@ def _table(summary: pd.DataFrame, axes: Sequence[str]) -> Table:
         change = str(row["metric"]).endswith("_difference")
         value, low, high = (f"{100 * row[k]:{'+' if change else ''}.1f}" for k in ("value", "ci_low", "ci_high"))
         label = f"{row['method']} - none" if change else str(row["method"])
-        table.add_row(*(str(row[a]) for a in axes), label, value, f"{low} to {high}", str(row["n"]))
+        table.add_row(*(str(row[a]) for a in (*axes, "model")), label, value, f"{low} to {high}", str(row["n"]))
     return table

@@ -238,10 +238,10 @@ class ScaleChannel(Method):
         )  # fmt: skip
         prompts_seen.add(cache)
         logits = torch.cat([out.logits for out in outputs], dim=1)
-        if isinstance(keep, int):
-            logits = logits[:, -keep:] if keep else logits
-        else:
+        if not isinstance(keep, int):
             logits = logits[:, keep]
+        elif keep:
+            logits = logits[:, -keep:]
         hidden = None
         if outputs[-1].hidden_states is not None:
             hidden = tuple(torch.cat(states, dim=1) for states in zip(*(out.hidden_states for out in outputs), strict=True))

@@ -68,7 +68,9 @@ class ChannelSearch:
                     field=f"search.{name}", value=getattr(self, name), allowed="a whole number from 1 up", hint="raise it"
                 )
         if not self.factors:
-            raise UserError(field="search.factors", value=[], allowed="at least one factor", hint="the paper tries [0.5,0,-0.5,-1]")
+            raise UserError(
+                field="search.factors", value=[], allowed="at least one factor", hint="the paper tries [0.5,0,-0.5,-1]"
+            )
 
     def statistics(self, averages: dict[str, Array]) -> ChannelStatistics:
         """Run the filter on averaged states.

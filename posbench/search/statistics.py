@@ -32,9 +32,7 @@ class ChannelStatistics:
     ranking: list[int]
 
 
-def paper(
-    curves: Array, *, window: int = 100, skip: int = 30, aggregate: Literal["sum", "mean"] = "sum"
-) -> ChannelStatistics:
+def paper(curves: Array, *, window: int = 100, skip: int = 30, aggregate: Literal["sum", "mean"] = "sum") -> ChannelStatistics:
     """The filter as the paper's text has it.
 
     A sliding mean, the first positions dropped (Section 2.3), a cubic least-squares fit (Appendix C.1); a layer counts
@@ -58,8 +56,7 @@ def paper(
             allowed=f"at least search.window + search.skip + 7 = {window + skip + 7}",
             hint="lengthen the strings or shorten the window",
         )
-    sums = np.cumsum(np.pad(curves.astype(np.float64), ((0, 0), (1, 0), (0, 0))), axis=1)
-    mean = ((sums[:, window:] - sums[:, :-window]) / window)[:, skip:]
+    mean = sliding_mean(curves, window)[:, skip:]
     x = np.linspace(-1, 1, mean.shape[1])
     coefficients = np.einsum("cp,lpd->lcd", np.linalg.pinv(np.vander(x, 4, increasing=True)), mean)
     slopes = np.vander(x, 3, increasing=True) * np.array([1, 2, 3])
@@ -70,6 +67,12 @@ def paper(
     rough = (np.diff(mean, n=2, axis=1) ** 2).sum(1)
     total = np.where(monotone, rough, 0).sum(0) / (np.maximum(count, 1) if aggregate == "mean" else 1)
     return _ranked(direction, count, np.where(count > 0, total, np.inf), count > layers / 4)
+
+
+def sliding_mean(curves: Array, window: int) -> Array:
+    """Mean of every ``window`` successive positions, [L, P - window + 1, D]."""
+    sums = np.cumsum(np.pad(curves.astype(np.float64), ((0, 0), (1, 0), (0, 0))), axis=1)
+    return (sums[:, window:] - sums[:, :-window]) / window
 
 
 def official(hidden: Array) -> ChannelStatistics:
@@ -121,6 +124,8 @@ def _unit(curves: Array) -> Array:
     return (curves - low) / np.where(high > low, high - low, np.nan)
 
 
-def _ranked(direction: NDArray[np.int8], count: NDArray[np.int64], smoothness: Array, passed: NDArray[np.bool_]) -> ChannelStatistics:
+def _ranked(
+    direction: NDArray[np.int8], count: NDArray[np.int64], smoothness: Array, passed: NDArray[np.bool_]
+) -> ChannelStatistics:
     order = np.argsort(smoothness, kind="stable")
     return ChannelStatistics(direction, count, smoothness, [int(c) for c in order if passed[c]])

@@ -31,7 +31,7 @@ def run(run: Run) -> None:
 
             def compute(batch: Sequence[Example]) -> list[Row]:
                 tokens = [encoded[e.id].ids for e in batch]
-                texts = lm.generate(tokens, max_new_tokens=task.max_new_tokens, batch_size=len(tokens))  # noqa: B023
+                texts = lm.generate(tokens, max_new_tokens=task.max_new_tokens, batch_size=len(tokens))
                 return [
                     {
                         "gold_position": e.gold_position,

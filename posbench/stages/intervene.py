@@ -66,7 +66,7 @@ def run(run: Run) -> None:
         with method.applied(run.lm) as lm:
 
             def compute(batch: Sequence[Example]) -> list[Row]:
-                found = attention_to_items(lm, [encoded[e.id] for e in batch], batch)  # noqa: B023
+                found = attention_to_items(lm, [encoded[e.id] for e in batch], batch)
                 return [{"attention": [[float(f"{x:.6g}") for x in layer] for layer in rows]} for rows in found.tolist()]
 
             rows = complete(

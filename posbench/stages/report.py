@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import pandas as pd
-
-from posbench import report
+from posbench import report, tables
 from posbench.stages.base import Run
 
 
 def run(run: Run) -> None:
     """Render the run folder; reads files only."""
+    experiment = run.config.experiment
+    if experiment and experiment.reference:
+        run.out.write_json("reference.json", experiment.reference.rows())
     page = report.render_run(run.out.path)
-    table = run.out.path / "metrics.csv"
-    if table.is_file():
-        run.console.print(report.summary_table(pd.read_csv(table, dtype={"position": str})))
+    metrics = report.read_csv(run.out.path / "metrics.csv")
+    if metrics is not None:
+        run.console.print(tables.summary_table(metrics))
+        run.console.print(tables.headline(metrics))
     run.console.print(f"report: {page}")

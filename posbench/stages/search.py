@@ -20,12 +20,13 @@ from torch import Tensor, nn
 
 import posbench
 from posbench import arch
+from posbench.config import Config
 from posbench.errors import UserError
 from posbench.lm import LM, batches
 from posbench.methods import ScaleChannel
-from posbench.methods.scale_channel import prefill
+from posbench.methods.scale_channel import check_layers, prefill
 from posbench.record import Row, digest, write_bytes, write_csv, write_text
-from posbench.search import Candidate, ChannelSearch
+from posbench.search import Candidate, ChannelSearch, statistics
 from posbench.search.statistics import Array, ChannelStatistics
 from posbench.stages.base import Run, complete
 from posbench.tasks import Example
@@ -41,7 +42,9 @@ def run(run: Run) -> None:
         raise UserError(
             field="stages", value=list(run.config.stages), allowed="no search for this method", hint="leave search out of stages"
         )
-    key = digest({"identity": run.identity, "search": run.config.raw["search"], "task": run.config.raw["task"], "layers": _ranges(run)})
+    key = digest(
+        {"identity": run.identity, "search": run.config.raw["search"], "task": run.config.raw["task"], "layers": _ranges(run)}
+    )
     other = None if run.out.stage("search").get("done") else run.out.sibling_with("search", key)
     if other:
         for name in RESULTS:
@@ -53,10 +56,34 @@ def run(run: Run) -> None:
         run.out.mark("search", key=key, done=True)
     block = yaml.safe_load((run.out.path / "found.yaml").read_text())["scale_channel"]
     run.found = {name: block[name] for name in ("channel", "factor", "layers")}
-    text = "the unmodified model" if block["channel"] is None else f"channel {block['channel']} x {block['factor']}, layers {block['layers']}"
+    text = (
+        "the unmodified model"
+        if block["channel"] is None
+        else f"channel {block['channel']} x {block['factor']}, layers {block['layers']}"
+    )
     if block["channel"] is None:
         run.found = {"channel": 0, "factor": 1.0, "layers": [0, 0]}
     run.console.print(f"search chose {text}: loss {block['loss']:.4f}, unmodified {block['loss_unmodified']:.4f}")
+
+
+def check(config: Config, lm: LM) -> None:
+    """Refuse strings and layers that do not fit the model, before anything runs.
+
+    Raises:
+        UserError: A length or a layer range does not fit.
+    """
+    search = config.search
+    low = 301 if search.variant == "official" else search.window + search.skip + 7
+    if not low <= search.length <= lm.context_window:
+        why = "variant=official skips 300 positions" if search.variant == "official" else "search.window + search.skip + 7"
+        raise UserError(
+            field="search.length",
+            value=search.length,
+            allowed=f"from {low} ({why}) to {lm.context_window} (context window of {lm.name})",
+            hint="change search.length, or shorten search.window",
+        )
+    if isinstance(search.layers, tuple):
+        check_layers(lm, "search.layers", search.layers)
 
 
 def _ranges(run: Run) -> list[tuple[int, int]]:
@@ -93,8 +120,10 @@ def _search(run: Run) -> None:
     best = search.choose(table, unmodified)
     write_csv(run.out.path / "search.csv", _table(candidates, table, unmodified, len(examples), found, best))
     winner = candidates[int(table.argmin()) if best is None else best]
-    write_csv(run.out.path / "channels.csv", _curves(averages, winner.channel))
-    write_text(run.out.path / "found.yaml", _block(run, None if best is None else winner, float(table.min()), unmodified, len(examples)))
+    write_csv(run.out.path / "channels.csv", _curves(averages, winner.channel, search))
+    write_text(
+        run.out.path / "found.yaml", _block(run, None if best is None else winner, float(table.min()), unmodified, len(examples))
+    )
     (run.out.path / STATE).unlink(missing_ok=True)
 
 
@@ -119,14 +148,29 @@ def _table(
     )
 
 
-def _curves(averages: dict[str, Array], channel: int) -> pd.DataFrame:
+def _curves(averages: dict[str, Array], channel: int, search: ChannelSearch) -> pd.DataFrame:
+    """The channel's curve per site and layer, beside the sliding mean that the paper's filter looks at."""
     parts = []
     for site, values in averages.items():
         curve = values[:, :, channel]
         layer, position = np.indices(curve.shape)
+        smooth = np.full(curve.shape, np.nan)
+        if search.variant == "paper":
+            smooth[:, search.window // 2 : search.window // 2 + curve.shape[1] - search.window + 1] = statistics.sliding_mean(
+                curve[:, :, None], search.window
+            )[:, :, 0]
+            # The first positions are dropped before the fit.
+            smooth[:, : search.window // 2 + search.skip] = np.nan
         parts.append(
             pd.DataFrame(
-                {"channel": channel, "site": site, "layer": layer.ravel(), "position": position.ravel(), "value": curve.ravel()}
+                {
+                    "channel": channel,
+                    "site": site,
+                    "layer": layer.ravel(),
+                    "position": position.ravel(),
+                    "value": curve.ravel(),
+                    "sliding_mean": smooth.ravel(),
+                }
             )
         )
     return pd.concat(parts, ignore_index=True)
@@ -143,7 +187,8 @@ def _block(run: Run, winner: Candidate | None, loss: float, unmodified: float, n
         "loss_unmodified": round(unmodified, 6),
         "source": (
             f"posbench {posbench.__version__} search ({search.candidates} candidates, variant {search.variant}, {search.site}, "
-            f"{search.strings} strings of {search.length} tokens, {n} calibration examples, seed {search.seed}); run {run.out.path.name}"
+            f"{search.strings} strings of {search.length} tokens, {n} calibration examples, seed {search.seed}); "
+            f"run {run.out.path.name}"
         ),
     }
     return yaml.safe_dump({"scale_channel": block}, sort_keys=False, width=1000)
@@ -181,7 +226,10 @@ def average_states(lm: LM, search: ChannelSearch, run: Run | None = None) -> dic
     window = lm.context_window
     if search.length > window:
         raise UserError(
-            field="search.length", value=search.length, allowed=f"at most {window} (context window of {lm.name})", hint="shorten it"
+            field="search.length",
+            value=search.length,
+            allowed=f"at most {window} (context window of {lm.name})",
+            hint="shorten it",
         )
     rows = random_strings(lm, search)
     state = _Sums(0, {})

@@ -3,6 +3,7 @@
 import gzip
 import json
 import random
+import re
 import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -92,8 +93,9 @@ class KVRetrieval(Task):
         for name, low in limits.items():
             if getattr(self, name) < low:
                 _refuse(name, getattr(self, name), f"a whole number from {low} up", f"set task.{name}={low} or more")
-        if self.records == "words" and not self.path and max(self.pairs, self.calibration_pairs) > len(WORDS):
-            _refuse("pairs", self.pairs, f"at most {len(WORDS)} with records=words", f"set task.pairs={len(WORDS)}")
+        for name in ("pairs", "calibration_pairs"):
+            if self.records == "words" and not self.path and getattr(self, name) > len(WORDS):
+                _refuse(name, getattr(self, name), f"at most {len(WORDS)} with records=words", f"set task.{name}={len(WORDS)}")
         if not self.positions:
             _refuse("positions", [], "at least one gold position", 'set task.positions=["0%","50%","100%"]')
         if len(set(self.gold_positions)) != len(self.positions):
@@ -169,7 +171,9 @@ class KVRetrieval(Task):
             records, gold = _records(str(self.path), line, row)
             others = [pair for pair in records if pair != gold]
             if len(records) < self.pairs:
-                _refuse("pairs", self.pairs, f"at most {len(records)}, the pairs in {self.path}", f"set task.pairs={len(records)}")
+                _refuse(
+                    "pairs", self.pairs, f"at most {len(records)}, the pairs in {self.path}", f"set task.pairs={len(records)}"
+                )
             for position in self.gold_positions:
                 moved = [*others[:position], gold, *others[position:]][: self.pairs]
                 yield self._example(f"{position}-{number}", moved, position, str(number))
@@ -177,12 +181,12 @@ class KVRetrieval(Task):
     def _example(self, name: str, records: list[Record], position: int, cluster: str) -> Example:
         key, value = records[position]
         prompt, spans = PROMPTS[self.prompt](records, key)
-        return Example(
-            id=name, prompt=prompt, answers=(value,), gold_position=position, items=tuple(spans), cluster=cluster
-        )
+        return Example(id=name, prompt=prompt, answers=(value,), gold_position=position, items=tuple(spans), cluster=cluster)
 
     def _finished_prompts(self) -> list[Example]:
         rows = list(_read_lines("calibration_path", str(self.calibration_path)))[: self.calibration_examples]
+        if not rows:
+            _refuse("calibration_path", self.calibration_path, "at least one prompt", "fill the file")
         evaluation = {example.prompt for example in self.examples("evaluation")} if self.path else set()
         questions = {_question(prompt) for prompt in evaluation}
         out = []
@@ -196,9 +200,9 @@ class KVRetrieval(Task):
 
 
 def _question(prompt: str) -> str:
-    """The last quoted string of a prompt: the key that is asked for."""
-    quoted = prompt.split('"')
-    return quoted[-2] if len(quoted) > 2 else prompt
+    """The key that a prompt of either form asks for."""
+    asked = re.findall(r'\b[Kk]ey:? "([^"]+)"', prompt)
+    return asked[-1] if asked else prompt
 
 
 def _records(path: str, line: int, row: dict[str, Any]) -> tuple[list[Record], Record]:

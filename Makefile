@@ -1,0 +1,51 @@
+# posbench. `make` lists the targets.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.DEFAULT_GOAL := help
+.PHONY: help setup run test test-fast lint format tiny tiny-seeds figure figures bench wheel clean
+
+help: ## list the targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
+
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+setup: $(READY) ## make a virtual environment with the tested versions
+
+run: setup ## the main job on the embedded model: search, intervene, evaluate, report
+	$(BIN)/posbench $(ARGS)
+
+test: setup ## all tests
+	$(BIN)/python -m pytest -n 2
+
+test-fast: setup ## tests without the slow ones
+	$(BIN)/python -m pytest -n 2 -m 'not slow'
+
+lint: setup ## style and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: setup ## apply the style
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+figure: setup ## one figure or table of a paper: make figure NAME=yu2025_fig6
+	$(BIN)/posbench experiment=$(NAME) $(ARGS)
+
+figures: setup ## every figure and table
+	@set -e; for name in $(basename $(notdir $(wildcard experiments/*.yaml))); do $(BIN)/posbench experiment=$$name; done
+
+bench: setup ## what scale_channel and its search cost, side by side
+	$(BIN)/python -m posbench.studies.latency --out outputs/bench/latency.md $(ARGS)
+
+wheel: setup ## build the wheel
+	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .
+
+clean: ## remove the environment and build products; outputs/ stays
+	rm -rf $(VENV) dist build *.egg-info .pytest_cache .mypy_cache .ruff_cache

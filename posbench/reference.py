@@ -1,0 +1,73 @@
+"""The papers' own numbers, read from the tables that travel with the experiments."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import pandas as pd
+
+from posbench import paths
+from posbench.errors import UserError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reference:
+    """Which rows of a paper's table an experiment is held against, and how their names map to ours.
+
+    Attributes:
+        file: CSV in ``experiments/reference`` with columns model, method, task, position, metric, value.
+        paper_task: Value of its task column.
+        task: Our name of that task.
+        source: Paper and table, for the report.
+        models: Paper's model name -> ours; rows of other models keep the paper's name.
+        methods: Paper's method name -> ours; rows of other methods are left out.
+        positions: Paper's position label -> ours (``all`` for the average); others stay as printed.
+        metrics: Paper's metric -> ours; values in percent become shares.
+    """
+
+    file: str
+    paper_task: str
+    task: str
+    source: str
+    models: dict[str, str]
+    methods: dict[str, str]
+    positions: dict[str, str] = field(default_factory=dict)
+    metrics: dict[str, str] = field(default_factory=lambda: {"accuracy(%)": "accuracy"})
+
+    def rows(self) -> list[dict[str, Any]]:
+        """The paper's rows in our names, values in 0..1.
+
+        Raises:
+            UserError: The file is missing or has no such task.
+        """
+        file = paths.EXPERIMENTS / "reference" / self.file
+        if not file.is_file():
+            raise UserError(
+                field="experiment.reference.file", value=self.file, allowed=f"a CSV in {file.parent}", hint="check the name"
+            )
+        table = pd.read_csv(file, dtype=str)
+        table = table[
+            (table["task"] == self.paper_task)
+            & table["method"].isin(list(self.methods))
+            & table["metric"].isin(list(self.metrics))
+        ]
+        if table.empty:
+            raise UserError(
+                field="experiment.reference.paper_task",
+                value=self.paper_task,
+                allowed=f"a task in {self.file}",
+                hint="check the name",
+            )
+        return [
+            {
+                "model": self.models.get(row["model"], row["model"]),
+                "method": self.methods[row["method"]],
+                "task": self.task,
+                "position": self.positions.get(row["position"], row["position"]),
+                "metric": self.metrics[row["metric"]],
+                "value": float(row["value"]) / (100 if row["metric"].endswith("(%)") else 1),
+                "source": self.source,
+            }
+            for row in table.to_dict("records")
+        ]

@@ -1,0 +1,289 @@
+"""From a run folder to figures, one self-contained HTML page and a terminal table; reads folders, never models."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import pandas as pd
+from matplotlib.figure import Figure
+
+from posbench import paths, plots, sweep_plots, tables
+from posbench.errors import UserError
+from posbench.metrics import COLUMNS as METRICS
+from posbench.plots import UNMODIFIED, at_positions, overall
+from posbench.record import write_bytes
+
+TEXT_COLUMNS = ("run", "model", "method", "task", "position", "metric", "channel", "site")
+SEARCH = ("channel", "factor", "layer_first", "layer_last", "loss", "loss_unmodified", "n", "monotone_layers", "smoothness")
+ATTENTION = ("model", "method", "task", "gold_position", "layer", "pair", "attention")
+NEEDED = {
+    "metrics": METRICS,
+    "summary": METRICS,
+    "attention": ATTENTION,
+    "attention_summary": ATTENTION,
+    "search": (*SEARCH, "selected"),
+    "channels": ("channel", "site", "layer", "position", "value", "sliding_mean"),
+}
+
+
+@dataclass
+class Section:
+    """One part of the page: a heading, then whatever is given of text, table, figure and verbatim block."""
+
+    title: str
+    text: str = ""
+    header: Sequence[str] = ()
+    rows: Sequence[Sequence[str]] = ()
+    figures: list[tuple[str, str]] = field(default_factory=list)  # data URI, caption
+    block: str = ""
+    folded: bool = False
+
+
+def render_run(folder: Path) -> Path:
+    """Draw every figure that a run folder's CSVs allow, and write report.html.
+
+    Args:
+        folder: A run folder; metrics.csv, attention.csv, search.csv, channels.csv, found.yaml, provenance.json and
+            reference.json are each optional, and what they would show is left out with them.
+
+    Returns:
+        Path of report.html.
+
+    Raises:
+        UserError: The folder is missing, is no run folder, or holds a file that cannot be read.
+    """
+    names = ("config.yaml", "metrics.csv", "search.csv", "attention.csv", "channels.csv")
+    _check_folder(folder, "a run folder (it holds config.yaml)", names)
+    metrics, attention, search, channels = (read_csv(folder / f"{n}.csv") for n in ("metrics", "attention", "search", "channels"))
+    sections = []
+    if metrics is not None:
+        header, rows = tables.position_table(metrics)
+        text = "Accuracy in % with its 95 % Wilson interval; difference in points with its paired bootstrap 95 % interval."
+        sections.append(Section("Accuracy by gold position", text + _middle_drop(metrics), header, rows))
+        if len(at_positions(metrics)):
+            caption = "Accuracy over the position of the answer. Bands: 95 % Wilson intervals."
+            sections[-1].figures.append(_figure(folder, "accuracy", plots.accuracy_by_position(metrics), caption))
+        sections += _reference(folder, metrics)
+    if attention is not None:
+        caption = "Left: attention of the last prompt token to the answer's pair. Right: what the method changes in each layer."
+        if attention["method"].nunique() == 1:
+            caption = "Attention of the last prompt token to the answer's pair: strongest layer (left) and every layer (right)."
+        sections.append(
+            Section("Attention", figures=[_figure(folder, "attention", plots.attention_by_position(attention), caption)])
+        )
+    if search is not None:
+        sections.append(_search(folder, search))
+    if channels is not None:
+        caption = (
+            "Mean over random strings at each token position (thin) and its sliding mean (thick), which the search fits: a line "
+            "that keeps rising or falling means that the channel encodes position."
+        )
+        drawn = [(c, plots.channel_curves(channels, c)) for c in channels["channel"].unique()]
+        figures = [_figure(folder, f"channel_{_slug(c)}", figure, f"Channel {c}. {caption}") for c, figure in drawn]
+        sections.append(Section("Positional channel", figures=figures))
+    if (folder / "found.yaml").is_file():
+        sections.append(Section("Found constants", "Paste into the model's YAML.", block=_text(folder / "found.yaml")))
+    provenance = _json(folder / "provenance.json") or {}
+    sections += _origin(folder, provenance)
+    page = _html(folder.name, tables.headline(metrics), _warning(folder), sections)
+    return _write(folder, page)
+
+
+def render_sweep(folder: Path) -> Path:
+    """Draw a sweep's figures and write its report.html.
+
+    Args:
+        folder: Holds summary.csv (run, the swept columns, then the columns of metrics.csv); optionally
+            attention_summary.csv (the same in front of the columns of attention.csv) and reference.json (a list of rows).
+
+    Returns:
+        Path of report.html.
+
+    Raises:
+        UserError: The folder or summary.csv is missing, or a file cannot be read.
+    """
+    _check_folder(folder, "a sweep folder (it holds summary.csv)", ("summary.csv",))
+    summary, attention = read_csv(folder / "summary.csv"), read_csv(folder / "attention_summary.csv")
+    if summary is None:
+        raise UserError(field="summary.csv", value="no row", allowed="rows of at least one run", hint="run the sweep first")
+    accuracy = overall(summary[summary["method"] != UNMODIFIED])
+    accuracy = overall(summary) if accuracy.empty else accuracy
+    axes = tables.swept_columns(summary)
+    if sweep_plots.with_setting(accuracy, axes)[0]["setting"].duplicated().any():
+        axes.append("run")
+    header, rows, sentence = tables.sweep_table(summary, axes)
+    caption = "Left: accuracy over all positions with 95 % intervals. Right: accuracy over the position of the answer."
+    figures = [_figure(folder, "sweep", sweep_plots.factor_sweep(summary, axes), caption)]
+    if attention is not None:
+        caption = "Attention of the last prompt token to the answer's pair over its position, for each setting."
+        figures.append(_figure(folder, "attention", sweep_plots.attention_sweep(attention, axes), caption))
+    text = "Accuracy over all positions in % with its 95 % interval; difference from the unmodified model in points."
+    sections = [Section("Settings", text, header, rows, figures), *_reference(folder, summary)]
+    return _write(folder, _html(folder.name, sentence, "", sections))
+
+
+# Words and tables
+
+
+def _middle_drop(metrics: pd.DataFrame) -> str:
+    drops = overall(metrics, "middle_drop")
+    if drops.empty:
+        return ""
+    values = ", ".join(
+        f"{m.replace(UNMODIFIED, 'unmodified')} {100 * v:.1f}" for m, v in zip(drops["method"], drops["value"], strict=True)
+    )
+    return f" Middle drop in points (mean of the two ends minus the lowest inner position): {values}."
+
+
+# Sections
+
+
+def _reference(folder: Path, metrics: pd.DataFrame) -> list[Section]:
+    reference = _json(folder / "reference.json")
+    if not reference:
+        return []
+    try:
+        table = tables.compare_with_reference(metrics, list(reference))
+    except (KeyError, TypeError, ValueError) as error:
+        allowed = "a list of rows with model, method, task, position, metric, value"
+        raise _unreadable(folder / "reference.json", error, allowed) from error
+    rows = [
+        [
+            *row[:5],
+            *("" if pd.isna(v) else f"{100 * v:.1f}" for v in row[5:9]),
+            "" if pd.isna(row[9]) else tables.points(row[9]),
+            row[10],
+        ]
+        for row in table.itertuples(index=False)
+    ]
+    header = [*table.columns[:5], "paper %", "ours %", "low", "high", "difference", "verdict"]
+    sources = "; ".join(dict.fromkeys(str(row["source"]) for row in reference if row.get("source")))
+    text = "A number agrees if the paper's value lies within our 95 % interval." + (f" Source: {sources}." if sources else "")
+    return [Section("Beside the paper's numbers", text, header, rows)]
+
+
+def _search(folder: Path, search: pd.DataFrame) -> Section:
+    best = search.sort_values("loss", kind="stable").head(10)
+    won = search[search["selected"].astype(str).str.lower().isin(("true", "1"))]
+    text = f"The ten best of {len(search)} candidates by loss on the calibration examples."
+    if won.empty:
+        text += " None was selected: the search kept the unmodified model."
+    header = ["candidate", "loss", "unmodified", "n", "monotone layers", "smoothness", "selected"]
+    rows = []
+    for index, row in best.iterrows():
+        losses = [f"{row[column]:.4f}" for column in ("loss", "loss_unmodified")]
+        counts = [str(row["n"]), str(row["monotone_layers"]), f"{row['smoothness']:.3g}"]
+        rows.append([plots.candidate_label(row), *losses, *counts, "yes" if index in won.index else ""])
+    figure = _figure(
+        folder, "candidates", plots.candidate_losses(search), "Loss of the best candidates; dashed: unmodified model."
+    )
+    return Section("Search", text, header, rows, [figure])
+
+
+def _origin(folder: Path, provenance: Mapping[str, Any]) -> list[Section]:
+    """Config, how to repeat the run, and where it was made."""
+    sections = []
+    if (folder / "config.yaml").is_file():
+        sections.append(Section("Config", block=_text(folder / "config.yaml"), folded=True))
+    if provenance.get("command"):
+        sections.append(Section("How to reproduce", "The command of this run:", block=str(provenance["command"])))
+    facts = [[k, v] for k, v in _flat(provenance) if k != "command"]
+    return [*sections, Section("Provenance", header=["what", "value"], rows=facts)] if facts else sections
+
+
+def _flat(data: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
+    """Nested mappings as dotted keys; what is empty is left out."""
+    out: list[tuple[str, str]] = []
+    for key, value in data.items():
+        if isinstance(value, Mapping):
+            out += _flat(value, f"{prefix}{key}.")
+        elif value is not None:
+            out.append((f"{prefix}{key}", str(value)))
+    return out
+
+
+def _warning(folder: Path) -> str:
+    status = _json(folder / "status.json") or {}
+    if status.get("state") not in ("failed", "incomplete"):
+        return ""
+    return f"This run is {status['state']}; its numbers may be partial. {status.get('error') or ''}".strip()
+
+
+# Files
+
+
+def _check_folder(folder: Path, allowed: str, names: Sequence[str]) -> None:
+    if not any((folder / name).is_file() for name in names):
+        hint = "posbench prints the folder of each run" if folder.is_dir() else "no such folder; check the path"
+        raise UserError(field="DIR", value=str(folder), allowed=allowed, hint=hint)
+
+
+def _unreadable(path: Path, error: Exception, allowed: str) -> UserError:
+    return UserError(field=path.name, value=str(path), allowed=allowed, hint=f"repeat the run that wrote it ({error})")
+
+
+def _read(path: Path, parse: Callable[[Path], Any], allowed: str) -> Any:
+    """A file's parsed content, or None where there is no file."""
+    if not path.is_file():
+        return None
+    try:
+        return parse(path)
+    except (OSError, ValueError) as error:  # pandas', json's and Unicode's errors are ValueErrors
+        raise _unreadable(path, error, allowed) from error
+
+
+def read_csv(path: Path) -> pd.DataFrame | None:
+    """A CSV with text columns kept as text (`none` and `null` are names, not gaps); None if absent or without rows."""
+
+    def parse(path: Path) -> pd.DataFrame:
+        names = pd.read_csv(path, nrows=0).columns
+        text = {c: str for c in names if c.removesuffix(".1") in TEXT_COLUMNS}
+        if path.stem == "channels":
+            text.pop("position")  # a token position here, not a gold position or ``all``
+        frame = pd.read_csv(path, dtype=text, keep_default_na=False, na_values=["", "nan"])
+        # A swept `method` stands beside the `method` column of the metrics: the later one is the metrics' own.
+        twice = [c.removesuffix(".1") for c in names if c.endswith(".1") and c.removesuffix(".1") in names]
+        return frame.rename(columns={c: f"{c} (swept)" for c in twice} | {f"{c}.1": c for c in twice})
+
+    needed = NEEDED[path.stem]
+    frame = _read(path, parse, f"a CSV with {', '.join(needed)}")
+    if frame is not None and not set(needed) <= set(frame):
+        missing = ValueError(f"columns missing: {', '.join(c for c in needed if c not in frame)}")
+        raise _unreadable(path, missing, f"a CSV with {', '.join(needed)}")
+    return None if frame is None or frame.empty else frame
+
+
+def _json(path: Path) -> Any:
+    return _read(path, lambda p: json.loads(p.read_text(encoding="utf-8")), "JSON as posbench writes it")
+
+
+def _text(path: Path) -> str:
+    return str(_read(path, lambda p: p.read_text(encoding="utf-8"), "UTF-8 text"))
+
+
+def _slug(name: Any) -> str:
+    return "".join(c if c.isalnum() else "-" for c in str(name))
+
+
+def _figure(folder: Path, stem: str, figure: Figure, caption: str) -> tuple[str, str]:
+    """Save a figure in the folder; its PNG as a data URI, and its caption."""
+    png, _ = plots.save(figure, folder / "figures" / stem)
+    return "data:image/png;base64," + base64.b64encode(png.read_bytes()).decode(), caption
+
+
+def _html(title: str, sentence: str, warning: str, sections: Sequence[Section]) -> str:
+    template = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(
+        (paths.PACKAGE / "templates" / "report.html.j2").read_text()
+    )
+    return template.render(title=title, sentence=sentence, warning=warning, sections=sections)
+
+
+def _write(folder: Path, page: str) -> Path:
+    write_bytes(folder / "report.html", page.encode())
+    return folder / "report.html"

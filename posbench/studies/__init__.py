@@ -1,0 +1,1 @@
+"""Studies: measurements that do not score a task."""

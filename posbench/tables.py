@@ -1,0 +1,228 @@
+"""The numbers of a run or a sweep as sentences and tables; frames in, text out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from rich.table import Table
+from rich.text import Text
+
+from posbench import sweep_plots
+from posbench.plots import UNMODIFIED, at_positions, overall
+
+GROUP = ["model", "task", "seed"]
+NUMBER_COLUMNS = ("value", "ci_low", "ci_high")
+TOLERANCE = 0.025  # how far (0..1) a paper's depth label may lie from the nearest depth we measured
+
+
+def headline(metrics: pd.DataFrame | None) -> str:
+    """The result in plain words, one or two sentences for each model, task and seed.
+
+    Args:
+        metrics: metrics.csv rows, or None when nothing was scored.
+
+    Returns:
+        Text. A method is said to raise or lower the average only if the 95 % interval of the difference excludes zero.
+    """
+    if metrics is None or overall(metrics).empty:
+        return "No accuracy was measured in this run."
+    many = [c for c in GROUP if metrics[c].nunique() > 1]
+    sentences = []
+    for key, rows in metrics.groupby(GROUP, sort=False, dropna=False):
+        where = "".join(f"{c} {v}: " for c, v in zip(GROUP, key, strict=True) if c in many)
+        average: Any = overall(rows).drop_duplicates("method").set_index("method")
+        parts = []
+        if UNMODIFIED in average.index:
+            base = at_positions(rows)
+            base = base[base["method"] == UNMODIFIED].sort_values("depth")
+            mean = f"{_pct(average.at[UNMODIFIED, 'value'])} on average (n = {average.at[UNMODIFIED, 'n']})"
+            if len(base) > 2:
+                ends, worst = (base["value"].iloc[0] + base["value"].iloc[-1]) / 2, base["value"].iloc[1:-1].min()
+                curve = f"{_pct(ends)} at the ends and {_pct(worst)} at its worst inner position"
+                mean = f"{curve}, {mean}" if len(average) == 1 else curve
+            parts.append(f"The unmodified model answers {mean}")
+        parts += [_verdict(rows, average, str(method)) for method in average.index if method != UNMODIFIED]
+        sentences.append(where + "; ".join(parts) + ".")
+    return " ".join(sentences)
+
+
+def _verdict(rows: pd.DataFrame, average: Any, method: str) -> str:
+    """What a method does to the average, as far as the interval of the difference allows to say."""
+    after = _pct(average.at[method, "value"])
+    difference = overall(rows, "accuracy_difference")
+    difference = difference[difference["method"] == method].dropna(subset="ci_low")
+    if UNMODIFIED not in average.index or difference.empty:
+        return f"{method} answers {after} on average (n = {average.at[method, 'n']}; no paired comparison was recorded)"
+    change = difference.iloc[0]
+    low, high = 100 * change["ci_low"], 100 * change["ci_high"]
+    facts = f"{points(change['value'])} points, 95 % interval {low:.1f} to {high:.1f}, n = {change['n']}"
+    before = _pct(average.at[UNMODIFIED, "value"])
+    if low > 0 or high < 0:
+        return f"{method} {'raises' if low > 0 else 'lowers'} the average from {before} to {after} ({facts})"
+    return f"{method} makes no reliable change to the average: {before} before, {after} after ({facts})"
+
+
+def position_table(metrics: pd.DataFrame) -> tuple[list[str], list[list[str]]]:
+    """Accuracy per gold position as text: a header, and one row per position with `all` last.
+
+    Args:
+        metrics: metrics.csv rows.
+
+    Returns:
+        Columns: position (depth in %), accuracy of each method in % with its interval, difference of each modified one
+        in points with its interval, n. Where model, task or seed vary, they stand in front of the position.
+    """
+    rows = metrics[metrics["metric"].isin(["accuracy", "accuracy_difference"])]
+    many = [c for c in GROUP if rows[c].nunique() > 1]
+    methods = sorted(rows["method"].unique(), key=lambda m: m != UNMODIFIED)
+    changed = [m for m in methods if ((rows["method"] == m) & (rows["metric"] == "accuracy_difference")).any()]
+    header = [*many, "position", *("unmodified" if m == UNMODIFIED else str(m) for m in methods)]
+    header += ["difference" if len(changed) == 1 else f"{m}: difference" for m in changed] + ["n"]
+    table = []
+    for key, group in rows.groupby(GROUP, sort=False, dropna=False):
+        front = [str(v) for c, v in zip(GROUP, key, strict=True) if c in many]
+        depth = at_positions(group).sort_values("depth").drop_duplicates("position").set_index("position")["depth"]
+        for position in [*depth.index, "all"]:
+            here = group[group["position"].astype(str) == str(position)]
+            cells = {(r.method, r.metric): r for r in here.itertuples()}
+            line = [*front, "all" if position == "all" else f"{100 * depth[position]:.3g} %"]
+            line += [_cell(cells.get((m, "accuracy")), "{:.1f}") for m in methods]
+            line += [_cell(cells.get((m, "accuracy_difference")), "{:+.1f}") for m in changed]
+            table.append([*line, "/".join(dict.fromkeys(str(n) for n in here["n"]))])
+    return header, table
+
+
+def summary_table(metrics: pd.DataFrame) -> Table:
+    """The table a run ends with in the terminal, at most 100 columns wide for up to two methods.
+
+    Args:
+        metrics: metrics.csv rows.
+
+    Returns:
+        A rich table: gold position (depth in %), accuracy in % and difference in points with their 95 % intervals.
+    """
+    header, rows = position_table(metrics)
+    title = ", ".join(str(metrics[c].iloc[0]) for c in ("model", "task") if metrics[c].nunique() == 1)
+    table = Table(title=Text(title), caption="accuracy in %, difference in points, [95 % interval]")
+    for name in header:
+        table.add_column(Text(name), justify="right", overflow="fold")
+    tall = len(header) > 5  # several methods: the interval goes below its number
+    for index, row in enumerate(rows):
+        cells = [Text(cell.replace(" [", "\n[") if tall else cell) for cell in row]
+        table.add_row(*cells, end_section=index + 2 == len(rows))
+    return table
+
+
+def compare_with_reference(metrics: pd.DataFrame, reference: list[dict[str, Any]]) -> pd.DataFrame:
+    """Put a paper's numbers beside ours.
+
+    Args:
+        metrics: metrics.csv or summary.csv rows.
+        reference: Rows with model, method, task, position (`all`, a 0-based index, or a depth such as `25%`), metric,
+            value (0..1). A depth matches the nearest one measured within 2.5 points. Any further key that is a column
+            of `metrics` (a swept one, say) must match too.
+
+    Returns:
+        One row per reference row and match: model, method, task, position, metric, paper, ours, ci_low, ci_high,
+        difference (ours - paper), verdict: `agrees` if the paper's number lies in our interval, else `differs`;
+        `other model, not comparable`, `not measured` or `no interval` where that cannot be said.
+    """
+    named = ["model", "method", "task", "position", "metric"]
+    out = []
+    for row in reference:
+        same = {c: str(v) for c, v in row.items() if c in metrics and c not in ("position", *NUMBER_COLUMNS, "n", "depth")}
+        match = metrics
+        for column, value in same.items():
+            match = match[match[column].map(_plain) == _plain(value)]
+        match = _at(match, str(row["position"]))
+        line = {**{c: str(row[c]) for c in named}, "paper": float(row["value"])}
+        none = dict.fromkeys(("ours", "ci_low", "ci_high", "difference"), np.nan)
+        if str(row["model"]) not in set(metrics["model"].astype(str)):
+            out.append({**line, **none, "verdict": "other model, not comparable"})
+        elif match.empty:
+            out.append({**line, **none, "verdict": "not measured"})
+        for value, low, high in match[list(NUMBER_COLUMNS)].itertuples(index=False):
+            verdict = "no interval" if pd.isna(low) or pd.isna(high) else "agrees" if low <= line["paper"] <= high else "differs"
+            ours = {"ours": value, "ci_low": low, "ci_high": high, "difference": value - line["paper"], "verdict": verdict}
+            out.append({**line, **ours})
+    return pd.DataFrame(out, columns=[*named, "paper", "ours", "ci_low", "ci_high", "difference", "verdict"])
+
+
+def _at(rows: pd.DataFrame, position: str) -> pd.DataFrame:
+    """Rows at a position label: equal text, or for `25%` the nearest depth within the tolerance."""
+    if not position.endswith("%"):
+        return rows[rows["position"].astype(str) == position]
+    far = (pd.to_numeric(rows["depth"]) - float(position[:-1]) / 100).abs()
+    return rows[(far <= TOLERANCE) & (far == far.min())]
+
+
+def _plain(value: Any) -> str:
+    """Text by which two values are compared: 0, 0.0 and `0` are equal."""
+    try:
+        return f"{float(value):g}"
+    except (TypeError, ValueError):
+        return str(value)
+
+
+def swept_columns(summary: pd.DataFrame) -> list[str]:
+    """The swept columns of a summary: those that stand between `run` and the columns of metrics.csv.
+
+    Where there are none (a sweep over `model=a,b`, say), those of model, method, task and seed that vary.
+    """
+    front = list(summary.columns[: list(summary.columns).index("model")])
+    swept = [c for c in front if c != "run"]
+    rows = summary[summary["method"] != UNMODIFIED] if (summary["method"] != UNMODIFIED).any() else summary
+    return swept or [c for c in ("model", "method", "task", "seed") if rows[c].nunique() > 1] or ["method"]
+
+
+def sweep_table(summary: pd.DataFrame, axes: list[str]) -> tuple[list[str], list[list[str]], str]:
+    """Header, rows and the sentence of a sweep: how many settings raise, lower, or do not reliably change the average."""
+    rows, settings, label = sweep_plots.with_setting(summary, axes)
+    table: list[list[str]] = []
+    low_high: list[tuple[float, str]] = []
+    tally = {"raise": 0, "lower": 0, "do not reliably change": 0}
+    for setting in settings:
+        here = rows[rows["setting"] == setting]
+        modified = here[here["method"] != UNMODIFIED]
+        point = overall(here if modified.empty else modified)
+        base, change = (
+            overall(sweep_plots.unmodified_of(rows, setting)),
+            overall(modified, "accuracy_difference").dropna(subset="ci_low"),
+        )
+        cells: list[Any] = [next(frame.itertuples(), None) for frame in (point, base, change)]
+        if cells[0] is not None:
+            low_high.append((cells[0].value, setting))
+        if cells[2] is not None:
+            better = "raise" if cells[2].ci_low > 0 else "lower" if cells[2].ci_high < 0 else "do not reliably change"
+            tally[better] += 1
+        run = ", ".join(dict.fromkeys(map(str, here["run"]))) if "run" in here else ""
+        n = "" if cells[0] is None else str(cells[0].n)
+        table.append([setting, *map(_cell, cells, ("{:.1f}", "{:.1f}", "{:+.1f}")), n, run])
+    if not low_high:
+        return [], [], "No accuracy was measured in this sweep."
+    (low, at_low), (high, at_high) = min(low_high), max(low_high)
+    sentence = (
+        f"Over {len(settings)} settings of {label}, the average runs from {_pct(low)} ({at_low}) to {_pct(high)} ({at_high})"
+    )
+    verdicts = ", ".join(f"{count} {word}" for word, count in tally.items() if count)
+    sentence += f"; of {sum(tally.values())} compared with the unmodified model, {verdicts} it" if verdicts else ""
+    return [label, "accuracy", "unmodified", "difference", "n", "run"], table, sentence + "."
+
+
+def _cell(row: Any, form: str) -> str:
+    """A share as `76.6 [72.1, 80.5]` in %, empty where there is none."""
+    if row is None:
+        return ""
+    interval = "" if pd.isna(row.ci_low) else f" [{100 * row.ci_low:.1f}, {100 * row.ci_high:.1f}]"
+    return form.format(100 * row.value) + interval
+
+
+def _pct(share: float) -> str:
+    return f"{100 * share:.1f} %"
+
+
+def points(share: float) -> str:
+    """A difference of shares in percentage points, with its sign."""
+    return f"{100 * share:+.1f}"

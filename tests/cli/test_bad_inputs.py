@@ -1,0 +1,228 @@
+"""Every mistake ends as exit status 2, one line that names field, value, range and next step, and no run folder."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import Result, run_folders
+
+OFFICIAL = Path(__file__).parents[1] / "data/kv_retrieval/kv-retrieval-75_keys.first3.jsonl"
+
+
+@pytest.fixture(scope="session")
+def files(tmp_path_factory: pytest.TempPathFactory, checkpoint: Path) -> Path:
+    """A folder of broken data files and checkpoints."""
+    folder = tmp_path_factory.mktemp("broken")
+    lines = OFFICIAL.read_text().splitlines(keepends=True)
+    (folder / "good.jsonl").write_text("".join(lines))
+    (folder / "broken.jsonl").write_text(lines[0] + lines[1][:500] + "\n" + lines[2])
+    (folder / "list.jsonl").write_text("[1, 2]\n")
+    (folder / "nofield.jsonl").write_text(json.dumps({k: v for k, v in json.loads(lines[0]).items() if k != "value"}) + "\n")
+    (folder / "nogold.jsonl").write_text(json.dumps(json.loads(lines[0]) | {"key": "elsewhere"}) + "\n")
+    (folder / "latin.jsonl").write_bytes(lines[0].replace("ordered", "ördered").encode("latin-1"))
+    (folder / "truncated.jsonl.gz").write_bytes(gzip.compress("".join(lines).encode())[:-2000])
+    (folder / "notgzip.jsonl.gz").write_text("plain text\n")
+    gold = json.loads(lines[0])
+    finished = {"input": f'Json data: {{"a": "b"}} Key: "{gold["key"]}"\nCorresponding value:', "output": gold["value"]}
+    (folder / "overlap.jsonl").write_text(json.dumps(finished) + "\n")
+    (folder / "nooutput.jsonl").write_text(json.dumps({"input": "text"}) + "\n")
+    (folder / "empty.jsonl").write_text("")
+    (folder / "empty").mkdir()
+    for kind in ("gpt2", "deepseek_v3", "alien"):
+        shutil.copytree(checkpoint, folder / kind)
+        config = json.loads((folder / kind / "config.json").read_text())
+        (folder / kind / "config.json").write_text(json.dumps(config | {"model_type": kind}))
+    shutil.copytree(checkpoint, folder / "pickle")
+    (folder / "pickle" / "model.safetensors").rename(folder / "pickle" / "pytorch_model.bin")
+    shutil.copytree(checkpoint, folder / "torn")
+    weights = (checkpoint / "model.safetensors").read_bytes()
+    (folder / "torn" / "model.safetensors").write_bytes(weights[: len(weights) // 2])
+    shutil.copytree(checkpoint, folder / "badconfig")
+    (folder / "badconfig" / "config.json").write_text("{")
+    shutil.copytree(checkpoint, folder / "notokenizer", ignore=shutil.ignore_patterns("tokenizer*"))
+    return folder
+
+
+ONE = "task.examples_per_position=1"
+
+BARE = [
+    # what it is, arguments, what the line must say
+    ("wrong type", ["method.factor=abc"], ["method.factor", "'abc'", "a finite number"]),
+    ("true is no number", ["method.factor=true"], ["method.factor", "True", "a finite number"]),
+    ("not a number", ["method.factor=nan"], ["method.factor", "nan", "finite"]),
+    ("infinite", ["method.factor=-inf"], ["method.factor", "-inf", "finite"]),
+    ("not a number as text", ["method.factor='nan'"], ["method.factor", "nan", "finite"]),
+    ("infinite in a list", ["search.factors=[0.5,inf]"], ["search.factors", "inf", "finite"]),
+    ("no value", ["method.channel=1", "method.factor=null", "method.layers=[0,1]", "stages=[evaluate]"],
+     ["method.factor", "None", "posbench stages=[search]"]),
+    ("misspelt key", ["method.facto=1"], ["method.facto", "'1'", "channel, factor", "did you mean method.factor?"]),
+    ("added key", ["+method.x=1"], ["method.x", "1", "channel, factor, layers, last", "remove"]),
+    ("misspelt group", ["modle=tiny"], ["modle", "'tiny'", "model, runtime", "did you mean model?"]),
+    ("key of no group", ["foo.bar=1"], ["foo.bar", "'1'"]),
+    ("unknown model", ["model=mistral7"], ["model", "'mistral7'", "mistral7b, tiny", "did you mean mistral7b?"]),
+    ("unknown task", ["task=kv"], ["task", "'kv'", "kv_retrieval", "task=kv_retrieval"]),
+    ("unknown method", ["method=scale"], ["method", "'scale'", "none, scale_channel"]),
+    ("unknown search", ["search=x"], ["search", "'x'", "channel, exhaustive, official"]),
+    ("unknown runtime", ["runtime=x"], ["runtime", "'x'", "auto"]),
+    ("unknown experiment", ["experiment=yu2025_fig66"], ["experiment", "'yu2025_fig66'", "yu2025_fig6"]),
+    ("model=hf without a path", ["model=hf"], ["model.path", "None", "posbench model=hf model.path=DIR"]),
+    ("unknown dtype", ["model.dtype=int8"], ["model.dtype", "'int8'", "bfloat16"]),
+    ("unknown kernel", ["model.attention=flash"], ["model.attention", "'flash'", "sdpa | eager"]),
+    ("window of zero", ["+model.context_window=0"], ["model.context_window", "0", "from 1 up"]),
+    ("name that is a path", ["model.name=../x"], ["model.name", "'../x'", "letters"]),
+    ("one layer", ["method.layers=[1]"], ["method.layers", "[1]", "exactly 2"]),
+    ("three layers", ["method.layers=[1,2,3]"], ["method.layers", "[1, 2, 3]", "exactly 2"]),
+    ("layers not a list", ["method.layers=2"], ["method.layers", "2", "exactly 2"]),
+    ("last by name", ["method.last=foo"], ["method.last", "'foo'", "all"]),
+    ("no stages", ["stages=[]"], ["stages", "[]", "search, intervene, evaluate, report"]),
+    ("misspelt stage", ["stages=[serch]"], ["stages", "'serch'", "search | intervene | evaluate | report"]),
+    ("stages out of order", ["stages=[evaluate,search]"], ["stages", "'search'", "in this order"]),
+    ("search for no method", ["method=none", "stages=[search]"], ["stages", "'search'", "method none"]),
+    ("index outside the list", ["task.positions=[0,32]"], ["task.positions", "32", "from 0 to 31"]),
+    ("negative index", ["task.positions=[-1]"], ["task.positions", "-1", "from 0 to 31"]),
+    ("share above 100 %", ["task.positions=['101%']"], ["task.positions", "'101%'", '"0%" to "100%"']),
+    ("share that is none", ["task.positions=['nan%']"], ["task.positions", "'nan%'", '"0%" to "100%"']),
+    ("position that is none", ["task.positions=[middle]"], ["task.positions", "'middle'", "from 0 to 31"]),
+    ("repeated positions", ["task.positions=[0,'0%']"], ["task.positions", "[0, '0%']", "different"]),
+    ("no positions", ["task.positions=[]"], ["task.positions", "[]", "at least one"]),
+    ("one pair", ["task.pairs=1"], ["task.pairs", "1", "from 2 up"]),
+    ("more pairs than words", ["task.pairs=65"], ["task.pairs", "65", "at most 64"]),
+    ("more calibration pairs than words", ["task.calibration_pairs=65"], ["task.calibration_pairs", "65", "at most 64"]),
+    ("no examples", ["task.examples_per_position=0"], ["task.examples_per_position", "0", "from 1 up"]),
+    ("no strings", ["search.strings=0"], ["search.strings", "0", "from 1 up"]),
+    ("no factors", ["search.factors=[]"], ["search.factors", "[]", "at least one"]),
+    ("no threads", ["runtime.threads=0"], ["runtime.threads", "0", "from 1 up"]),
+    ("empty batches", ["runtime.batch_size=0"], ["runtime.batch_size", "0", "from 1 up"]),
+    ("unfinished list", ["method.factor=[1"], ["method.factor", "'method.factor=[1'", "key=value"]),
+    ("no equals sign", ["foo"], ["foo", "'foo'", "key=value"]),
+    ("unknown reference", ["method.factor=${nope}"], ["method.factor", "nope", "set method.factor="]),
+    ("a sweep without -m", ["model=hf,tiny"], ["model", "'hf,tiny'", "--multirun"]),
+    ("unknown flag", ["--nonsense"], ["--nonsense", "posbench --help"]),
+    ("unknown choice of a flag", ["--cfg", "nonsense"], ["--cfg", "nonsense", "'job'"]),
+    ("two modes", ["--cfg", "job", "-m"], ["--cfg job -m", "one of"]),
+    ("missing config folder", ["--config-dir", "/nowhere"], ["--config-dir", "'/nowhere'", "folder"]),
+    ("sweep over an unknown key", ["-m", "method.facto=1,2"], ["method.facto", "'1,2'", "did you mean method.factor?"]),
+]  # fmt: skip
+
+SMALL = [
+    ("channel outside the hidden size", ["method.channel=16"],
+     ["method.channel", "16", "from 0 to 15", "hidden size 16", "stages=[search]"]),
+    ("negative channel", ["method.channel=-1"], ["method.channel", "-1", "from 0 to 15"]),
+    ("repeated channel", ["method.channel=[3,3]"], ["method.channel", "[3, 3]", "different channels"]),
+    ("no channel", ["method.channel=[]"], ["method.channel", "[]", "different channels"]),
+    ("layer outside the model", ["method.layers=[0,4]"], ["method.layers", "[0, 4]", "<= 3", "4 layers"]),
+    ("negative layer", ["method.layers=[-1,2]"], ["method.layers", "[-1, 2]", "0 <= first"]),
+    ("reversed layers", ["method.layers=[2,1]"], ["method.layers", "[2, 1]", "first <= last"]),
+    ("no last token", ["method.last=0"], ["method.last", "0", "all", "method.last=1"]),
+    ("negative last token", ["method.last=-1"], ["method.last", "-1", "all"]),
+    ("layers of the search", ["search.layers=[3,4]"], ["search.layers", "[3, 4]", "<= 3"]),
+    ("prompt over the window", ["task.pairs=64", "task.positions=[0]"],
+     ["prompt length", "259", "at most 255", "task.pairs", "task.truncation=middle"]),
+    ("calibration over the window", ["task.calibration_pairs=64"], ["prompt length", "259", "at most 256", "task.pairs"]),
+    ("strings over the window", ["search.length=257"], ["search.length", "257", "to 256", "shorten"]),
+    ("window over the strings", ["search.window=100"], ["search.length", "48", "from 109"]),
+    ("official over the strings", ["search.variant=official"], ["search.length", "48", "from 301"]),
+    ("device that is not there", ["runtime.device=cuda:7"], ["runtime.device", "'cuda:7'", "auto, cpu"]),
+    ("device that is none", ["runtime.device=abacus"], ["runtime.device", "'abacus'", "auto, cpu"]),
+    ("kernel that is not installed", ["model.attention=flash_attention_2"], ["model.attention", "flash_attention_2", "sdpa"]),
+    ("no constants", ["stages=[evaluate]"], ["method.channel", "None", "posbench stages=[search]"]),
+    ("nothing to report", ["stages=[report]", "method.channel=0", "method.factor=0", "method.layers=[0,1]"],
+     ["stages", "['report']", "posbench report DIR"]),
+    ("missing checkpoint", ["model.path={files}/nowhere"], ["model.path", "nowhere", "local directory", "no such directory"]),
+    ("unknown hub id", ["model.path=nobody/nothing"], ["model.path", "'nobody/nothing'", "reachable hub id"]),
+    ("unknown embedded model", ["model.path=posbench://huge"], ["model.path", "'posbench://huge'", "no such directory"]),
+    ("empty checkpoint", ["model.path={files}/empty"], ["model.path", "empty", "config.json"]),
+    ("broken config", ["model.path={files}/badconfig"], ["model.path", "badconfig", "config.json"]),
+    ("pickled weights", ["model.path={files}/pickle"], ["model.path", "pickle", "safetensors"]),
+    ("torn weights", ["model.path={files}/torn"], ["model.path", "torn", "safetensors"]),
+    ("no tokenizer", ["model.path={files}/notokenizer"], ["model.path", "notokenizer", "tokenizer"]),
+    ("unknown family", ["model.path={files}/gpt2"], ["model architecture", "'gpt2'", "llama, mistral", "arch.py"]),
+    ("another unknown family", ["model.path={files}/deepseek_v3"], ["model architecture", "'deepseek_v3'", "llama, mistral"]),
+    ("unknown to transformers too", ["model.path={files}/alien"], ["model architecture", "'alien'", "llama, mistral"]),
+    ("missing file", ["task.path={files}/nowhere.jsonl"], ["task.path", "nowhere.jsonl", "readable", "No such file"]),
+    ("a folder as file", ["task.path={files}"], ["task.path", "readable", "directory"]),
+    ("broken line", ["task.path={files}/broken.jsonl", "task.examples_per_position=3"],
+     ["task.path", "broken.jsonl line 2", "JSON"]),
+    ("line that is no object", ["task.path={files}/list.jsonl"], ["task.path", "list.jsonl line 1", "JSON object"]),
+    ("truncated gzip", ["task.path={files}/truncated.jsonl.gz"], ["task.path", "truncated.jsonl.gz", "readable"]),
+    ("gzip that is none", ["task.path={files}/notgzip.jsonl.gz"], ["task.path", "notgzip.jsonl.gz", "readable"]),
+    ("missing field", ["task.path={files}/nofield.jsonl", ONE], ["task.path", "nofield.jsonl line 1", "value"]),
+    ("gold not among the pairs", ["task.path={files}/nogold.jsonl", ONE], ["task.path", "nogold.jsonl line 1", "gold"]),
+    ("wrong encoding", ["task.path={files}/latin.jsonl", ONE], ["task.path", "latin.jsonl", "UTF-8"]),
+    ("empty file", ["task.path={files}/empty.jsonl"], ["task.examples_per_position", "12", "at most 0"]),
+    ("more examples than the file", ["task.path={files}/good.jsonl", "task.examples_per_position=4"],
+     ["task.examples_per_position", "4", "at most 3"]),
+    ("more pairs than the file", ["task.path={files}/good.jsonl", ONE, "task.pairs=76"], ["task.pairs", "76", "at most 75"]),
+    ("calibration on the evaluation", ["task.path={files}/good.jsonl", ONE, "task.calibration_path={files}/overlap.jsonl"],
+     ["task.calibration_path", "overlap.jsonl line 1", "does not ask"]),
+    ("calibration without output", ["task.calibration_path={files}/nooutput.jsonl"],
+     ["task.calibration_path", "nooutput.jsonl line 1", "output"]),
+    ("empty calibration", ["task.calibration_path={files}/empty.jsonl"], ["task.calibration_path", "empty.jsonl"]),
+]  # fmt: skip
+
+
+def _expect(result: Result, words: list[str], outputs: Path) -> None:
+    assert result.status == 2, result
+    assert result.err.startswith("posbench: ") and result.err.count("\n") == 1, result.err
+    assert "; next: " in result.err and ": allowed: " in result.err
+    assert "Traceback" not in result.out + result.err
+    assert [word for word in words if word not in result.err] == [], result.err
+    assert run_folders(outputs) == [] and list(outputs.glob("*/v*")) == []
+
+
+@pytest.mark.parametrize(("args", "words"), [r[1:] for r in BARE], ids=[r[0] for r in BARE])
+def test_refused_before_the_model(args: list[str], words: list[str], posbench: Callable[..., Result], outputs: Path) -> None:
+    _expect(posbench(*args), words, outputs)
+
+
+@pytest.mark.parametrize(("args", "words"), [r[1:] for r in SMALL], ids=[r[0] for r in SMALL])
+def test_refused_before_the_folder(
+    args: list[str], words: list[str], posbench: Callable[..., Result], outputs: Path, files: Path, small: list[str]
+) -> None:
+    _expect(posbench(*small, *(a.replace("{files}", str(files)) for a in args)), words, outputs)
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["ls", "nonsense"], ["ls", "'nonsense'", "models, methods"]),
+        (["ls", "models", "tasks"], ["ls", "'models tasks'"]),
+        (["report"], ["report", "one folder"]),
+        (["report", "/nowhere"], ["DIR", "'/nowhere'", "run folder"]),
+        (["rescore", "/nowhere"], ["DIR", "'/nowhere'", "run folder"]),
+        (["report", "{here}"], ["DIR", "run folder"]),
+        (["rescore", "{here}"], ["DIR", "run folder"]),
+        (["validate", "model=nope"], ["model", "'nope'", "tiny"]),
+    ],
+)
+def test_verbs(args: list[str], words: list[str], posbench: Callable[..., Result], outputs: Path, tmp_path: Path) -> None:
+    (tmp_path / "foreign.txt").write_text("not a run")
+    _expect(posbench(*(a.replace("{here}", str(tmp_path)) for a in args), verb=True), words, outputs)
+    assert [p.name for p in tmp_path.iterdir()] == ["foreign.txt"]
+
+
+def test_outputs_that_are_a_file(posbench: Callable[..., Result], outputs: Path, small: list[str]) -> None:
+    outputs.write_text("in the way")
+    _expect(posbench(*small), ["runtime.outputs", str(outputs), "can be written"], outputs)
+    assert outputs.read_text() == "in the way"
+
+
+def test_broken_yaml_of_the_user(posbench: Callable[..., Result], outputs: Path, tmp_path: Path) -> None:
+    (tmp_path / "conf" / "model").mkdir(parents=True)
+    (tmp_path / "conf" / "model" / "mine.yaml").write_text("name: [mine\n")
+    _expect(posbench("--config-dir", str(tmp_path / "conf"), "model=mine"), ["config file", "conf", "valid YAML"], outputs)
+
+
+def test_the_process_says_the_same(outputs: Path, tmp_path: Path) -> None:
+    """One real process: the status and the single line reach the shell."""
+    command = [sys.executable, "-m", "posbench.cli", "method.factor=abc", f"runtime.outputs={outputs}"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
+    _expect(Result(done.returncode, done.stdout, done.stderr), ["method.factor", "'abc'"], outputs)

@@ -1,0 +1,79 @@
+"""Shared fixtures: no network, a random checkpoint on disk, and the command line in this process."""
+
+import os
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+
+@dataclass(frozen=True)
+class Result:
+    """What one call of the command line left."""
+
+    status: int
+    out: str
+    err: str
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Llama of 4 layers and 16 channels that reads the words of the embedded models; window 256."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from posbench.synth.tokenizer import build_tokenizer
+
+    folder = tmp_path_factory.mktemp("models") / "random"
+    tokenizer = build_tokenizer()
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer), bos_token_id=None, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
+        hidden_size=16, intermediate_size=32, num_hidden_layers=4, num_attention_heads=2, num_key_value_heads=2,
+        max_position_embeddings=256, initializer_range=0.3,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def small(checkpoint: Path) -> list[str]:
+    """Overrides of a run on that checkpoint that takes a second: 36 examples, 16 candidates."""
+    return [
+        "model=hf", "model.name=random", f"model.path={checkpoint}", "model.dtype=float32", "search=exhaustive",
+        "task.prompt=compact", "task.records=words", "task.pairs=12", "task.positions=[0,5,11]", "task.examples_per_position=12",
+        "task.max_new_tokens=1", "task.calibration_pairs=8", "task.calibration_examples=12",
+        "search.alphabet=tokens", "search.strings=24", "search.length=48", "search.window=6", "search.skip=2",
+        "search.factors=[0.0]", "runtime.device=cpu", "runtime.intervene_examples=4", "runtime.resamples=200",
+        "stages=[search,intervene,evaluate]",
+    ]  # fmt: skip
+
+
+@pytest.fixture
+def outputs(tmp_path: Path) -> Path:
+    """Where the runs of a test go."""
+    return tmp_path / "outputs"
+
+
+@pytest.fixture
+def posbench(outputs: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., Result]:
+    """The command line in this process; whatever composes a config writes to ``outputs``."""
+    from posbench.cli import main
+
+    def call(*args: str, verb: bool = False) -> Result:
+        capsys.readouterr()
+        status = main([*args] if verb else [*args, f"runtime.outputs={outputs}"])
+        captured = capsys.readouterr()
+        return Result(status, captured.out, captured.err)
+
+    return call
+
+
+def run_folders(outputs: Path) -> list[Path]:
+    """The run folders of an outputs folder, sweeps excluded."""
+    return sorted(p.parent for p in outputs.glob("*/v*/*/config.yaml"))
