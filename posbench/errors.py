@@ -75,7 +75,7 @@ def from_hydra(error: Exception, overrides: Sequence[str], config_dir: str | Non
     key = str(getattr(error, "full_key", None) or next((k for k in typed if re.search(rf"'{re.escape(k)}['=]", text)), ""))
     value = typed[key].partition("=")[2] or typed[key] if key in typed else " ".join(overrides)
     if "Ambiguous value" in text:
-        return UserError(field=key, value=value, allowed="one value; a list as [a,b]", hint="sweep over several with -m (--multirun)")
+        return UserError(field=key, value=value, allowed="one value; a list as [a,b]", hint="sweep with -m (--multirun)")
     if key in typed and re.search(r"Could not override|not in struct|No match in the defaults list", text):
         group, _, _ = key.rpartition(".")
         files = sorted((CONF / group).glob("*.yaml")) if group else [CONF / "config.yaml"]

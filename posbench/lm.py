@@ -364,8 +364,9 @@ def _load_checkpoint(config: ModelConfig, device: str) -> LM:
         offline = _unreachable(path, config.revision)
         origin: dict[str, Any] = {"revision": config.revision, "local_files_only": offline, "trust_remote_code": False}
         # Read as plain data first: transformers would not name the families for a type that it does not know either.
-        kind = PreTrainedConfig.get_config_dict(path, **origin)[0].get("model_type")
-        arch.family_of(SimpleNamespace(config=SimpleNamespace(model_type=kind)))  # type: ignore[arg-type]
+        facts, _ = PreTrainedConfig.get_config_dict(path, **origin)
+        if facts:
+            arch.family_of(SimpleNamespace(config=SimpleNamespace(model_type=facts.get("model_type"))))  # type: ignore[arg-type]
         hf_config = AutoConfig.from_pretrained(path, **origin)
         tokenizer = AutoTokenizer.from_pretrained(path, **origin)
         dtype = config.dtype if config.dtype != "auto" else ("float32" if where.type == "cpu" else "auto")

@@ -11,7 +11,7 @@ import pandas as pd
 from rich.console import Console
 from rich.table import Table
 
-from posbench import report
+from posbench import report, tables
 from posbench.metrics import COLUMNS
 from posbench.record import digest, write_csv, write_text
 
@@ -50,7 +50,12 @@ def summarise(jobs: Sequence[dict[str, Any]], console: Console) -> Path | None:
     if (folder / "summary.csv").is_file():
         summary = report.read_csv(folder / "summary.csv")
         if summary is not None:
-            console.print(_table(summary, axes))
+            header, rows, sentence = tables.sweep_table(summary, tables.swept_columns(summary))
+            table = Table(*header[:-1], caption="average over gold positions in %, difference in points, [95 % interval]")
+            for row in rows:
+                table.add_row(*row[:-1])
+            console.print(table)
+            console.print(sentence)
         console.print(f"sweep: {report.render_sweep(folder)}")
     return folder
 
@@ -59,18 +64,3 @@ def _labelled(file: Path, run: str, setting: dict[str, str], axes: Sequence[str]
     frame = pd.read_csv(file, dtype=str, keep_default_na=False)
     labels = pd.DataFrame([{"run": run, **{axis: setting.get(axis) for axis in axes}}] * len(frame))
     return pd.concat([labels, frame], axis=1)
-
-
-def _table(summary: pd.DataFrame, axes: Sequence[str]) -> Table:
-    table = Table(title="average over gold positions", title_justify="left")
-    for axis in (*axes, "model"):
-        table.add_column(axis)
-    for column in ("method", "value %", "95 % interval", "n"):
-        table.add_column(column, justify="right")
-    rows = summary[(summary["position"] == "all") & ~summary["metric"].isin(["middle_drop"])]
-    for row in rows.to_dict("records"):
-        change = str(row["metric"]).endswith("_difference")
-        value, low, high = (f"{100 * row[k]:{'+' if change else ''}.1f}" for k in ("value", "ci_low", "ci_high"))
-        label = f"{row['method']} - none" if change else str(row["method"])
-        table.add_row(*(str(row[a]) for a in (*axes, "model")), label, value, f"{low} to {high}", str(row["n"]))
-    return table

@@ -22,7 +22,6 @@ from posbench.plots import (
     from_zero,
     gold_attention,
     layer_title,
-    legend_below,
     line_style,
     need,
     new_figure,
@@ -158,7 +157,7 @@ def attention_sweep(
         layers: 0-based layers to average; by default the strongest one of the unmodified model. The title names it.
 
     Returns:
-        A single-column figure.
+        A figure of one column plus its legend.
 
     Raises:
         UserError: a column is missing or no row has pair = gold_position.
@@ -168,11 +167,10 @@ def attention_sweep(
     rows, settings, label = with_setting(gold[gold["layer"].isin(shown)], axis)
     by = ["setting", *(["run"] if "run" in rows else []), "method", "depth"]
     curves = rows.groupby(by, sort=False)["attention"].mean().reset_index()
-    figure = new_figure(COLUMN, 2.7 + 0.05 * len(settings))
+    figure = new_figure(COLUMN + 1.4, max(2.6, 0.8 + 0.16 * len(settings)))
     axes = figure.subplots()
     _setting_lines(axes, curves, settings, "attention", 1)
     axes.set(xlabel=DEPTH_LABEL, ylabel=ATTENTION_LABEL, title=layer_title(shown, layers is None))
     from_zero(axes)
-    legend_below(figure, axes)
-    figure.legends[0].set_title(label)
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside right center", title=label)
     return figure

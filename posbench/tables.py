@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import numpy as np
@@ -110,7 +111,9 @@ def summary_table(metrics: pd.DataFrame) -> Table:
         table.add_column(Text(name), justify="right", overflow="fold")
     tall = len(header) > 5  # several methods: the interval goes below its number
     for index, row in enumerate(rows):
-        cells = [Text(cell.replace(" [", "\n[") if tall else cell) for cell in row]
+        # Whole points suffice in 80 columns; metrics.csv and report.html keep the decimals.
+        cells = [Text(re.sub(r"(?<=[\[ ])(-?[\d.]+)(?=[,\]])", lambda m: f"{float(m[1]):.0f}", cell)) for cell in row]
+        cells = [Text(cell.plain.replace(" [", "\n[")) if tall else cell for cell in cells]
         table.add_row(*cells, end_section=index + 2 == len(rows))
     return table
 

@@ -92,7 +92,7 @@ class ChannelSearch:
         if self.layers is not None:
             return [self.layers]
         # The paper's own 32-layer models use 10-25; other depths take the same share of the model.
-        return [published or (round(count * 10 / 32), round(count * 25 / 32))]
+        return [published or (round(count * 10 / 32), min(round(count * 25 / 32), count - 1))]
 
     def ask(self, found: ChannelStatistics, ranges: Sequence[tuple[int, int]]) -> list[Candidate]:
         """Every candidate, in the order in which ties are broken: smoother channels first.

@@ -110,8 +110,11 @@ def official(hidden: Array) -> ChannelStatistics:
         steps = np.diff(fitted, axis=0)
         moves = np.isfinite(steps).all(0) & (np.abs(steps).max(0) > 0)
         direction[row] = np.where(moves & (steps >= 0).all(0), 1, np.where(moves & (steps <= 0).all(0), -1, 0))
-        smooth = savgol_filter(_unit(curves[row, 200:]), window_length=10, polyorder=3, axis=0)
-        smoothness[row] = (np.diff(smooth, n=2, axis=0) ** 2).sum(0)
+        unit = _unit(curves[row, 200:])
+        usable = np.isfinite(unit).all(0)
+        if usable.any():
+            smooth = savgol_filter(unit[:, usable], window_length=10, polyorder=3, axis=0)
+            smoothness[row, usable] = (np.diff(smooth, n=2, axis=0) ** 2).sum(0)
     rising, falling = (direction == 1), (direction == -1)
     used = np.where(rising.sum(0) > falling.sum(0), rising, falling)
     lowest = np.where(used, smoothness, np.inf).min(0)

@@ -277,9 +277,9 @@ def random_strings(lm: LM, search: ChannelSearch) -> list[list[int]]:
         special = set(tokenizer.all_special_ids)
         ids = [i for i in range(len(tokenizer)) if i not in special]
         return [rng.choices(ids, k=search.length) for _ in range(search.strings)]
-    rows = []
+    rows: list[list[int]] = []
     while len(rows) < search.strings:
-        ids, letters = [], search.length * 4
+        ids, letters = list[int](), search.length * 4
         while len(ids) < search.length:
             text = "".join(rng.choices(string.ascii_letters + string.digits, k=letters))
             ids = tokenizer(text, add_special_tokens=False)["input_ids"]

@@ -144,6 +144,13 @@ def test_rotation_preserves_lengths_and_depends_on_distance_only():
     torch.testing.assert_close(turned_q[1] @ turned_k[0], turned_q[3] @ turned_k[2])
 
 
+def test_a_recipe_whose_heads_do_not_fit_is_refused():
+    with pytest.raises(ValueError, match="heads"):
+        Recipe(hidden_size=50)
+    with pytest.raises(ValueError, match="offset"):
+        Recipe(num_heads=1)
+
+
 def test_schedule_and_batches_follow_the_recipe():
     recipe, stage = Recipe(), Recipe().stages[0]
     rates = [learning_rate(recipe, stage, step) for step in range(stage.steps)]

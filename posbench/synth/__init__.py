@@ -1,0 +1,1 @@
+"""Synthetic training: the embedded tiny models and their recipe."""

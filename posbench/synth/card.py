@@ -1,0 +1,192 @@
+"""The model card, rendered from what training, study and check wrote."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+from jinja2 import Environment, StrictUndefined
+
+from posbench.synth.checks import CALIBRATION_EXAMPLES, SEARCH
+from posbench.synth.recipe import SHIPPED
+from posbench.synth.tokenizer import VOCAB
+from posbench.tasks.kv_retrieval import WORDS
+
+BINS = 8
+"""Bins of the gold position in the tables."""
+
+PLAIN_START = ""
+"""What a random start gave under the same schedule, for the card."""
+
+Numbers = dict[str, Any]
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """A Markdown table."""
+    lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
+    return "\n".join([*lines, *("| " + " | ".join(str(cell) for cell in row) + " |" for row in rows)])
+
+
+def binned(curve: Numbers) -> list[str]:
+    """Accuracy per eighth of the positions, as text."""
+    values = curve["accuracy"]
+    size = len(values) / BINS
+    parts = [values[round(b * size) : round((b + 1) * size)] for b in range(BINS)]
+    return [f"{sum(part) / len(part):.2f}" for part in parts]
+
+
+def difference(result: Mapping[Any, Any], prefix: str = "") -> str:
+    """A gain with its interval, in points."""
+    gain, low, high = (100 * result[prefix + name] for name in ("gain", "gain_low", "gain_high"))
+    return f"{gain:+.1f} [{low:+.1f}, {high:+.1f}]"
+
+
+def setting(channel: float, factor: float) -> str:
+    """A channel with its factor."""
+    return f"{int(channel)} × {factor:g}"
+
+
+def render(name: str, training: Numbers, measured: Numbers, seeds: pd.DataFrame) -> str:
+    """The card as Markdown, from the template ``card.md.j2``.
+
+    Args:
+        name: Shipped name, ``tiny`` or ``tiny_b``.
+        training: ``training.json`` of the shipped seed.
+        measured: Numbers on the evaluation set (``measured.json``).
+        seeds: Table over all seeds, on the choosing set (``seeds.csv``).
+    """
+    recipe, base = training["recipe"], measured["base"]
+    environment = Environment(undefined=StrictUndefined, keep_trailing_newline=True)
+    template = environment.from_string((Path(__file__).parent / "card.md.j2").read_text(encoding="utf-8"))
+    eighths = [f"{b + 1}/{BINS}" for b in range(BINS)]
+    return template.render(
+        name=name,
+        training=training,
+        recipe=recipe,
+        measured=measured,
+        shipped=SHIPPED,
+        count=len(seeds),
+        choosing=int(seeds["n"].iloc[0]),
+        calibration=CALIBRATION_EXAMPLES,
+        lexicon=len(WORDS),
+        tokens=4 * max(stage["pairs"][1] for stage in recipe["stages"]) + 5,
+        parameters=f"{_parameters(recipe):,}",
+        percent="{:.0%}".format,
+        gain=difference(measured["found"]) if measured["found"] else "no",
+        curves=_curves(measured),
+        ends=f"First position {base['first']:.3f}, last position {base['last']:.3f}, inner half {base['inner']:.3f}, "
+        f"lowest position {base['lowest']:.3f}.",
+        found=_found(measured),
+        lengths=_lengths(measured),
+        seeds=_seeds(seeds),
+        distribution=_distribution(seeds),
+        plain_start=PLAIN_START,
+        stages=_stages(recipe),
+        training_curves=_training(training),
+        probes=table(["stage", *eighths], [[stage, *(f"{v:.2f}" for v in row)] for stage, row in training["probes"].items()]),
+        seed_range=f"{seeds['seed'].min()}-{seeds['seed'].max()}",
+    )
+
+
+def _parameters(recipe: Numbers) -> int:
+    d, ff, layers = recipe["hidden_size"], recipe["intermediate_size"], recipe["num_layers"]
+    return len(VOCAB) * d + layers * (4 * d * d + 3 * d * ff + 2 * d) + d
+
+
+def _curves(measured: Numbers) -> str:
+    header = ("", "mean", *(f"{b + 1}/{BINS}" for b in range(BINS)))
+    rows: list[tuple[object, ...]] = [("unmodified", f"{measured['base']['mean']:.3f}", *binned(measured["base"]))]
+    for key, label in (("found", "search"), ("best", "full traversal")):
+        result = measured[key]
+        if result and (key == "found" or _pick(result) != _pick(measured["found"])):
+            text = f"{label}: channel {_pick(result)}"
+            rows.append((text, f"{result['scaled']['mean']:.3f}", *binned(result["scaled"])))
+    return table(header, rows)
+
+
+def _pick(result: Numbers) -> str:
+    return setting(result["channel"], result["factor"])
+
+
+def _found(measured: Numbers) -> str:
+    found, best = measured["found"], measured["best"]
+    if not found:
+        return "The paper's search finds no monotone channel."
+    first, last = found["layers"]
+    strings = f"{SEARCH.strings} random token strings of {SEARCH.length}"
+    channels = f"{SEARCH.top_k} smoothest of {measured['channels_monotone']} monotone channels"
+    text = (
+        f"The paper's search ({strings}, attention input after the norm, cubic fit, {channels}, calibration loss) finds "
+        f"channel {_pick(found)} in layers {first}-{last}: {difference(found)} points (95 % interval of the paired difference). "
+        "Layer 0 stays out of the range: its heads look back by a fixed offset and break when a channel is scaled."
+    )
+    if _pick(best) != _pick(found):
+        text += f" A traversal of all channels finds {_pick(best)}: {difference(best)} points."
+    return text
+
+
+def _lengths(measured: Numbers) -> str:
+    rows = []
+    for row in measured.get("lengths", []):
+        accuracies = (row[curve][part] for curve in ("base", "scaled") for part in ("mean", "inner"))
+        rows.append((row["pairs"], row["n"], *(f"{value:.3f}" for value in accuracies)))
+    if not rows:
+        return ""
+    header = ("pairs", "prompts", "unmodified", "inner half", "scaled", "inner half")
+    stops = f"With eight tokens allowed, {measured['stops']:.1%} of the replies are one word, the closing quote and the end."
+    return f"Other lengths, eight positions each, with the same channel and factor:\n\n{table(header, rows)}\n\n{stops}"
+
+
+def _seeds(seeds: pd.DataFrame) -> str:
+    names = {seed: name for name, seed in SHIPPED.items()}
+    rows = []
+    for _, row in seeds.iterrows():
+        seed = int(row["seed"])
+        label = f"**{seed}** ({names[seed]})" if seed in names else str(seed)
+        found = pd.notna(row["channel"])
+        rows.append(
+            (
+                label,
+                *(f"{row[name]:.3f}" for name in ("base", "first", "last", "inner", "lowest")),
+                setting(row["channel"], row["factor"]) if found else "none",
+                difference(row.to_dict()) if found else "",
+                setting(row["best_channel"], row["best_factor"]) if found else "",
+                difference(row.to_dict(), "best_") if found else "",
+            )
+        )
+    header = ("seed", "mean", "first", "last", "inner half", "lowest", "search", "gain", "traversal", "gain")
+    return table(header, rows)
+
+
+def _distribution(seeds: pd.DataFrame) -> str:
+    gains = 100 * seeds["gain"].fillna(0)
+    best = 100 * seeds["best_gain"].fillna(0)
+    enough = int((gains >= 8).sum())
+    return (
+        f"Search: median gain {gains.median():+.1f} points, from {gains.min():+.1f} to {gains.max():+.1f}; "
+        f"{enough} of {len(seeds)} seeds gain 8 points or more. "
+        f"Traversal: median {best.median():+.1f}, from {best.min():+.1f} to {best.max():+.1f}."
+    )
+
+
+def _stages(recipe: Numbers) -> str:
+    rows = []
+    for stage in recipe["stages"]:
+        low, high = stage["pairs"]
+        gold = f"{stage['mix']:.0%} uniform"
+        if stage["uniform_until"]:
+            gold = f"uniform for the first {stage['uniform_until']:.0%}, then {gold}"
+        grow = f", growing over the first {stage['grow_until']:.0%}" if stage["grow_until"] else ""
+        rows.append((stage["name"], stage["steps"], f"{low}-{high}{grow}", gold, f"{stage['noise']:g}", f"{stage['lr']:g}"))
+    return table(("stage", "steps", "pairs", "gold positions", "wrong keys", "learning rate"), rows)
+
+
+def _training(training: Numbers) -> str:
+    rows = []
+    for index, row in enumerate(training["curves"]):
+        last = index + 1 == len(training["curves"]) or training["curves"][index + 1]["stage"] != row["stage"]
+        if last or row["step"] % 300 == 0 or row["step"] == 100:
+            rows.append((row["stage"], row["step"], f"{row['loss']:.3f}", f"{row['accuracy']:.3f}"))
+    return table(("stage", "step", "loss", "accuracy"), rows)

@@ -1,0 +1,205 @@
+"""What a trained tiny model must show, measured through posbench's own search and method."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from posbench.lm import LM, batches
+from posbench.methods import ScaleChannel, Unmodified
+from posbench.metrics import paired_interval, wilson
+from posbench.search import Candidate, ChannelSearch
+from posbench.search.statistics import ChannelStatistics
+from posbench.stages.search import average_states, candidate_losses
+from posbench.tasks import Example, KVRetrieval
+
+PAIRS = 32
+"""Pairs per prompt of the criteria."""
+CALIBRATION_SEED, CHOOSING_SEED, EVALUATION_SEED = 0, 1, 2
+"""Task seeds of three disjoint sets: for the search, for the choice among training seeds, for the published numbers."""
+CALIBRATION_EXAMPLES = 120
+"""Calibration questions, each in a context of its own, as in ``conf/model/tiny.yaml``."""
+OTHER_LENGTHS = (16, 48, 64)
+"""Further numbers of pairs, measured with the channel found at `PAIRS`."""
+SEARCH = ChannelSearch(alphabet="tokens", strings=400, length=128, window=12, skip=8, batch_size=60)
+"""The paper's search with lengths that fit the tiny model, as in ``conf/model/tiny.yaml``."""
+BATCH = 64
+"""Prompts per forward."""
+
+ENDS_AT_LEAST = 0.95
+DROP_AT_LEAST = 0.25
+GAIN_AT_LEAST = 0.08
+
+Scores = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Check:
+    """One criterion with what was measured."""
+
+    name: str
+    measured: str
+    required: str
+    passed: bool
+
+
+def kv_task(seed: int, *, pairs: int = PAIRS, per_position: int = 64, positions: int | None = None) -> KVRetrieval:
+    """The compact task over all gold positions, or over ``positions`` evenly spread ones."""
+    places = range(pairs) if positions is None else np.linspace(0, pairs - 1, positions).round().astype(int).tolist()
+    return KVRetrieval(
+        prompt="compact",
+        records="words",
+        pairs=pairs,
+        positions=tuple(places),
+        examples_per_position=per_position,
+        max_new_tokens=1,
+        calibration_pairs=pairs,
+        calibration_examples=CALIBRATION_EXAMPLES,
+        seed=seed,
+    )
+
+
+def scores(lm: LM, task: KVRetrieval, examples: Sequence[Example], method: ScaleChannel | None = None) -> Scores:
+    """Accuracy (0 or 1) of every example under a method, [n]."""
+    with (method or Unmodified()).applied(lm):
+        replies = lm.generate([e.prompt for e in examples], max_new_tokens=task.max_new_tokens, batch_size=BATCH)
+    return np.array([task.score(e, r)["accuracy"] for e, r in zip(examples, replies, strict=True)])
+
+
+def find(
+    lm: LM, statistics: ChannelStatistics, examples: Sequence[Example], search: ChannelSearch = SEARCH
+) -> tuple[Candidate, float, float]:
+    """The candidate with the lowest calibration loss, its loss and the unmodified model's, in nats per token.
+
+    Raises:
+        UserError: No channel passes the filter.
+    """
+    candidates = search.ask(statistics, search.layer_ranges(lm.layers, None))
+    pairs = [lm.answer_ids(e.prompt, e.answers[0]) for e in examples]
+    parts = [candidate_losses(lm, [pairs[i] for i in group], candidates) for group in batches([1] * len(pairs), BATCH)]
+    losses = np.concatenate(parts, axis=1).mean(1)
+    best = search.choose(losses[1:].tolist(), float(losses[0]))
+    assert best is not None, "the paper's variant always chooses a candidate"
+    return candidates[best], float(losses[1 + best]), float(losses[0])
+
+
+def measure(lm: LM, seed: int, *, per_position: int = 64, lengths: Sequence[int] = OTHER_LENGTHS) -> dict[str, Any]:
+    """Search on the calibration set, then measure the model and the found channel on the set of ``seed``.
+
+    One question per context everywhere. All accuracies are fractions; ``inner`` is the mean over the inner half of
+    the gold positions, ``ends`` are the first and the last one, ``gain`` has a 95 % bootstrap interval of the paired
+    difference.
+
+    Args:
+        lm: The model.
+        seed: Task seed of the examples that are scored; not the calibration seed.
+        per_position: Questions per gold position.
+        lengths: Other numbers of pairs to score.
+
+    Returns:
+        JSON-ready numbers.
+    """
+    assert seed != CALIBRATION_SEED, "the calibration seed is for the search"
+    calibration = kv_task(CALIBRATION_SEED).examples("calibration")
+    task = kv_task(seed, per_position=per_position)
+    examples = task.examples("evaluation")
+    assert not {e.prompt for e in calibration} & {e.prompt for e in examples}, "calibration and scored prompts overlap"
+    statistics = SEARCH.statistics(average_states(lm, SEARCH))
+    base = scores(lm, task, examples)
+    out: dict[str, Any] = {
+        "task_seed": seed,
+        "pairs": PAIRS,
+        "n": len(examples),
+        "channels_monotone": len(statistics.ranking),
+        "ranking": statistics.ranking,
+        "base": _curve(base, examples),
+        "found": None,
+        "best": None,
+    }
+    if not statistics.ranking:
+        return out
+    exhaustive = ChannelSearch(alphabet="tokens", candidates="all")
+    for name, search in (("found", SEARCH), ("best", exhaustive)):
+        candidate, loss, unmodified = find(lm, statistics, calibration, search)
+        method = ScaleChannel(channel=candidate.channel, factor=candidate.factor, layers=candidate.layers)
+        scaled = scores(lm, task, examples, method)
+        clusters = [e.cluster for e in examples]
+        low, high = paired_interval(scaled - base, clusters, resamples=2000, seed=0)
+        out[name] = {
+            "channel": candidate.channel,
+            "factor": candidate.factor,
+            "layers": list(candidate.layers),
+            "loss": round(loss, 4),
+            "loss_unmodified": round(unmodified, 4),
+            "scaled": _curve(scaled, examples),
+            "gain": round(float((scaled - base).mean()), 4),
+            "gain_low": round(low, 4),
+            "gain_high": round(high, 4),
+        }
+    found = out["found"]
+    method = ScaleChannel(channel=found["channel"], factor=found["factor"], layers=tuple(found["layers"]))
+    out["lengths"] = []
+    for pairs in lengths:
+        other = kv_task(seed, pairs=pairs, per_position=per_position, positions=8)
+        some = other.examples("evaluation")
+        plain, scaled = scores(lm, other, some), scores(lm, other, some, method)
+        row = {"pairs": pairs, "n": len(some), "base": _curve(plain, some), "scaled": _curve(scaled, some)}
+        out["lengths"].append(row)
+    out["stops"] = stops(lm, examples[:: max(1, len(examples) // 128)])
+    return out
+
+
+def stops(lm: LM, examples: Sequence[Example]) -> float:
+    """Share of replies that are one word, the closing quote, and the end, when eight tokens are allowed."""
+    replies = lm.generate([e.prompt for e in examples], max_new_tokens=8, batch_size=BATCH)
+    return round(float(np.mean([len(r) == 4 and r.endswith('"') for r in replies])), 4)
+
+
+def _curve(values: Scores, examples: Sequence[Example]) -> dict[str, Any]:
+    """Mean, per-position accuracy, and the summary numbers of the criteria."""
+    positions = np.array([e.gold_position for e in examples])
+    places = np.unique(positions)
+    by_position = np.array([values[positions == p].mean() for p in places])
+    quarter = len(places) // 4
+    inner = np.isin(positions, places[quarter : len(places) - quarter])
+    low, high = wilson(float(values[inner].sum()), int(inner.sum()))
+    return {
+        "mean": round(float(values.mean()), 4),
+        "positions": [int(p) for p in places],
+        "accuracy": [round(float(a), 4) for a in by_position],
+        "first": round(float(by_position[0]), 4),
+        "last": round(float(by_position[-1]), 4),
+        "inner": round(float(values[inner].mean()), 4),
+        "inner_low": round(low, 4),
+        "inner_high": round(high, 4),
+        "lowest": round(float(by_position.min()), 4),
+    }
+
+
+def criteria(measured: dict[str, Any]) -> list[Check]:
+    """The criteria of the shipped model ``tiny``, from the numbers of `measure`."""
+    base, found = measured["base"], measured["found"]
+    ends = min(base["first"], base["last"])
+    drop = (base["first"] + base["last"]) / 2 - base["inner"]
+    chance = 1 / measured["pairs"]
+    checks = [
+        Check("accuracy at both ends", f"{ends:.3f}", f">= {ENDS_AT_LEAST}", ends >= ENDS_AT_LEAST),
+        Check("inner half below the ends", f"{drop:.3f}", f">= {DROP_AT_LEAST}", drop >= DROP_AT_LEAST),
+        Check("inner half above chance", f">= {base['inner_low']:.3f}", f"> {chance:.3f}", base["inner_low"] > chance),
+        Check("monotone channels", str(measured["channels_monotone"]), ">= 1", measured["channels_monotone"] >= 1),
+    ]
+    if found is None:
+        return [*checks, Check("gain of the found channel", "none found", f">= {GAIN_AT_LEAST}", False)]
+    gain = f"{found['gain']:+.3f} [{found['gain_low']:+.3f}, {found['gain_high']:+.3f}]"
+    name = f"gain of channel {found['channel']} x {found['factor']:g}, layers {found['layers'][0]}-{found['layers'][1]}"
+    lower = found["loss"] < found["loss_unmodified"]
+    return [
+        *checks,
+        Check("calibration loss lowered", f"{found['loss_unmodified']:.3f} -> {found['loss']:.3f}", "lower", lower),
+        Check(name, gain, f">= {GAIN_AT_LEAST}", found["gain"] >= GAIN_AT_LEAST),
+        Check("its 95 % interval excludes zero", f"{found['gain_low']:+.3f}", "> 0", found["gain_low"] > 0),
+    ]

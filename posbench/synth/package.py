@@ -1,0 +1,75 @@
+"""Package data of a shipped tiny model: weights, tokenizer, measured numbers and model card."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+import pandas as pd
+
+from posbench.errors import UserError
+from posbench.lm import load
+from posbench.record import write_text
+from posbench.synth.card import render
+from posbench.synth.checks import EVALUATION_SEED, measure
+from posbench.synth.recipe import SHIPPED
+from posbench.synth.study import SEEDS_FILE
+from posbench.synth.train import TRAINING_FILE
+
+MEASURED_FILE = "measured.json"
+"""Numbers of `posbench.synth.checks.measure` on the evaluation set."""
+CARD_FILE = "README.md"
+MODEL_FILES = ("config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
+
+
+def package(study: Path, name: str, out: Path) -> Path:
+    """Copy the shipped seed of ``name`` out of a study, measure it on the evaluation set and write its card.
+
+    The evaluation set is read here for the first time, after the choice of the seed.
+
+    Args:
+        study: Directory of `posbench.synth.study.run_seeds`.
+        name: Shipped model, a key of `posbench.synth.recipe.SHIPPED`.
+        out: Directory that receives the folder ``name``; an existing one is replaced.
+
+    Returns:
+        The written folder.
+
+    Raises:
+        UserError: The study lacks the seed or its table.
+    """
+    source = study / f"seed{SHIPPED[name]}"
+    for file in (study / SEEDS_FILE, source / TRAINING_FILE):
+        if not file.is_file():
+            raise UserError(
+                field="study", value=str(file), allowed="a finished study", hint="run: python -m posbench.synth.tiny seeds"
+            )
+    out.mkdir(parents=True, exist_ok=True)
+    work = Path(tempfile.mkdtemp(prefix=f".{name}.", dir=out))
+    try:
+        for model_file in (*MODEL_FILES, TRAINING_FILE):
+            shutil.copyfile(source / model_file, work / model_file)
+        shutil.copyfile(study / SEEDS_FILE, work / SEEDS_FILE)
+        measured = measure(load(work, name=name, device="cpu"), EVALUATION_SEED)
+        write_text(work / MEASURED_FILE, json.dumps(measured) + "\n")
+        write_card(work, name)
+        work.chmod(0o755)
+        target = out / name
+        if target.exists():
+            shutil.rmtree(target)
+        os.rename(work, target)
+    except BaseException:
+        shutil.rmtree(work, ignore_errors=True)
+        raise
+    return target
+
+
+def write_card(folder: Path, name: str) -> None:
+    """Write ``README.md`` from the JSON and CSV files in a packaged folder."""
+    training = json.loads((folder / TRAINING_FILE).read_text())
+    measured = json.loads((folder / MEASURED_FILE).read_text())
+    seeds = pd.read_csv(folder / SEEDS_FILE)
+    write_text(folder / CARD_FILE, render(name, training, measured, seeds))

@@ -1,0 +1,234 @@
+"""A run that was killed, damaged or repeated ends with the same bytes as one that was left alone."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from filelock import FileLock
+
+from posbench.lm import LM
+from posbench.stages import evaluate
+from tests.conftest import Result, run_folders
+
+RESULTS = ("metrics.csv", "search.csv", "channels.csv", "attention.csv", "found.yaml")
+
+# Imports take most of a short run: the driver forks after them, so that the moments fall into the work itself.
+DRIVER = """
+import json, os, random, signal, sys, time
+import torch, transformers, pandas, posbench.runner, posbench.cli
+from posbench.stages import evaluate, intervene, search
+
+args, root, seed = json.loads(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+
+def start(name):
+    child = os.fork()
+    if child:
+        return child
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 1)
+    os._exit(posbench.cli.main([*args, f"runtime.outputs={root}/{name}"]))
+
+began = time.monotonic()
+_, status = os.waitpid(start("whole"), 0)
+assert status == 0, status
+wall = time.monotonic() - began
+rng = random.Random(seed)
+killed = 0
+for number in range(10):
+    child = start(f"killed{number}")
+    time.sleep(rng.uniform(0.02, 0.98) * wall)
+    os.kill(child, signal.SIGKILL)
+    _, status = os.waitpid(child, 0)
+    killed += os.WIFSIGNALED(status)
+    _, status = os.waitpid(start(f"killed{number}"), 0)
+    assert status == 0, (number, status)
+print(killed)
+"""
+
+
+def _results(folder: Path) -> dict[str, bytes]:
+    return {name: (folder / name).read_bytes() for name in RESULTS}
+
+
+def _only(outputs: Path) -> Path:
+    (folder,) = run_folders(outputs)
+    return folder
+
+
+@pytest.mark.slow
+def test_kill_at_ten_moments(small: list[str], tmp_path: Path) -> None:
+    args = [*small, "task.examples_per_position=60", "search.strings=120"]
+    command = [sys.executable, "-c", DRIVER, json.dumps(args), str(tmp_path), "20251"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout.split()[-1]) >= 8
+    whole = _only(tmp_path / "whole")
+    for number in range(10):
+        resumed = _only(tmp_path / f"killed{number}")
+        assert resumed.name == whole.name
+        assert _results(resumed) == _results(whole), number
+        assert (resumed / "DONE").is_file()
+        assert not list(resumed.parent.glob(".new*"))
+
+
+@pytest.fixture
+def finished(posbench: Callable[..., Result], small: list[str], outputs: Path) -> Path:
+    """A finished run."""
+    assert posbench(*small).status == 0
+    return _only(outputs)
+
+
+def _count_work(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Sizes of the batches that are generated from now on."""
+    sizes: list[int] = []
+    generate = LM._generate_batch
+
+    def counted(lm: LM, rows: list[list[int]], *args: int) -> list[str]:
+        sizes.append(len(rows))
+        return generate(lm, rows, *args)
+
+    monkeypatch.setattr(LM, "_generate_batch", counted)
+    return sizes
+
+
+def test_a_finished_run_repeats_no_work(
+    finished: Path, posbench: Callable[..., Result], small: list[str], outputs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = {p: p.read_bytes() for p in finished.iterdir() if p.suffix in (".jsonl", ".csv", ".yaml")}
+    inodes = {p: p.stat().st_ino for p in before if p.suffix == ".jsonl"}
+    sizes = _count_work(monkeypatch)
+    for module in ("search.average_states", "search.candidate_losses", "intervene.attention_to_items"):
+        monkeypatch.setattr(f"posbench.stages.{module}", lambda *args: pytest.fail("work was repeated"))
+    assert posbench(*small).status == 0
+    assert sizes == []
+    assert {p: p.read_bytes() for p in before} == before
+    assert {p: p.stat().st_ino for p in inodes} == inodes
+    assert _only(outputs) == finished and (finished / "DONE").is_file()
+
+
+@pytest.mark.parametrize("damage", ["torn", "newline", "flipped", "errored", "foreign"])
+def test_damaged_rows_are_computed_again(
+    damage: str, finished: Path, posbench: Callable[..., Result], small: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, wanted = finished / evaluate.FILE, _results(finished)
+    whole = file.read_bytes()
+    lines = whole.splitlines(keepends=True)
+    if damage == "torn":
+        file.write_bytes(whole[:-30])
+    elif damage == "newline":
+        file.write_bytes(whole[:-1])
+    elif damage == "flipped":
+        at = lines[3].index(b'"accuracy": ') + len(b'"accuracy": ')
+        flipped = lines[3][:at] + (b"1" if lines[3][at : at + 1] == b"0" else b"0") + lines[3][at + 1 :]
+        assert flipped != lines[3]
+        file.write_bytes(b"".join([*lines[:3], flipped, *lines[4:]]))
+    elif damage == "errored":
+        from posbench.record import RunDir
+
+        row = json.loads(lines[5])
+        file.write_bytes(b"".join([*lines[:5], *lines[6:]]))
+        RunDir(finished).append(evaluate.FILE, [{"method": row["method"], "id": row["id"], "error": "out of memory"}])
+    else:
+        file.write_bytes(whole + b"[1, 2]\n\xff\xfe\n{}\n")
+    (finished / "metrics.csv").unlink()
+    sizes = _count_work(monkeypatch)
+    assert posbench(*small).status == 0
+    assert len(sizes) == (1 if damage in ("torn", "flipped", "errored") else 0)
+    assert _results(finished) == wanted
+    rows = [json.loads(line) for line in file.read_bytes().splitlines()]
+    assert sorted((r["method"], r["id"]) for r in rows) == sorted((r["method"], r["id"]) for r in map(json.loads, lines))
+
+
+def test_an_error_in_a_batch_is_recorded_and_retried(
+    posbench: Callable[..., Result],
+    small: list[str],
+    outputs: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    finished: Path,
+    tmp_path: Path,
+) -> None:
+    generate, calls = LM._generate_batch, []
+
+    def fails_once(lm: LM, rows: list[list[int]], *args: int) -> list[str]:
+        calls.append(len(rows))
+        if len(calls) == 2:
+            raise RuntimeError("CUDA out of memory")
+        return generate(lm, rows, *args)
+
+    monkeypatch.setattr(LM, "_generate_batch", fails_once)
+    other = tmp_path / "other"
+    first = posbench(*small, f"runtime.outputs={other}", verb=True)
+    assert first.status == 1 and "8 rows of predictions.jsonl failed" in first.err and "again" in first.err
+    folder = _only(other)
+    assert not (folder / "DONE").exists() and not (folder / "metrics.csv").exists()
+    assert sum("error" in json.loads(line) for line in (folder / evaluate.FILE).read_text().splitlines()) == calls[1]
+    assert json.loads((folder / "status.json").read_text())["state"] == "incomplete"
+    assert posbench(*small, f"runtime.outputs={other}", verb=True).status == 0
+    assert _results(folder) == _results(finished)
+
+
+def test_one_process_per_folder(finished: Path, posbench: Callable[..., Result], small: list[str]) -> None:
+    before = {p: p.read_bytes() for p in finished.rglob("*") if p.is_file()}
+    with FileLock(finished.parent / ".locks" / finished.name):
+        second = posbench(*small)
+    assert second.status == 2 and second.err.count("\n") == 1
+    assert "run folder" in second.err and str(finished) in second.err and "one process at a time" in second.err
+    assert {p: p.read_bytes() for p in finished.rglob("*") if p.is_file()} == before
+    assert posbench(*small).status == 0
+
+
+def test_nothing_is_overwritten(finished: Path, posbench: Callable[..., Result], small: list[str], outputs: Path) -> None:
+    assert finished.parent.name == "v001"
+    before = {p: p.read_bytes() for p in finished.rglob("*") if p.is_file()}
+    assert posbench(*small, "task.seed=1").status == 0
+    second = [p for p in run_folders(outputs) if p != finished]
+    assert [p.parent.name for p in second] == ["v002"]
+    assert {p: p.read_bytes() for p in finished.rglob("*") if p.is_file()} == before
+    # Another method beside the first task; then back to each.
+    assert posbench(*small, "method=none").status == 0
+    assert posbench(*small, "task.seed=1").status == 0
+    assert sorted(p.parent.name for p in run_folders(outputs)) == ["v001", "v001", "v002"]
+
+
+def test_the_unmodified_model_is_evaluated_once(
+    finished: Path, posbench: Callable[..., Result], small: list[str], outputs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = _count_work(monkeypatch)
+    assert posbench(*small, "method.factor=-1").status == 0
+    assert sum(sizes) == 36
+    other = next(p for p in run_folders(outputs) if p != finished)
+    assert other.parent == finished.parent
+
+    def unmodified(folder: Path) -> list[str]:
+        return sorted(line for line in (folder / evaluate.FILE).read_text().splitlines() if json.loads(line)["method"] == "none")
+
+    assert unmodified(other) == unmodified(finished)
+
+
+def test_rescore_needs_no_model(finished: Path, posbench: Callable[..., Result], monkeypatch: pytest.MonkeyPatch) -> None:
+    table = (finished / "metrics.csv").read_bytes()
+    (finished / "metrics.csv").unlink()
+    monkeypatch.setattr("posbench.lm._load_checkpoint", lambda *args: pytest.fail("a model was loaded"))
+    result = posbench("rescore", str(finished), verb=True)
+    assert result.status == 0, result.err
+    assert "0 of 72 scores changed" in result.out
+    assert (finished / "metrics.csv").read_bytes() == table
+    result = posbench("report", str(finished), verb=True)
+    assert result.status == 0 and (finished / "report.html").is_file()
+
+
+def test_interrupt_from_the_keyboard(
+    posbench: Callable[..., Result], small: list[str], outputs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(LM, "_generate_batch", interrupt)
+    result = posbench(*small)
+    assert result.status == 130 and "the same command resumes" in result.err and "Traceback" not in result.err
+    assert not (_only(outputs) / "DONE").exists()
