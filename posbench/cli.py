@@ -55,7 +55,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
         if args and args[0] in verbs:
             return verbs[args[0]](args[1:])
-        return _hydra(args, _job)
+
+        def job(config: Any) -> None:
+            _job(config, shlex.join(["posbench", *args]))
+
+        return _hydra(args, job)
     except UserError as error:
         print(f"posbench: {error}", file=sys.stderr)
         return 2
@@ -77,12 +81,13 @@ def _hydra(args: list[str], task: Callable[[Any], None]) -> int:
 
     status: list[int] = []
     known = _known_flags(args)
-    config_name, flags = _experiment(args, known.config_dir)
+    config_name, flags, overrides = _experiment(known)
     before = sys.argv, os.environ.get("HYDRA_FULL_ERROR"), os.environ.get("POSBENCH_SWEEP")
     with tempfile.TemporaryDirectory(prefix="posbench-sweep-") as sweep:
         # Hydra would print a traceback and exit 1 on its own; with this it raises and the message is ours.
         os.environ |= {"HYDRA_FULL_ERROR": "1", "POSBENCH_SWEEP": sweep}
-        sys.argv = ["posbench", *flags]
+        # Its parser refuses an override that follows a flag and its value: overrides go last.
+        sys.argv = ["posbench", *(a for a in args if a not in known.overrides), *flags, *overrides]
         try:
             GlobalHydra.instance().clear()
             hydra.main(version_base="1.3", config_path=str(paths.CONF), config_name=config_name)(task)()
@@ -112,7 +117,7 @@ def _known_flags(args: list[str]) -> Any:
     complaint = io.StringIO()
     try:
         with redirect_stderr(complaint):
-            known, unknown = get_args_parser().parse_known_args([a for a in args if a != "--version"])
+            known, unknown = get_args_parser().parse_known_intermixed_args([a for a in args if a != "--version"])
     except SystemExit as error:
         reason = complaint.getvalue().strip().splitlines()[-1].split("error: ")[-1]
         raise UserError(
@@ -131,22 +136,22 @@ def _known_flags(args: list[str]) -> Any:
     return known
 
 
-def _experiment(args: list[str], config_dir: str | None) -> tuple[str, list[str]]:
-    """``experiment=NAME`` makes that file the primary config; a user's own ``--config-dir`` is searched as well."""
-    names = [a.removeprefix("experiment=") for a in args if a.startswith("experiment=")]
-    rest = [a for a in args if not a.startswith("experiment=")]
+def _experiment(known: Any) -> tuple[str, list[str], list[str]]:
+    """``experiment=NAME`` makes that file the primary config: its name, further flags, and the other overrides."""
+    names = [o.removeprefix("experiment=") for o in known.overrides if o.startswith("experiment=")]
+    rest = [o for o in known.overrides if not o.startswith("experiment=")]
     if not names:
-        return "config", rest
+        return "config", [], rest
     if not (paths.EXPERIMENTS / f"{names[-1]}.yaml").is_file():
         there = choices(paths.EXPERIMENTS)
         hint = near(names[-1], there, "posbench ls experiments")
         raise UserError(field="experiment", value=names[-1], allowed=", ".join(there) or "none yet", hint=hint)
     # The last --config-dir wins, so the user's own goes on the search path.
-    own = [f"hydra.searchpath=[file://{Path(config_dir).absolute()}]"] if config_dir else []
-    return names[-1], [*rest, "--config-dir", str(paths.EXPERIMENTS), *own]
+    own = [f"hydra.searchpath=[file://{Path(known.config_dir).absolute()}]"] if known.config_dir else []
+    return names[-1], ["--config-dir", str(paths.EXPERIMENTS)], [*rest, *own]
 
 
-def _job(config: Any) -> None:
+def _job(config: Any, command: str) -> None:
     """One run: everything that can go wrong ends as a status, so that a sweep goes on."""
     from hydra.core.hydra_config import HydraConfig
     from hydra.types import RunMode
@@ -163,7 +168,7 @@ def _job(config: Any) -> None:
     record: dict[str, Any] = {"overrides": typed, "multirun": multirun, "folder": None, "status": 0}
     try:
         checked = configs.check(configs.plain(config), _keys(typed))
-        record["folder"] = str(execute(checked, command=shlex.join(["posbench", *sys.argv[1:]]), console=Console()))
+        record["folder"] = str(execute(checked, command=command, console=Console()))
     except IncompleteRun as error:
         print(f"posbench: {error}", file=sys.stderr)
         record["status"] = 1
@@ -281,7 +286,7 @@ def _rescore(args: list[str]) -> int:
 
     run = open_run(_folder("rescore", args))
     raw = yaml.safe_load((run.path / "config.yaml").read_text())
-    if not run.rows(evaluate.FILE):
+    if all("error" in row for row in run.rows(evaluate.FILE)):
         raise UserError(field="DIR", value=str(run.path), allowed="a run that evaluated", hint="add evaluate to its stages")
     changed = evaluate.rescore(configs.check({k: v for k, v in raw.items() if k != "pinned"}), run)
     print(f"{changed} of {len(run.rows(evaluate.FILE))} scores changed; {report.render_run(run.path)}")

@@ -230,35 +230,42 @@ class LM:
         pairs = [self.answer_ids(p, a) for p, a in zip(prompts, answers, strict=True)]
         losses = torch.zeros(len(pairs))
         for batch in batches([len(prompt) for prompt, _ in pairs], batch_size):
-            inputs = self.pad([pairs[i][0] for i in batch])
-            out = self.model(**inputs, use_cache=True, logits_to_keep=1)
-            targets = [pairs[i][1] for i in batch]
-            losses[list(batch)] = self.continuation_loss(out, inputs, targets, self.model).cpu()
+            inputs, targets = self.pad_with_answers([pairs[i] for i in batch])
+            start = inputs["input_ids"].shape[1] - targets.shape[1] + 1
+            mask = inputs.pop("attention_mask")
+            prompt = {name: value[:, :start] for name, value in inputs.items()}
+            answer = {name: value[:, start:] for name, value in inputs.items()}
+            out = self.model(**prompt, attention_mask=mask[:, :start], use_cache=True, logits_to_keep=1)
+            logits = [out.logits[:, -1:]]
+            if targets.shape[1] > 1:
+                logits.append(self.model(**answer, attention_mask=mask, past_key_values=out.past_key_values).logits)
+            losses[list(batch)] = self.answer_nats(torch.cat(logits, dim=1), targets).cpu()
         return losses
 
-    def continuation_loss(self, prompt_out: Any, inputs: dict[str, Tensor], targets: list[list[int]], forward: Any) -> Tensor:
-        """Loss of answers [B] given the output of their prompts' last rows.
+    def pad_with_answers(self, pairs: Sequence[tuple[list[int], list[int]]]) -> tuple[dict[str, Tensor], Tensor]:
+        """Prompts padded on the left and their answers, but for the last token, padded on the right.
 
         Args:
-            prompt_out: Forward output of the prompts with at least the last row's logits and its cache.
-            inputs: The padded prompts from :meth:`pad`.
-            targets: Answer token ids per row, of any lengths.
-            forward: Callable that runs the answer tokens on the cache.
+            pairs: Prompt and answer token ids, B of them; answers of at most A tokens.
+
+        Returns:
+            The forward's inputs, each [B, T + A - 1], and the answer tokens [B, A], -100 where an answer has ended.
         """
-        width = max(len(row) for row in targets)
-        ids = torch.tensor([row + [self._pad_id()] * (width - len(row)) for row in targets], device=self.device)
-        seen = torch.tensor([[1.0] * len(row) + [0.0] * (width - len(row)) for row in targets], device=self.device)
-        logits = [prompt_out.logits[:, -1:]]
-        if width > 1:
-            mask = torch.cat([inputs["attention_mask"], seen[:, :-1].long()], dim=1)
-            start = inputs["position_ids"][:, -1:] + 1
-            positions = start + torch.arange(width - 1, device=self.device)
-            out = forward(
-                input_ids=ids[:, :-1], attention_mask=mask, position_ids=positions, past_key_values=prompt_out.past_key_values
-            )
-            logits.append(out.logits)
-        nats = F.cross_entropy(torch.cat(logits, dim=1).float().transpose(1, 2), ids, reduction="none")
-        return (nats * seen).sum(1) / seen.sum(1)
+        inputs, width = self.pad([prompt for prompt, _ in pairs]), max(len(answer) for _, answer in pairs)
+        fill = [answer + [-100] * (width - len(answer)) for _, answer in pairs]
+        targets = torch.tensor(fill, device=self.device)
+        given = targets[:, :-1]
+        steps = torch.arange(1, width, device=self.device)
+        return {
+            "input_ids": torch.cat([inputs["input_ids"], given.where(given >= 0, self._pad_id())], dim=1),
+            "attention_mask": torch.cat([inputs["attention_mask"], (given >= 0).long()], dim=1),
+            "position_ids": torch.cat([inputs["position_ids"], inputs["position_ids"][:, -1:] + steps], dim=1),
+        }, targets
+
+    def answer_nats(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """Mean cross-entropy per answer token, [B], from the logits [B, A, V] that predict the answer tokens [B, A]."""
+        nats = F.cross_entropy(logits.float().transpose(1, 2), targets, reduction="none", ignore_index=-100)
+        return nats.sum(1) / (targets >= 0).sum(1)
 
     @contextmanager
     def last_attention(self) -> Iterator[dict[int, Tensor]]:

@@ -34,7 +34,6 @@ PACKAGES = (
     "scipy",
     "pandas",
     "matplotlib",
-    "accelerate",
 )
 
 
@@ -57,7 +56,6 @@ def execute(config: Config, *, command: str, console: Console) -> Path:
     transformers.utils.logging.set_verbosity_error()
     if config.runtime.threads:
         torch.set_num_threads(config.runtime.threads)
-    torch.use_deterministic_algorithms(True, warn_only=True)
     who = identity(config)
     suite = config.experiment.name if config.experiment else config.task.name
     searched = {"search": config.raw["search"]} if "search" in config.stages else {}
@@ -76,6 +74,7 @@ def execute(config: Config, *, command: str, console: Console) -> Path:
     facts = provenance(config, command, who)
     with claim(outputs, suite, key, name, config.raw, facts) as out:
         (out.path / "DONE").unlink(missing_ok=True)
+        out.finish("running")
         run = Run(config, out, console, who)
         if lm:
             run.lm = lm

@@ -48,25 +48,32 @@ class Prefix:
     channels: tuple[int, ...] = ()
     inputs: dict[int, Tensor] = field(default_factory=dict)
     rotary: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    _parts: tuple[tuple[int, ...], dict[int, Tensor]] = field(default_factory=lambda: ((), {}), repr=False)
 
     def fork(self, model: PreTrainedModel, method: ScaleChannel) -> DynamicCache:
         """A cache with scaled keys in the method's layers; everything else is shared with this prefix, not copied."""
         cache = copy.copy(self.cache)
         cache.layers = [copy.copy(layer) for layer in self.cache.layers]
-        attentions = arch.attention_modules(model)
-        picked = [self.channels.index(c) for c in method.channels]
         for index in method.layer_indices if self.inputs else ():
-            attention, inputs, layer = attentions[index], self.inputs[index], cache.layers[index]
-            _, key = arch.query_key_projections(model, index)
-            exact = torch.promote_types(inputs.dtype, torch.float32)
-            columns = arch.key_columns(key, method.channels, inputs.new_empty(0, model.config.hidden_size)).to(exact)
-            delta = (method.factor - 1) * (inputs[..., picked].to(exact) @ columns)
-            heads = layer.keys.shape[1]
-            delta = delta.unflatten(-1, (heads, -1)).transpose(1, 2)
-            delta = arch.rotate(attention, delta, self.rotary[index])
+            layer, part = cache.layers[index], self._key_part(model, index, method.channels)
             # A sliding-window layer keeps the newest tokens only.
-            layer.keys = (layer.keys + delta[..., -layer.keys.shape[-2] :, :]).to(layer.keys.dtype)
+            part = part[..., -layer.keys.shape[-2] :, :]
+            layer.keys = torch.add(layer.keys, part, alpha=method.factor - 1).to(layer.keys.dtype)
         return cache
+
+    def _key_part(self, model: PreTrainedModel, layer: int, channels: tuple[int, ...]) -> Tensor:
+        """What the channels contribute to the rotated keys, ``h_p RoPE(W_K[:, p])``, [B, G, P, d], float32 or better."""
+        if self._parts[0] != channels:
+            # Candidates differ in factor and layers first: one set of channels at a time keeps memory small.
+            self._parts = (channels, {})
+        if layer not in self._parts[1]:
+            inputs, (_, key) = self.inputs[layer], arch.query_key_projections(model, layer)
+            exact = torch.promote_types(inputs.dtype, torch.float32)
+            columns = arch.key_columns(key, channels, inputs.new_empty(0, model.config.hidden_size)).to(exact)
+            part = inputs[..., [self.channels.index(c) for c in channels]].to(exact) @ columns
+            part = part.unflatten(-1, (self.cache.layers[layer].keys.shape[1], -1)).transpose(1, 2)
+            self._parts[1][layer] = arch.rotate(arch.attention_modules(model)[layer], part, self.rotary[layer])
+        return self._parts[1][layer]
 
 
 def prefill(

@@ -8,7 +8,6 @@ import string
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from io import BytesIO
 from typing import Any
 
@@ -301,22 +300,22 @@ def candidate_losses(lm: LM, pairs: Sequence[tuple[list[int], list[int]]], candi
         [1 + C, B] nats per answer token, the unmodified model first; each equals what the candidate gives on its own.
     """
     model, forward = lm.model, lm.model.forward
-    inputs = lm.pad([prompt for prompt, _ in pairs])
-    targets = [answer for _, answer in pairs]
-    head = {"input_ids": inputs["input_ids"][:, :-1], "attention_mask": inputs["attention_mask"][:, :-1],
-            "position_ids": inputs["position_ids"][:, :-1]}  # fmt: skip
-    tail = {"input_ids": inputs["input_ids"][:, -1:], "attention_mask": inputs["attention_mask"],
-            "position_ids": inputs["position_ids"][:, -1:]}  # fmt: skip
+    inputs, targets = lm.pad_with_answers(pairs)
+    # The last prompt token and the answer, but for its last token, run together on every candidate's keys.
+    rows = targets.shape[1]
+    head = {"attention_mask": inputs["attention_mask"][:, :-rows]}
+    head |= {name: inputs[name][:, :-rows] for name in ("input_ids", "position_ids")}
+    tail = {"attention_mask": inputs["attention_mask"]} | {
+        name: inputs[name][:, -rows:] for name in ("input_ids", "position_ids")
+    }
     channels = sorted({c.channel for c in candidates})
     layers = sorted({layer for c in candidates for layer in range(c.layers[0], c.layers[1] + 1)})
     prefix, _ = prefill(model, forward, channels, layers, logits_to_keep=1, **head)
     plain = copy.copy(prefix.cache)
     plain.layers = [copy.copy(layer) for layer in prefix.cache.layers]
-    out = forward(past_key_values=plain, use_cache=True, **tail)
-    losses = [lm.continuation_loss(out, inputs, targets, forward)]
+    losses = [lm.answer_nats(forward(past_key_values=plain, use_cache=True, **tail).logits, targets)]
     for candidate in candidates:
         method = ScaleChannel(channel=candidate.channel, factor=candidate.factor, layers=candidate.layers)
-        step = partial(method.continue_with, model, forward)
-        out = step(past_key_values=prefix.fork(model, method), use_cache=True, **tail)
-        losses.append(lm.continuation_loss(out, inputs, targets, step))
+        out = method.continue_with(model, forward, past_key_values=prefix.fork(model, method), use_cache=True, **tail)
+        losses.append(lm.answer_nats(out.logits, targets))
     return torch.stack(losses).double().cpu().numpy()

@@ -158,11 +158,10 @@ def search(lm: LM, *, tokens: int, candidates: int, answer: int, repeats: int) -
 
     def apart() -> None:
         found = []
-        inputs = lm.pad([pair[0]])
+        inputs, targets = lm.pad_with_answers([pair])
         for c in tried:
-            with ScaleChannel(channel=c.channel, factor=c.factor, layers=c.layers).applied(lm):
-                out = lm.model(**inputs, use_cache=True, logits_to_keep=1)
-                found.append(lm.continuation_loss(out, inputs, [pair[1]], lm.model))
+            with ScaleChannel(channel=c.channel, factor=c.factor, layers=c.layers, last=answer).applied(lm):
+                found.append(lm.answer_nats(lm.model(**inputs, logits_to_keep=answer).logits, targets))
         losses["apart"] = torch.cat(found).double().cpu()
 
     times = _side_by_side({"one forward per candidate": apart, "one shared prefill": shared}, lm.device, repeats)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -27,6 +27,8 @@ OTHER_LENGTHS = (16, 48, 64)
 """Further numbers of pairs, measured with the channel found at `PAIRS`."""
 SEARCH = ChannelSearch(alphabet="tokens", strings=400, length=128, window=12, skip=8, batch_size=60)
 """The paper's search with lengths that fit the tiny model, as in ``conf/model/tiny.yaml``."""
+STRING_SETS = 10
+"""Further sets of random strings on which the search is repeated, to see whether its choice depends on them."""
 BATCH = 64
 """Prompts per forward."""
 
@@ -70,29 +72,59 @@ def scores(lm: LM, task: KVRetrieval, examples: Sequence[Example], method: Scale
     return np.array([task.score(e, r)["accuracy"] for e, r in zip(examples, replies, strict=True)])
 
 
-def find(
-    lm: LM, statistics: ChannelStatistics, examples: Sequence[Example], search: ChannelSearch = SEARCH
-) -> tuple[Candidate, float, float]:
-    """The candidate with the lowest calibration loss, its loss and the unmodified model's, in nats per token.
-
-    Raises:
-        UserError: No channel passes the filter.
-    """
-    candidates = search.ask(statistics, search.layer_ranges(lm.layers, None))
+def calibration_losses(lm: LM, examples: Sequence[Example], candidates: Sequence[Candidate]) -> Scores:
+    """Mean answer loss in nats per token: the unmodified model first, then every candidate, [1 + C]."""
     pairs = [lm.answer_ids(e.prompt, e.answers[0]) for e in examples]
     parts = [candidate_losses(lm, [pairs[i] for i in group], candidates) for group in batches([1] * len(pairs), BATCH)]
-    losses = np.concatenate(parts, axis=1).mean(1)
-    best = search.choose(losses[1:].tolist(), float(losses[0]))
+    return np.concatenate(parts, axis=1).mean(1)
+
+
+@dataclass(frozen=True)
+class Searched:
+    """The paper's search on the calibration set, and a traversal of all channels.
+
+    Attributes:
+        statistics: The filter on the strings of `SEARCH`.
+        found: What the search chooses; None where no channel passes its filter.
+        best: What the traversal chooses.
+        losses: Calibration loss of every candidate of the traversal.
+        unmodified: Calibration loss of the unmodified model.
+        same: Of `STRING_SETS` further sets of random strings, how many lead to the same choice.
+    """
+
+    statistics: ChannelStatistics
+    found: Candidate | None
+    best: Candidate
+    losses: dict[Candidate, float]
+    unmodified: float
+    same: int
+
+
+def search_all(lm: LM, examples: Sequence[Example]) -> Searched:
+    """Run the search, the traversal, and the search on further random strings."""
+    statistics = SEARCH.statistics(average_states(lm, SEARCH))
+    ranges, everything = SEARCH.layer_ranges(lm.layers, None), replace(SEARCH, candidates="all")
+    candidates = everything.ask(statistics, ranges)
+    values = calibration_losses(lm, examples, candidates)
+    losses = dict(zip(candidates, values[1:].tolist(), strict=True))
+
+    def choice(search: ChannelSearch, measured: ChannelStatistics) -> Candidate | None:
+        asked = search.ask(measured, ranges) if measured.ranking or search.candidates == "all" else []
+        index = search.choose([losses[c] for c in asked], float(values[0])) if asked else None
+        return None if index is None else asked[index]
+
+    found, best = choice(SEARCH, statistics), choice(everything, statistics)
     assert best is not None, "the paper's variant always chooses a candidate"
-    return candidates[best], float(losses[1 + best]), float(losses[0])
+    others = [replace(SEARCH, seed=SEARCH.seed + 1 + i) for i in range(STRING_SETS)]
+    same = sum(choice(other, other.statistics(average_states(lm, other))) == found for other in others)
+    return Searched(statistics, found, best, losses, float(values[0]), same)
 
 
 def measure(lm: LM, seed: int, *, per_position: int = 64, lengths: Sequence[int] = OTHER_LENGTHS) -> dict[str, Any]:
     """Search on the calibration set, then measure the model and the found channel on the set of ``seed``.
 
     One question per context everywhere. All accuracies are fractions; ``inner`` is the mean over the inner half of
-    the gold positions, ``ends`` are the first and the last one, ``gain`` has a 95 % bootstrap interval of the paired
-    difference.
+    the gold positions and ``gain`` has a 95 % bootstrap interval of the paired difference.
 
     Args:
         lm: The model.
@@ -101,47 +133,44 @@ def measure(lm: LM, seed: int, *, per_position: int = 64, lengths: Sequence[int]
         lengths: Other numbers of pairs to score.
 
     Returns:
-        JSON-ready numbers.
+        JSON-ready numbers; ``found`` is None where no channel passes the paper's filter, ``best`` is the traversal's.
     """
     assert seed != CALIBRATION_SEED, "the calibration seed is for the search"
     calibration = kv_task(CALIBRATION_SEED).examples("calibration")
     task = kv_task(seed, per_position=per_position)
     examples = task.examples("evaluation")
     assert not {e.prompt for e in calibration} & {e.prompt for e in examples}, "calibration and scored prompts overlap"
-    statistics = SEARCH.statistics(average_states(lm, SEARCH))
+    searched = search_all(lm, calibration)
     base = scores(lm, task, examples)
     out: dict[str, Any] = {
         "task_seed": seed,
         "pairs": PAIRS,
         "n": len(examples),
-        "channels_monotone": len(statistics.ranking),
-        "ranking": statistics.ranking,
+        "channels_monotone": len(searched.statistics.ranking),
+        "ranking": searched.statistics.ranking,
+        "string_sets": STRING_SETS,
+        "string_sets_same": searched.same,
         "base": _curve(base, examples),
         "found": None,
         "best": None,
     }
-    if not statistics.ranking:
-        return out
-    exhaustive = ChannelSearch(alphabet="tokens", candidates="all")
-    for name, search in (("found", SEARCH), ("best", exhaustive)):
-        candidate, loss, unmodified = find(lm, statistics, calibration, search)
-        method = ScaleChannel(channel=candidate.channel, factor=candidate.factor, layers=candidate.layers)
-        scaled = scores(lm, task, examples, method)
-        clusters = [e.cluster for e in examples]
-        low, high = paired_interval(scaled - base, clusters, resamples=2000, seed=0)
+    for name, candidate in (("found", searched.found), ("best", searched.best)):
+        if candidate is None:
+            continue
+        scaled = scores(lm, task, examples, _method(candidate))
+        low, high = paired_interval(scaled - base, [e.cluster for e in examples], resamples=2000, seed=0)
         out[name] = {
             "channel": candidate.channel,
             "factor": candidate.factor,
             "layers": list(candidate.layers),
-            "loss": round(loss, 4),
-            "loss_unmodified": round(unmodified, 4),
+            "loss": round(searched.losses[candidate], 4),
+            "loss_unmodified": round(searched.unmodified, 4),
             "scaled": _curve(scaled, examples),
             "gain": round(float((scaled - base).mean()), 4),
             "gain_low": round(low, 4),
             "gain_high": round(high, 4),
         }
-    found = out["found"]
-    method = ScaleChannel(channel=found["channel"], factor=found["factor"], layers=tuple(found["layers"]))
+    method = _method(searched.found or searched.best)
     out["lengths"] = []
     for pairs in lengths:
         other = kv_task(seed, pairs=pairs, per_position=per_position, positions=8)
@@ -151,6 +180,10 @@ def measure(lm: LM, seed: int, *, per_position: int = 64, lengths: Sequence[int]
         out["lengths"].append(row)
     out["stops"] = stops(lm, examples[:: max(1, len(examples) // 128)])
     return out
+
+
+def _method(candidate: Candidate) -> ScaleChannel:
+    return ScaleChannel(channel=candidate.channel, factor=candidate.factor, layers=candidate.layers)
 
 
 def stops(lm: LM, examples: Sequence[Example]) -> float:

@@ -108,12 +108,15 @@ def seeds_table(out: Path) -> pd.DataFrame:
     """One row per finished seed, in order, from the files that `run_seeds` left under ``out``.
 
     Returns:
-        Frame with the seed, unmodified accuracies (``base`` over all positions, ``first``, ``last``, ``inner`` half,
-        ``lowest`` position), the channel and factor that the paper's search found with accuracy, gain and its 95 %
-        interval, the same for the best channel of a full traversal, and the training time in seconds.
+        Frame with the seed, the number of prompts, unmodified accuracies (``base`` over all positions, ``first``,
+        ``last``, ``inner`` half, ``lowest`` position), the sets of random strings on which the search was repeated and how
+        many of them gave the same choice, the channel and factor that the paper's search found with
+        accuracy, gain and its 95 % interval (empty where no channel passes its filter), the same for the best channel of
+        a full traversal (``best_``), and the training time in seconds.
     """
     rows = [_row(file.parent) for file in out.glob(f"seed*/{STUDY_FILE}")]
-    return pd.DataFrame(rows).sort_values("seed", ignore_index=True)
+    # A seed without a monotone channel has no found channel; Int64 keeps the others whole numbers.
+    return pd.DataFrame(rows).sort_values("seed", ignore_index=True).astype({"channel": "Int64"})
 
 
 def _row(folder: Path) -> dict[str, Any]:
@@ -126,6 +129,8 @@ def _row(folder: Path) -> dict[str, Any]:
         "base": base["mean"],
         **{name: base[name] for name in ("first", "last", "inner", "lowest")},
         "monotone_channels": measured["channels_monotone"],
+        "string_sets": measured["string_sets"],
+        "string_sets_same": measured["string_sets_same"],
     }
     for prefix, name in (("", "found"), ("best_", "best")):
         result = measured[name] or {}

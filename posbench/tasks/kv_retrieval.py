@@ -99,7 +99,8 @@ class KVRetrieval(Task):
         if not self.positions:
             _refuse("positions", [], "at least one gold position", 'set task.positions=["0%","50%","100%"]')
         if len(set(self.gold_positions)) != len(self.positions):
-            _refuse("positions", list(self.positions), "different gold positions", "remove the repeated one")
+            places = f"different gold positions (task.pairs={self.pairs} puts these at {self.gold_positions})"
+            _refuse("positions", list(self.positions), places, "set task.positions=[...] or raise task.pairs")
 
     @property
     def gold_positions(self) -> list[int]:

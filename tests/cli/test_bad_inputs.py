@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -221,8 +222,20 @@ def test_broken_yaml_of_the_user(posbench: Callable[..., Result], outputs: Path,
     _expect(posbench("--config-dir", str(tmp_path / "conf"), "model=mine"), ["config file", "conf", "valid YAML"], outputs)
 
 
+@pytest.mark.slow
 def test_the_process_says_the_same(outputs: Path, tmp_path: Path) -> None:
     """One real process: the status and the single line reach the shell."""
     command = [sys.executable, "-m", "posbench.cli", "method.factor=abc", f"runtime.outputs={outputs}"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
     _expect(Result(done.returncode, done.stdout, done.stderr), ["method.factor", "'abc'"], outputs)
+
+
+@pytest.mark.slow
+def test_without_a_network_nothing_is_retried(outputs: Path, tmp_path: Path) -> None:
+    """A closed port stands for the hub: one line, and none of the hub client's own about its retries."""
+    environment = {k: v for k, v in os.environ.items() if k != "HF_HUB_OFFLINE"}
+    environment |= {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path / "hub")}
+    command = [sys.executable, "-m", "posbench.cli", "model=mistral7b", f"runtime.outputs={outputs}"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment, check=False)
+    words = ["model.path", "'mistralai/Mistral-7B-Instruct-v0.2'", "reachable hub id", "model.path=DIR"]
+    _expect(Result(done.returncode, done.stdout, done.stderr), words, outputs)

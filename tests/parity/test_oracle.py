@@ -219,9 +219,10 @@ def test_teacher_forced_loss_equals_cached_decoding():
     answers = [[3, 1, 4, 1, 5], [9, 2], [6, 5, 3], [8]]
     method = ScaleChannel(channel=(2, 11), factor=-1.0, layers=(1, 3))
     rows = [row[m.bool()].tolist() for row, m in zip(ids, mask, strict=True)]
-    inputs = lm.pad(rows)
+    lm.answer_ids = lambda prompt, answer: (rows[int(prompt)], answers[int(answer)])
+    numbers = [str(i) for i in range(len(rows))]
     with torch.no_grad(), method.applied(lm):
-        together = lm.continuation_loss(lm.model(**inputs, use_cache=True), inputs, answers, lm.model)
+        together = lm.answer_loss(numbers, numbers, batch_size=4)
         for row, answer, loss in zip(rows, answers, together, strict=True):
             out = lm.model(torch.tensor([row]))
             nats = []

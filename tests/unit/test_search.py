@@ -131,12 +131,12 @@ def test_shared_prefill_gives_the_losses_of_one_forward_per_candidate_to_the_bit
     answers = [[5, 9, 2], [7], [1, 1]]
     candidates = [Candidate(c, f, layers) for c in (3, 17, 40) for f in (0.5, 0.0, -0.5, -1.0) for layers in ((1, 3), (2, 2))]
     shared = stage.candidate_losses(lm, list(zip(prompts, answers, strict=True)), candidates)
-    inputs = lm.pad(prompts)
+    inputs, targets = lm.pad_with_answers(list(zip(prompts, answers, strict=True)))
+    longest = targets.shape[1]
     for index, candidate in enumerate(candidates):
-        method = ScaleChannel(channel=candidate.channel, factor=candidate.factor, layers=candidate.layers)
-        with torch.inference_mode(), method.applied(lm):
-            out = lm.model(**inputs, use_cache=True, logits_to_keep=1)
-            alone = lm.continuation_loss(out, inputs, answers, lm.model)
+        settings = dict(channel=candidate.channel, factor=candidate.factor, layers=candidate.layers)
+        with torch.inference_mode(), ScaleChannel(**settings, last=longest).applied(lm):
+            alone = lm.answer_nats(lm.model(**inputs, logits_to_keep=longest).logits, targets)
         assert shared[1 + index].tolist() == alone.double().tolist()
     neutral = stage.candidate_losses(lm, [(prompts[0], answers[0])], [Candidate(3, 1.0, (0, 3))])
     assert neutral[0].tolist() == neutral[1].tolist()

@@ -1,0 +1,164 @@
+"""The verbs, the default run, and sweeps."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from posbench import __version__, paths
+from posbench.errors import choices
+from tests.conftest import Result, run_folders
+
+FIXED = ["method.channel=3", "method.factor=0.5", "method.layers=[1,2]", "stages=[evaluate]"]
+
+
+def test_help_and_version(posbench: Callable[..., Result]) -> None:
+    for flag in ("-h", "--help", "help"):
+        result = posbench(flag, verb=True)
+        assert result.status == 0 and "posbench task=kv_retrieval model=mistral7b method=scale_channel" in result.out
+    assert posbench("--version", verb=True).out == f"posbench {__version__}\n"
+
+
+def test_ls_names_every_file(posbench: Callable[..., Result]) -> None:
+    everything = posbench("ls", verb=True)
+    assert everything.status == 0
+    for group, verb in (("model", "models"), ("method", "methods"), ("task", "tasks"), ("search", "searches")):
+        listed = posbench("ls", verb, verb=True).out
+        names = {line.split()[0] for line in listed.splitlines()[2:] if not line.startswith(" ") and line.strip()}
+        assert set(choices(paths.CONF / group)) <= names
+    assert all(name in everything.out for name in choices(paths.EXPERIMENTS))
+
+
+def test_validate_checks_everything_and_runs_nothing(
+    posbench: Callable[..., Result], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("posbench.runner.execute", lambda *args, **kwargs: pytest.fail("validate ran a job"))
+    result = posbench("validate", verb=True)
+    assert result.status == 0, result.err
+    lines = result.out.splitlines()
+    groups = [f"{g}={n}" for g in ("model", "task", "method", "search") for n in choices(paths.CONF / g)]
+    for name in [*groups, *(f"experiment={n}" for n in choices(paths.EXPERIMENTS))]:
+        assert any(line.startswith("ok ") and name in line.split() for line in lines), name
+    assert list(tmp_path.iterdir()) == []
+    result = posbench("validate", "-m", "task.pairs=16,1,65", verb=True)
+    assert (
+        result.status == 2
+        and result.err.count("\n") == 2
+        and "task.pairs = 1:" in result.err
+        and "task.pairs = 65:" in result.err
+    )
+
+
+def test_cfg_prints_the_composed_config(posbench: Callable[..., Result], outputs: Path) -> None:
+    result = posbench("--cfg", "job", "--resolve", "task.pairs=16")
+    assert result.status == 0 and "pairs: 16" in result.out and "name: tiny" in result.out
+    assert not outputs.exists()
+
+
+def test_the_default_run_on_the_embedded_model(posbench: Callable[..., Result], outputs: Path) -> None:
+    """``posbench`` as typed first, with fewer examples: all four stages and everything that the folder promises."""
+    few = ["task.examples_per_position=4", "task.calibration_examples=6", "search.strings=40", "runtime.intervene_examples=2"]
+    result = posbench(*few, "runtime.resamples=50")
+    assert result.status == 0, result.err
+    (folder,) = run_folders(outputs)
+    assert folder.parent == outputs / "kv_retrieval/v001" and folder.name.startswith("tiny__scale_channel__")
+    names = {p.name for p in folder.iterdir()}
+    assert names >= {
+        "config.yaml", "provenance.json", "status.json", "predictions.jsonl", "metrics.csv", "search.csv", "channels.csv",
+        "found.yaml", "attention.csv", "figures", "report.html", "DONE",
+    }  # fmt: skip
+    table = pd.read_csv(folder / "metrics.csv", dtype={"position": str})
+    assert set(table["method"]) == {"none", "scale_channel"} and len(set(table["position"])) == 10
+    assert list((folder / "figures").iterdir())
+    facts = json.loads((folder / "provenance.json").read_text())
+    assert facts["command"].startswith("posbench task.examples_per_position=4") and facts["posbench"] == __version__
+    assert "report.html" in result.out
+
+
+def test_a_sweep_ends_with_one_table(posbench: Callable[..., Result], small: list[str], outputs: Path) -> None:
+    result = posbench("-m", *small, *FIXED, "method.factor=1,0")
+    assert result.status == 0, result.err
+    assert len(run_folders(outputs)) == 2
+    (sweep,) = outputs.glob("kv_retrieval/v001/sweep__*")
+    assert sweep.name.startswith("sweep__method-factor__")
+    summary = pd.read_csv(sweep / "summary.csv", dtype={"position": str, "method.factor": str})
+    assert set(summary["method.factor"]) == {"1", "0"}
+    average = summary[(summary["position"] == "all") & (summary["metric"] == "accuracy_difference")].set_index("method.factor")
+    assert average.loc["1", "value"] == 0.0
+    # Each run's own rows, unchanged, under its setting.
+    for folder in run_folders(outputs):
+        own = pd.read_csv(folder / "metrics.csv", dtype={"position": str})
+        part = summary[summary["run"] == folder.name]
+        pd.testing.assert_frame_equal(part[list(own.columns)].reset_index(drop=True), own)
+    assert (sweep / "report.html").is_file()
+    assert [job["status"] for job in json.loads((sweep / "jobs.json").read_text())] == [0, 0]
+    assert posbench("report", str(sweep), verb=True).status == 0
+
+
+def test_a_failing_job_does_not_stop_the_others(posbench: Callable[..., Result], small: list[str], outputs: Path) -> None:
+    result = posbench("-m", *small, *FIXED, "method.channel=16,3,-1")
+    assert result.status == 2
+    assert result.err.count("posbench: ") == 2 and "Traceback" not in result.err
+    assert "method.channel = [16]" in result.err and "method.channel = [-1]" in result.err
+    assert len(run_folders(outputs)) == 1
+    (sweep,) = outputs.glob("kv_retrieval/v001/sweep__*")
+    assert [job["status"] for job in json.loads((sweep / "jobs.json").read_text())] == [2, 0, 2]
+
+
+def test_a_defect_in_one_job_does_not_stop_the_others(
+    posbench: Callable[..., Result], small: list[str], outputs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from posbench import runner
+
+    execute, seen = runner.execute, []
+
+    def defective(config, **arguments):  # type: ignore[no-untyped-def]
+        seen.append(config)
+        if len(seen) == 1:
+            raise ZeroDivisionError("a defect")
+        return execute(config, **arguments)
+
+    monkeypatch.setattr(runner, "execute", defective)
+    assert posbench("-m", *small, *FIXED, "method.factor=1,0").status == 1
+    assert len(seen) == 2 and len(run_folders(outputs)) == 1
+    # On its own the defect is shown as what it is.
+    seen.clear()
+    with pytest.raises(ZeroDivisionError):
+        posbench(*small, *FIXED)
+
+
+def test_a_sweep_of_failures_only(posbench: Callable[..., Result], small: list[str], outputs: Path) -> None:
+    result = posbench("-m", *small, *FIXED, "method.channel=16,17")
+    assert result.status == 2 and run_folders(outputs) == [] and not list(outputs.glob("**/sweep__*"))
+
+
+@pytest.fixture
+def own(tmp_path: Path, checkpoint: Path) -> Path:
+    """A user's own config folder with a model."""
+    (tmp_path / "conf" / "model").mkdir(parents=True)
+    text = f"name: mine\npath: {checkpoint}\ndtype: float32\nscale_channel: {{channel: 3, factor: 0.0, layers: [1, 2]}}\n"
+    (tmp_path / "conf" / "model" / "mine.yaml").write_text(text)
+    return tmp_path / "conf"
+
+
+def test_a_config_dir_of_the_user(own: Path, posbench: Callable[..., Result], small: list[str], outputs: Path) -> None:
+    rest = [o for o in small if not o.startswith(("model", "stages"))]
+    result = posbench("--config-dir", str(own), "model=mine", *rest, "stages=[evaluate]")
+    assert result.status == 0, result.err
+    (folder,) = run_folders(outputs)
+    assert folder.name.startswith("mine__scale_channel__")
+    assert "3\n" in (folder / "config.yaml").read_text()
+    wrong = posbench("--config-dir", str(own), "model=mien")
+    assert wrong.status == 2 and "mine, mistral7b, tiny" in wrong.err and "did you mean mine?" in wrong.err
+    assert posbench("validate", "--config-dir", str(own), "model=mine", verb=True).status == 0
+
+
+def test_an_experiment_with_a_config_dir_of_the_user(own: Path, posbench: Callable[..., Result], outputs: Path) -> None:
+    result = posbench("--config-dir", str(own), "experiment=yu2025_fig6", "model=mine", "--cfg", "job")
+    assert result.status == 0, result.err
+    assert "name: mine" in result.out and "name: yu2025_fig6" in result.out and not outputs.exists()

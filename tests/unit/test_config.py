@@ -1,0 +1,173 @@
+"""Every YAML composes, YAML and code name the same keys, and each mistake is told in words."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from itertools import product
+from typing import Any, Literal
+
+import pytest
+import yaml
+from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from omegaconf import DictConfig
+
+from posbench import config as configs
+from posbench import paths
+from posbench.config import Runtime, build, check, plain
+from posbench.errors import UserError, choices
+from posbench.lm import ModelConfig
+from posbench.methods import ScaleChannel, Unmodified
+from posbench.search import ChannelSearch
+from posbench.tasks import KVRetrieval
+
+GROUPS = ("model", "task", "method", "search", "runtime")
+CONSTANTS = ["method.channel=3", "method.factor=0.5", "method.layers=[1,2]"]
+
+
+def _composed(*overrides: str) -> DictConfig:
+    GlobalHydra.instance().clear()
+    with initialize_config_dir(str(paths.CONF), version_base="1.3"):
+        return compose("config", overrides=list(overrides))
+
+
+def _checked(*overrides: str) -> configs.Config:
+    return check(plain(_composed(*overrides)), [o.split("=", 1)[0].lstrip("+~") for o in overrides])
+
+
+@pytest.mark.parametrize("model", choices(paths.CONF / "model"))
+def test_every_combination_composes(model: str) -> None:
+    path = ["model.path=."] if model == "hf" else []
+    for task, method, search in product(*(choices(paths.CONF / group) for group in ("task", "method", "search"))):
+        names = [f"model={model}", f"task={task}", f"method={method}", f"search={search}"]
+        checked = _checked(*names, *path, *([] if method == "none" else CONSTANTS))
+        assert checked.model.name == model and checked.method_name == method and checked.task.name == task
+        assert checked.raw["model"] == plain(_composed(*names, *path))["model"]
+
+
+@pytest.mark.parametrize(
+    ("cls", "group"),
+    [(ModelConfig, "model"), (KVRetrieval, "task"), (ScaleChannel, "method"), (ChannelSearch, "search"), (Runtime, "runtime")],
+)
+def test_yaml_and_dataclass_name_the_same_keys(cls: type[Any], group: str) -> None:
+    """Each key is known to the class; each field without a place in any YAML would be a switch that nobody finds."""
+    known = {f.name for f in fields(cls)}
+    named: set[str] = set()
+    for name in choices(paths.CONF / group):
+        keys = yaml.safe_load((paths.CONF / group / f"{name}.yaml").read_text())
+        if group == "method" and keys["_target_"] != "posbench.methods.ScaleChannel":
+            continue
+        keys = set(keys) - {"_target_", "defaults"} - ({"name"} if group == "method" else set())
+        assert keys <= known, name
+        named |= keys
+    assert named == known
+
+
+def test_the_defaults_of_the_yaml_are_those_of_the_class() -> None:
+    """The task and the search without a model's own values: the paper's settings, once in YAML and once in Python."""
+    composed = plain(_composed("model=mistral7b"))
+    for group, cls in (("task", KVRetrieval), ("search", ChannelSearch)):
+        values = {k: v for k, v in composed[group].items() if k != "_target_"}
+        assert build(cls, values, group) == cls()
+
+
+def test_models_bring_defaults_and_typed_values_win() -> None:
+    tiny = _checked("model=tiny").task
+    assert isinstance(tiny, KVRetrieval) and (tiny.pairs, tiny.prompt, tiny.records) == (32, "compact", "words")
+    typed = _checked("model=tiny", "task.pairs=16", "search.strings=9")
+    assert isinstance(typed.task, KVRetrieval) and typed.task.pairs == 16 and typed.search.strings == 9
+    mistral = _checked("model=mistral7b")
+    assert mistral.method() == ScaleChannel(channel=213, factor=0.0, layers=(10, 25))
+    assert mistral.stages == ("intervene", "evaluate", "report")
+
+
+def test_what_is_typed_wins_over_what_is_found() -> None:
+    found = {"channel": 5, "factor": 0.0, "layers": [1, 3]}
+    assert _checked("model=tiny").method(found) == ScaleChannel(channel=5, factor=0.0, layers=(1, 3))
+    pinned = _checked("model=tiny", "method.factor=-1")
+    assert pinned.pinned == {"factor"}
+    assert pinned.method(found) == ScaleChannel(channel=5, factor=-1.0, layers=(1, 3))
+    # Published constants give way to a search, typed ones do not.
+    searched = _checked("model=mistral7b", "stages=[search,evaluate]", "method.channel=7")
+    assert searched.method(found) == ScaleChannel(channel=7, factor=0.0, layers=(1, 3))
+
+
+def test_a_method_without_constants_names_the_command_that_finds_them() -> None:
+    with pytest.raises(UserError, match=r"method.channel = None.*posbench stages=\[search\] model=hf method=scale_channel"):
+        _checked("model=hf", "model.path=.")
+    assert _checked("model=hf", "model.path=.", "stages=[search]").trial() == ScaleChannel(channel=0, factor=1.0, layers=(0, 0))
+
+
+def test_a_default_search_stage_is_left_out_where_the_method_has_none() -> None:
+    checked = _checked("model=tiny", "method=none")
+    assert checked.stages == ("intervene", "evaluate", "report") and checked.method() == Unmodified()
+    with pytest.raises(UserError, match="no search for method none"):
+        _checked("model=tiny", "method=none", "stages=[search,evaluate]")
+
+
+@dataclass(frozen=True)
+class _Sample:
+    """One field of each kind."""
+
+    count: int = 0
+    share: float = 0.0
+    kind: Literal["a", "b"] = "a"
+    pair: tuple[int, int] | None = None
+    many: tuple[float, ...] = ()
+    flag: bool = False
+    facts: dict[str, int] | None = None
+
+
+@pytest.mark.parametrize(
+    ("data", "line"),
+    [
+        ({"count": "x"}, "where.count = 'x': allowed: a whole number"),
+        ({"count": 1.5}, "where.count = 1.5: allowed: a whole number"),
+        ({"count": True}, "where.count = True: allowed: a whole number"),
+        ({"share": float("nan")}, "where.share = nan: allowed: a finite number"),
+        ({"share": "inf"}, "where.share = 'inf': allowed: a finite number"),
+        ({"many": [1.0, float("inf")]}, "where.many = [1.0, inf]: allowed: a list [...] of: a finite number"),
+        ({"kind": "c"}, "where.kind = 'c': allowed: a | b"),
+        ({"pair": [1]}, "where.pair = [1]: allowed: a list of exactly 2: [a whole number, a whole number], or null"),
+        ({"facts": 3}, "where.facts = 3: allowed: a mapping, or null"),
+        ({"flag": "perhaps"}, "where.flag = 'perhaps': allowed: true or false"),
+        (
+            {"cuont": 3},
+            "where.cuont = 3: allowed: keys count, share, kind, pair, many, flag, facts; next: did you mean where.count?",
+        ),
+    ],
+)
+def test_mistakes_in_words(data: dict[str, Any], line: str) -> None:
+    with pytest.raises(UserError) as caught:
+        build(_Sample, data, "where")
+    assert str(caught.value).startswith(line) and "\n" not in str(caught.value)
+
+
+def test_a_missing_field_is_named() -> None:
+    with pytest.raises(UserError, match=r"method\.factor = None: allowed: a finite number"):
+        build(ScaleChannel, {"channel": 1, "layers": [0, 1]}, "method")
+
+
+@pytest.mark.parametrize(
+    ("raw", "words"),
+    [
+        ({"modle": 1}, "modle = 1"),
+        ({"model": None}, "model = None"),
+        ({"method": {"_target_": "posbench.methods.Nothing"}}, "method._target_ = 'posbench.methods.Nothing'"),
+        ({"method": {"_target_": "posbench.tasks.KVRetrieval"}}, "a subclass of posbench.methods.base.Method"),
+        ({"task": {}}, "task._target_ = None"),
+        ({"stages": "search"}, "stages = 'search'"),
+        ({"stages": None}, "stages = None"),
+    ],
+)
+def test_a_config_that_hydra_did_not_make(raw: dict[str, Any], words: str) -> None:
+    good = plain(_composed("model=mistral7b"))
+    with pytest.raises(UserError) as caught:
+        check(good | raw)
+    assert words in str(caught.value)
+
+
+def test_model_config_outside_a_run() -> None:
+    assert configs.model_config("mistral7b", dtype="float32").dtype == "float32"
+    with pytest.raises(UserError, match=r"model\.dtype = 'int8'"):
+        configs.model_config("mistral7b", dtype="int8")

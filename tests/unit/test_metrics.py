@@ -1,0 +1,115 @@
+"""Intervals against scipy and against cases that can be worked out by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy.stats import binomtest
+
+from posbench.metrics import COLUMNS, paired_interval, tidy, wilson
+
+
+@given(st.integers(1, 3000).flatmap(lambda n: st.tuples(st.integers(0, n), st.just(n))))
+def test_wilson_is_scipys(counts: tuple[int, int]) -> None:
+    successes, n = counts
+    theirs = binomtest(successes, n).proportion_ci(0.95, method="wilson")
+    assert wilson(successes, n) == pytest.approx((theirs.low, theirs.high), abs=1e-12)
+
+
+def test_a_constant_difference_has_no_width() -> None:
+    assert paired_interval(np.full(20, 0.25), [str(i) for i in range(20)], resamples=100, seed=0) == (0.25, 0.25)
+
+
+def test_the_mirrored_difference_has_the_mirrored_interval() -> None:
+    difference = np.random.default_rng(1).choice([-1.0, 0.0, 1.0], size=200)
+    names = [str(i) for i in range(200)]
+    low, high = paired_interval(difference, names, resamples=4000, seed=3)
+    assert paired_interval(-difference, names, resamples=4000, seed=3) == pytest.approx((-high, -low))
+    assert low < difference.mean() < high
+
+
+def test_independent_prompts_give_the_normal_interval() -> None:
+    difference = np.random.default_rng(2).normal(0.1, 1.0, size=1000)
+    half = 1.96 * difference.std() / np.sqrt(1000)
+    low, high = paired_interval(difference, [str(i) for i in range(1000)], resamples=8000, seed=0)
+    assert (low, high) == pytest.approx((difference.mean() - half, difference.mean() + half), abs=0.15 * half)
+
+
+def test_prompts_of_one_question_are_not_independent() -> None:
+    question = np.random.default_rng(4).choice([0.0, 1.0], size=50)
+    repeated = np.repeat(question, 9)
+    clusters = [str(i // 9) for i in range(450)]
+    alone = paired_interval(repeated, [str(i) for i in range(450)], resamples=4000, seed=0)
+    together = paired_interval(repeated, clusters, resamples=4000, seed=0)
+    once = paired_interval(question, [str(i) for i in range(50)], resamples=4000, seed=0)
+    assert together[1] - together[0] == pytest.approx(3 * (alone[1] - alone[0]), rel=0.15)
+    assert together == pytest.approx(once, abs=0.03)
+
+
+def test_the_interval_is_that_of_its_seed() -> None:
+    difference, names = np.random.default_rng(5).normal(size=30), [str(i) for i in range(30)]
+    first = paired_interval(difference, names, resamples=50, seed=1)
+    assert paired_interval(difference, names, resamples=50, seed=1) == first
+    assert paired_interval(difference, names, resamples=50, seed=2) != first
+
+
+def _rows(method: str, scores: dict[int, list[float]]) -> list[dict[str, Any]]:
+    return [
+        {"method": method, "id": f"{p}-{i}", "gold_position": p, "cluster": f"{p}-{i}", "scores": {"accuracy": s}}
+        for p, values in scores.items()
+        for i, s in enumerate(values)
+    ]
+
+
+def _table(rows: list[dict[str, Any]], items: int | None = 11) -> Any:
+    return tidy(rows, model="m", task="t", metric="accuracy", unmodified="none", items=items, resamples=200, seed=7)
+
+
+def test_tidy_by_hand() -> None:
+    before = _rows("none", {0: [1, 1, 1, 1], 5: [0, 0, 0, 1], 10: [1, 1, 1, 0]})
+    after = _rows("scaled", {0: [1, 1, 1, 0], 5: [1, 1, 0, 1], 10: [1, 1, 1, 0]})
+    table = _table(before + after)
+    assert tuple(table.columns) == COLUMNS
+    values = {(r.method, r.position, r.metric): r.value for r in table.itertuples()}
+    assert values == {
+        ("none", "0", "accuracy"): 1.0,
+        ("none", "5", "accuracy"): 0.25,
+        ("none", "10", "accuracy"): 0.75,
+        ("none", "all", "accuracy"): 8 / 12,
+        ("none", "all", "middle_drop"): 0.875 - 0.25,
+        ("scaled", "0", "accuracy"): 0.75,
+        ("scaled", "5", "accuracy"): 0.75,
+        ("scaled", "10", "accuracy"): 0.75,
+        ("scaled", "all", "accuracy"): 9 / 12,
+        ("scaled", "all", "middle_drop"): 0.0,
+        ("scaled", "0", "accuracy_difference"): -0.25,
+        ("scaled", "5", "accuracy_difference"): 0.5,
+        ("scaled", "10", "accuracy_difference"): 0.0,
+        ("scaled", "all", "accuracy_difference"): pytest.approx(1 / 12),
+    }
+    depths = {r.position: r.depth for r in table.itertuples() if r.position != "all"}
+    assert depths == {"0": 0.0, "5": 0.5, "10": 1.0}
+    one = table[(table.method == "none") & (table.position == "5") & (table.metric == "accuracy")].iloc[0]
+    assert (one.ci_low, one.ci_high) == pytest.approx(wilson(1, 4)) and one.n == 4 and one.seed == 7
+    assert table[table.metric == "middle_drop"].ci_low.isna().all()
+
+
+def test_the_difference_pairs_prompts_by_id_not_by_order() -> None:
+    before = _rows("none", {0: [1, 0, 1, 0]})
+    after = _rows("scaled", {0: [1, 0, 1, 0]})[::-1]
+    table = _table(before + after)
+    row = table[(table.metric == "accuracy_difference") & (table.position == "0")].iloc[0]
+    assert (row.value, row.ci_low, row.ci_high) == (0.0, 0.0, 0.0)
+
+
+def test_a_task_without_positions() -> None:
+    rows = [
+        {"method": "none", "id": str(i), "gold_position": None, "cluster": str(i), "scores": {"accuracy": i % 2}}
+        for i in range(4)
+    ]
+    table = _table(rows, items=None)
+    assert list(table.position) == ["all"] and list(table.value) == [0.5] and table.depth.isna().all()

@@ -1,0 +1,171 @@
+"""Files that are whole or absent, rows with checksums, and version folders."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from posbench import record
+from posbench.errors import UserError
+from posbench.record import RunDir, claim, find, open_run, write_bytes, write_csv, write_text
+
+ROWS: list[dict[str, Any]] = [{"id": str(i), "output": f"Grüße\u2028{i}\n", "score": i / 3} for i in range(4)]
+
+
+def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "table.csv"
+    write_text(file, "old")
+
+    def full(_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space"):
+        write_text(file, "new")
+    assert file.read_text() == "old"
+    monkeypatch.undo()
+    write_bytes(file, b"new")
+    assert file.read_text() == "new" and [p.name for p in tmp_path.iterdir()] == ["table.csv"]
+
+
+def test_csv_bytes_do_not_depend_on_rounding_noise(tmp_path: Path) -> None:
+    for name, value in (("a", 0.1 + 0.2), ("b", 0.3)):
+        write_csv(tmp_path / name, pd.DataFrame({"x": [value, float("nan")], "y": ["é", ""]}))
+    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes() == "x,y\n0.3,é\n,\n".encode()
+
+
+def test_rows_come_back(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    run.append("rows.jsonl", ROWS[:2])
+    run.append("rows.jsonl", ROWS[2:])
+    assert run.rows("rows.jsonl") == ROWS
+    assert run.rows("absent.jsonl") == []
+
+
+@settings(max_examples=60)
+@given(data=st.data())
+def test_any_changed_byte_drops_its_row_and_no_other(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
+    run = RunDir(tmp_path_factory.mktemp("rows"))
+    run.append("rows.jsonl", ROWS)
+    file = run.path / "rows.jsonl"
+    whole = bytearray(file.read_bytes())
+    at = data.draw(st.integers(0, len(whole) - 1))
+    if whole[at : at + 1] == b"\n":
+        return
+    byte = data.draw(st.integers(0, 255).filter(lambda b: b not in (whole[at], 10, 32, 9, 13)))
+    number = whole[:at].count(b"\n")
+    whole[at] = byte
+    file.write_bytes(whole)
+    kept = run.rows("rows.jsonl")
+    assert kept == [row for i, row in enumerate(ROWS) if i != number]
+
+
+@pytest.mark.parametrize("cut", [1, 2, 30])
+def test_a_torn_line_never_swallows_the_next(cut: int, tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    run.append("rows.jsonl", ROWS[:2])
+    file = tmp_path / "rows.jsonl"
+    file.write_bytes(file.read_bytes()[:-cut])
+    run.append("rows.jsonl", ROWS[2:])
+    assert run.rows("rows.jsonl") == [ROWS[0], *([ROWS[1]] if cut == 1 else []), *ROWS[2:]]
+
+
+def test_mending_drops_damage_and_errors(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    run.append("rows.jsonl", [*ROWS[:2], {"id": "9", "error": "out of memory"}])
+    file = tmp_path / "rows.jsonl"
+    good = b"".join(file.read_bytes().splitlines(keepends=True)[:2])
+    file.write_bytes(file.read_bytes() + b'{"id": "7"}\n[1]\n5\n\xff\n{"id":')
+    run.mend("rows.jsonl")
+    assert file.read_bytes() == good
+    untouched = file.stat().st_ino
+    run.mend("rows.jsonl")
+    assert file.stat().st_ino == untouched
+
+
+def _claim(outputs: Path, key: Any, name: str = "run") -> Any:
+    return claim(outputs, "suite", {"task": key}, name, {"model": "m"}, {"command": "posbench"})
+
+
+def test_versions(tmp_path: Path) -> None:
+    assert find(tmp_path / "out", "suite", {"task": 1}, "run") is None and not (tmp_path / "out").exists()
+    for key, version in ((1, "v001"), (2, "v002"), (1, "v001"), (3, "v003"), (2, "v002")):
+        with _claim(tmp_path / "out", key) as run:
+            assert run.path == tmp_path / "out/suite" / version / "run"
+        assert find(tmp_path / "out", "suite", {"task": key}, "run") == run.path
+    assert find(tmp_path / "out", "suite", {"task": 1}, "other") is None
+
+
+def test_version_numbers_go_past_999_and_over_gaps(tmp_path: Path) -> None:
+    for name in ("v007", "v1000", "vx", "video"):
+        (tmp_path / "suite" / name).mkdir(parents=True)
+    with _claim(tmp_path, 1) as run:
+        assert run.path.parent.name == "v1001"
+
+
+def test_config_and_provenance_come_first(tmp_path: Path) -> None:
+    with _claim(tmp_path, 1) as run:
+        names = {p.name for p in run.path.iterdir()}
+        assert names == {"config.yaml", "provenance.json", "status.json", "figures"}
+        assert not run.done
+        run.mark("search", key="k", done=True)
+        run.finish("done")
+        assert run.done and run.stage("search") == {"key": "k", "done": True} and run.stage("evaluate") == {}
+    with _claim(tmp_path, 1) as again:
+        assert again.done and again.stage("search")["done"]
+
+
+def test_a_kill_while_the_folder_is_made_leaves_nothing_in_the_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def killed(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(record, "write_text", killed)
+    with pytest.raises(KeyboardInterrupt), _claim(tmp_path, 1):
+        pass
+    monkeypatch.undo()
+    assert list(tmp_path.glob("suite/v*/*/config.yaml")) == []
+    with _claim(tmp_path, 1) as run:
+        assert (run.path / "config.yaml").is_file() and run.path.parent.name == "v001"
+    assert [p.name for p in tmp_path.glob("**/.new*")] == []
+
+
+def test_one_owner(tmp_path: Path) -> None:
+    with _claim(tmp_path, 1), pytest.raises(UserError, match="one process at a time"), _claim(tmp_path, 1):
+        pass
+    with _claim(tmp_path, 1), _claim(tmp_path, 1, "another"):
+        pass
+
+
+def test_siblings(tmp_path: Path) -> None:
+    with _claim(tmp_path, 1, "a") as a, _claim(tmp_path, 1, "b") as b:
+        assert b.sibling_with("search", "k") is None
+        a.mark("search", key="k")
+        assert b.sibling_with("search", "k") is None
+        a.mark("search", done=True)
+        found = b.sibling_with("search", "k")
+        assert found is not None and found.path == a.path
+        assert b.sibling_with("search", "other") is None and a.sibling_with("search", "k") is None
+
+
+@pytest.mark.parametrize("outputs", ["file", "file/below"])
+def test_outputs_in_the_way(outputs: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="can be written"):
+        find(tmp_path / outputs, "suite", {"task": 1}, "run")
+    with pytest.raises(UserError, match="can be written"), _claim(tmp_path / outputs, 1):
+        pass
+
+
+def test_open_run(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="run folder"):
+        open_run(tmp_path)
+    with _claim(tmp_path, 1) as run:
+        assert open_run(run.path).path == run.path
+        assert json.loads((run.path / "provenance.json").read_text()) == {"command": "posbench"}
