@@ -41,6 +41,12 @@ figure: setup ## one figure or table of a paper: make figure NAME=yu2025_fig6
 figures: setup ## every figure and table
 	@set -e; for name in $(basename $(notdir $(wildcard experiments/*.yaml))); do $(BIN)/posbench experiment=$$name; done
 
+tiny: setup ## train the embedded model again and check it, in outputs/tiny
+	$(BIN)/python -m posbench.synth.tiny retrain --out outputs/tiny
+
+tiny-seeds: setup ## the study over ten seeds, in outputs/tiny_seeds
+	$(BIN)/python -m posbench.synth.tiny seeds --seeds 0-9 --out outputs/tiny_seeds --workers 2
+
 bench: setup ## what scale_channel and its search cost, side by side
 	$(BIN)/python -m posbench.studies.latency --out outputs/bench/latency.md $(ARGS)
 

@@ -281,14 +281,15 @@ def _rescore(args: list[str]) -> int:
 
     from posbench import config as configs
     from posbench import report
-    from posbench.record import open_run
+    from posbench.record import open_run, owned
     from posbench.stages import evaluate
 
     run = open_run(_folder("rescore", args))
     raw = yaml.safe_load((run.path / "config.yaml").read_text())
     if all("error" in row for row in run.rows(evaluate.FILE)):
         raise UserError(field="DIR", value=str(run.path), allowed="a run that evaluated", hint="add evaluate to its stages")
-    changed = evaluate.rescore(configs.check({k: v for k, v in raw.items() if k != "pinned"}), run)
+    with owned(run.path):
+        changed = evaluate.rescore(configs.check({k: v for k, v in raw.items() if k != "pinned"}), run)
     print(f"{changed} of {len(run.rows(evaluate.FILE))} scores changed; {report.render_run(run.path)}")
     return 0
 

@@ -73,6 +73,9 @@ def tidy(
 
     Returns:
         Frame with :data:`COLUMNS`.
+
+    Raises:
+        ValueError: There are no rows.
     """
     frame = pd.DataFrame(
         [
@@ -86,6 +89,8 @@ def tidy(
             for r in rows
         ]
     )
+    if frame.empty:
+        raise ValueError("no scored rows to tabulate")
     out: list[dict[str, Any]] = []
 
     def add(method: str, position: Any, name: str, value: float, n: int, interval: tuple[float, float] | None) -> None:

@@ -25,8 +25,16 @@ Row = dict[str, Any]
 
 
 def digest(data: Any, length: int = 8) -> str:
-    """Short hash of plain data, the same for equal content."""
-    return hashlib.sha256(json.dumps(data, sort_keys=True, default=str).encode()).hexdigest()[:length]
+    """Short hash of plain data, the same for equal content: 0 and 0.0 are equal, a tuple and a list too."""
+    return hashlib.sha256(json.dumps(_canonical(data), sort_keys=True, default=str).encode()).hexdigest()[:length]
+
+
+def _canonical(data: Any) -> Any:
+    if isinstance(data, Mapping):
+        return {key: _canonical(value) for key, value in data.items()}
+    if isinstance(data, list | tuple):
+        return [_canonical(value) for value in data]
+    return int(data) if isinstance(data, float) and data.is_integer() else data
 
 
 def write_bytes(path: Path, data: bytes) -> None:
@@ -165,17 +173,10 @@ def claim(
         (outputs / suite).mkdir(parents=True, exist_ok=True)
         with FileLock(outputs / suite / ".lock"):
             version = _version(outputs / suite, version_key)
-            (version / ".locks").mkdir(exist_ok=True)
     except OSError as error:
         raise _unusable(outputs, error) from error
-    folder, lock = version / name, FileLock(version / ".locks" / name)
-    try:
-        lock.acquire(timeout=0)
-    except Timeout as error:
-        raise UserError(
-            field="run folder", value=str(folder), allowed="one process at a time", hint="wait for the other run, or stop it"
-        ) from error
-    try:
+    folder = version / name
+    with owned(folder):
         if not folder.is_dir():
             made = _scratch(version / f".new-{name}")
             (made / "figures").mkdir()
@@ -184,6 +185,27 @@ def claim(
             RunDir(made).write_json("status.json", {"state": "running", "stages": {}})
             os.rename(made, folder)
         yield RunDir(folder)
+
+
+@contextmanager
+def owned(folder: Path) -> Iterator[None]:
+    """Keep other processes out of a run folder.
+
+    Raises:
+        UserError: Another process owns it.
+    """
+    locks = folder.parent / ".locks"
+    locks.mkdir(exist_ok=True)
+    # The lock lies beside the folder and goes with the process that holds it, however that one ends.
+    lock = FileLock(locks / folder.name)
+    try:
+        lock.acquire(timeout=0)
+    except Timeout as error:
+        raise UserError(
+            field="run folder", value=str(folder), allowed="one process at a time", hint="wait for the other run, or stop it"
+        ) from error
+    try:
+        yield
     finally:
         lock.release()
 

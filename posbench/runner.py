@@ -22,6 +22,7 @@ from posbench.config import Config
 from posbench.errors import UserError
 from posbench.lm import LM, ModelConfig, load
 from posbench.record import claim, digest, find
+from posbench.stages import report as stage_report
 from posbench.stages.base import IncompleteRun, Run
 
 PACKAGES = (
@@ -58,8 +59,9 @@ def execute(config: Config, *, command: str, console: Console) -> Path:
         torch.set_num_threads(config.runtime.threads)
     who = identity(config)
     suite = config.experiment.name if config.experiment else config.task.name
-    searched = {"search": config.raw["search"]} if "search" in config.stages else {}
-    moves = {"identity": who, "method": config.raw["method"], "pinned": config.raw["pinned"], **searched}
+    moves = {"identity": who, "method": config.raw["method"]}
+    if "search" in config.stages:
+        moves |= {"search": config.raw["search"], "pinned": config.raw["pinned"]}
     moves["measured"] = [config.runtime.intervene_examples, config.runtime.resamples]
     name = f"{config.model.name}__{config.method_name}__{digest(moves)}"
     key = {
@@ -73,6 +75,10 @@ def execute(config: Config, *, command: str, console: Console) -> Path:
     lm = preflight(config, console) if find(outputs, suite, key, name) is None else None
     facts = provenance(config, command, who)
     with claim(outputs, suite, key, name, config.raw, facts) as out:
+        if out.done and all(out.stage(stage).get("done") for stage in config.stages):
+            console.print("finished before: nothing is computed again")
+            stage_report.show(out.path, console)
+            return out.path
         (out.path / "DONE").unlink(missing_ok=True)
         out.finish("running")
         run = Run(config, out, console, who)
@@ -126,6 +132,7 @@ def identity(config: Config) -> dict[str, Any]:
         "chat_template": model.chat_template,
         "context_window": model.context_window,
         "batch_size": config.runtime.batch_size,
+        "threads": config.runtime.threads,
         "device": kind,
         "code": source_digest(),
     }

@@ -56,7 +56,7 @@ def summarise(jobs: Sequence[dict[str, Any]], console: Console) -> Path | None:
                 table.add_row(*row[:-1])
             console.print(table)
             console.print(sentence)
-        console.print(f"sweep: {report.render_sweep(folder)}")
+        console.print(f"sweep: {report.render_sweep(folder)}", soft_wrap=True)
     return folder
 
 

@@ -62,10 +62,12 @@ class ChannelSearch:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("strings", "length", "window", "top_k", "batch_size"):
-            if getattr(self, name) < 1:
+        lowest = dict.fromkeys(("strings", "length", "window", "top_k", "batch_size", "layer_step"), 1) | {"skip": 0}
+        for name, low in lowest.items():
+            value = getattr(self, name)
+            if value is not None and value < low:
                 raise UserError(
-                    field=f"search.{name}", value=getattr(self, name), allowed="a whole number from 1 up", hint="raise it"
+                    field=f"search.{name}", value=value, allowed=f"a whole number from {low} up", hint=f"set search.{name}={low}"
                 )
         if not self.factors:
             raise UserError(
