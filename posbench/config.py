@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, dataclass, field, fields
-from types import NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
 
 import hydra.utils
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
 
-from posbench import paths
+from posbench.checkpoint import ModelConfig
 from posbench.errors import UserError
-from posbench.lm import ModelConfig
 from posbench.methods import Method, ScaleChannel
 from posbench.reference import Reference
+from posbench.schema import build, required
 from posbench.search import ChannelSearch
 from posbench.tasks import Task
 
@@ -110,7 +107,7 @@ class Config:
             UserError: A parameter is missing or wrong.
         """
         values = self.method_fields | {k: v for k, v in (found or {}).items() if k in self.method_fields and k not in self.pinned}
-        missing = [k for k, v in values.items() if v is None and k in _required(self.method_class)]
+        missing = [k for k, v in values.items() if v is None and k in required(self.method_class)]
         if missing:
             raise UserError(
                 field=f"method.{missing[0]}",
@@ -124,68 +121,6 @@ class Config:
         """The method with legal stand-ins for what the search will find, so that everything else can be checked first."""
         standin = {"channel": 0, "factor": 1.0, "layers": (0, 0)} if "search" in self.stages else {}
         return self.method({k: v for k, v in standin.items() if self.method_fields.get(k) is None})
-
-
-def build(cls: type[Any], data: Mapping[str, Any], where: str) -> Any:
-    """Check plain data against a dataclass and make the object.
-
-    Raises:
-        UserError: Unknown key, missing key or wrong type, with the dotted name.
-    """
-    allowed = [f.name for f in fields(cls)]
-    for key in data:
-        if key not in allowed:
-            near = difflib.get_close_matches(key, allowed, n=1)
-            raise UserError(
-                field=f"{where}.{key}",
-                value=data[key],
-                allowed=f"keys {', '.join(allowed)}",
-                hint=f"did you mean {where}.{near[0]}?" if near else "remove the key",
-            )
-    kinds = get_type_hints(cls)
-    for key, value in data.items():
-        # pydantic reads true as 1; nobody means a batch size of true.
-        if isinstance(value, bool) and "bool" not in _words(kinds[key]):
-            raise UserError(
-                field=_dotted(where, key), value=value, allowed=_words(kinds[key]), hint=f"set {_dotted(where, key)}=..."
-            )
-    try:
-        return TypeAdapter(with_config(ConfigDict(allow_inf_nan=False))(cls)).validate_python(dict(data))
-    except ValidationError as error:
-        # A union reports every branch; the shortest location names the field itself.
-        first = min(error.errors(), key=lambda e: len(e["loc"]))
-        name = str(first["loc"][0]) if first["loc"] else ""
-        raise UserError(
-            field=_dotted(where, name),
-            value=data.get(name),
-            allowed=_words(kinds.get(name, Any)),
-            hint=f"set {_dotted(where, name)}=... ({first['msg'].lower()})",
-        ) from error
-
-
-def _dotted(where: str, name: str) -> str:
-    return f"{where}.{name}".strip(".")
-
-
-def _words(kind: Any) -> str:
-    """A type annotation in words."""
-    plain = {int: "a whole number", float: "a finite number", str: "text", bool: "true or false (bool)", NoneType: "null"}
-    origin, args = get_origin(kind), get_args(kind)
-    if kind in plain:
-        return plain[kind]
-    if origin is Literal:
-        return " | ".join(str(a) for a in args)
-    if origin in (Union, UnionType):
-        return ", or ".join(_words(a) for a in args)
-    if origin is tuple and args[-1] is Ellipsis:
-        return f"a list [...] of: {_words(args[0])}"
-    if origin is tuple:
-        return f"a list of exactly {len(args)}: [{', '.join(_words(a) for a in args)}]"
-    return "a mapping" if origin is dict else "a value"
-
-
-def _required(cls: type[Any]) -> set[str]:
-    return {f.name for f in fields(cls) if f.default is MISSING and f.default_factory is MISSING}
 
 
 def plain(config: DictConfig) -> dict[str, Any]:
@@ -307,9 +242,3 @@ def _target(data: Mapping[str, Any], kind: type, where: str) -> tuple[type[Any],
 def _instance(data: Mapping[str, Any], kind: type, where: str) -> Any:
     cls, values = _target(data, kind, where)
     return build(cls, values, where)
-
-
-def model_config(name: str, **fields_: Any) -> ModelConfig:
-    """Read one file of ``conf/model`` outside a run (``posbench.load("mistral7b")``)."""
-    data = OmegaConf.to_container(OmegaConf.load(paths.CONF / "model" / f"{name}.yaml"), resolve=True)
-    return build(ModelConfig, {**data, **fields_}, "model")  # type: ignore[dict-item]

@@ -5,75 +5,27 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from pathlib import Path
-from types import SimpleNamespace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
-from huggingface_hub import HfApi
-from huggingface_hub.errors import HfHubHTTPError, HTTPError
-from safetensors import SafetensorError
 from torch import Tensor
 from transformers import (
     AttentionInterface,
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
     GenerationConfig,
-    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
-from transformers.utils import is_flash_attn_2_available
 
-from posbench import arch, paths
 from posbench.errors import UserError
 from posbench.hooks import replaced
 
 log = logging.getLogger(__name__)
 
-Kernel = Literal["sdpa", "eager", "flash_attention_2"]
-Dtype = Literal["auto", "float64", "float32", "bfloat16", "float16"]
 _ROWS = "posbench_last_row"
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelConfig:
-    """One file of ``conf/model/``.
-
-    Attributes:
-        name: Short name used in folders and tables.
-        path: Hub id, local directory, or ``posbench://NAME`` for an embedded model.
-        revision: Hub revision; None takes the default branch.
-        dtype: Weight type; ``auto`` is the checkpoint's own on a GPU and float32 on a CPU.
-        attention: Attention kernel.
-        chat_template: ``auto`` applies the tokenizer's template where it has one; ``none`` never does.
-        context_window: Tokens the model reads; None takes the checkpoint's ``max_position_embeddings``.
-        threads: CPU threads; None leaves torch's choice.
-        stages: Stages that run when the user names none.
-        source: Where the constants of this file come from.
-        scale_channel: Published or found channel, factor and layers, with a ``source``.
-        tasks: Per task name, defaults that replace those of ``conf/task``.
-        search: Defaults that replace those of ``conf/search``.
-    """
-
-    name: str
-    path: str
-    revision: str | None = None
-    dtype: Dtype = "auto"
-    attention: Kernel = "sdpa"
-    chat_template: Literal["auto", "none"] = "auto"
-    context_window: int | None = None
-    threads: int | None = None
-    stages: tuple[str, ...] = ("intervene", "evaluate", "report")
-    source: str = ""
-    scale_channel: dict[str, Any] | None = None
-    tasks: dict[str, dict[str, Any]] = field(default_factory=dict)
-    search: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -315,104 +267,3 @@ def batches(lengths: Sequence[int], size: int) -> list[list[int]]:
     """
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     return [order[i : i + size] for i in range(0, len(order), size)]
-
-
-def load(
-    source: str | Path | PreTrainedModel | ModelConfig,
-    *,
-    tokenizer: PreTrainedTokenizerBase | None = None,
-    name: str | None = None,
-    device: str = "auto",
-    **fields: Any,
-) -> LM:
-    """Load a model for posbench.
-
-    Args:
-        source: A name from ``conf/model`` ("mistral7b"), a local directory, a hub id, a Hugging Face model object, or
-            a :class:`ModelConfig`.
-        tokenizer: For a model object; without it only token-level calls work.
-        name: Short name; taken from the source if None.
-        device: ``auto`` (a GPU where there is one), ``cpu``, ``cuda``, ``cuda:1`` ...
-        **fields: Fields of :class:`ModelConfig` to override.
-
-    Raises:
-        UserError: Unknown architecture, missing checkpoint or kernel, no safetensors weights.
-    """
-    if isinstance(source, PreTrainedModel):
-        arch.family_of(source)
-        window = getattr(source.config, "max_position_embeddings", None) or 2**31
-        return LM(source.eval(), tokenizer, name or "model", window, fields.get("chat_template", "auto"))
-    if isinstance(source, ModelConfig):
-        config = source
-    else:
-        known = paths.CONF / "model" / f"{source}.yaml"
-        if known.is_file():
-            from posbench.config import model_config
-
-            config = model_config(str(source), **fields)
-        else:
-            config = ModelConfig(name=name or Path(str(source)).name, path=str(source), **fields)
-    return _load_checkpoint(config, device)
-
-
-def _load_checkpoint(config: ModelConfig, device: str) -> LM:
-    where = _device(device)
-    if config.attention == "flash_attention_2" and not is_flash_attn_2_available():
-        raise UserError(
-            field="model.attention",
-            value=config.attention,
-            allowed="sdpa or eager on this machine (flash-attn is not installed)",
-            hint="set model.attention=sdpa, or install the extra posbench[flash]",
-        )
-    path = paths.model_path(config.path)
-    try:
-        if path.startswith(("/", ".")) and not Path(path).is_dir():
-            raise FileNotFoundError("no such directory")
-        offline = _unreachable(path, config.revision)
-        origin: dict[str, Any] = {"revision": config.revision, "local_files_only": offline, "trust_remote_code": False}
-        # Read as plain data first: transformers would not name the families for a type that it does not know either.
-        facts, _ = PreTrainedConfig.get_config_dict(path, **origin)
-        if facts:
-            arch.family_of(SimpleNamespace(config=SimpleNamespace(model_type=facts.get("model_type"))))  # type: ignore[arg-type]
-        hf_config = AutoConfig.from_pretrained(path, **origin)
-        tokenizer = AutoTokenizer.from_pretrained(path, **origin)
-        dtype = config.dtype if config.dtype != "auto" else ("float32" if where.type == "cpu" else "auto")
-        model = AutoModelForCausalLM.from_pretrained(
-            path, dtype=dtype, attn_implementation=config.attention, use_safetensors=True, **origin
-        )
-    except (OSError, ValueError, SafetensorError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
-        raise UserError(
-            field="model.path",
-            value=config.path,
-            allowed="a local directory with config.json, tokenizer files and *.safetensors, or a reachable hub id",
-            hint=f"set model.path=DIR to a local checkpoint ({reason})",
-        ) from error
-    window = config.context_window or getattr(hf_config, "max_position_embeddings", None) or 2**31
-    return LM(model.to(where).eval(), tokenizer, config.name, window, config.chat_template)
-
-
-def _unreachable(path: str, revision: str | None) -> bool:
-    """Whether a hub id can come from the local cache alone: without a network the hub client would retry for half a minute."""
-    if Path(path).is_dir():
-        return True
-    try:
-        HfApi().model_info(path, revision=revision, timeout=5)
-    except HfHubHTTPError:
-        return False
-    except (OSError, HTTPError):
-        return True
-    return False
-
-
-def _device(device: str) -> torch.device:
-    if device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        where = torch.device(device)
-        torch.empty(0, device=where)
-    except (RuntimeError, AssertionError) as error:
-        raise UserError(
-            field="runtime.device", value=device, allowed="auto, cpu, or a CUDA device of this machine", hint="use auto"
-        ) from error
-    return where

@@ -18,9 +18,10 @@ from rich.console import Console
 
 import posbench
 from posbench import paths
+from posbench.checkpoint import ModelConfig, load
 from posbench.config import Config
 from posbench.errors import UserError
-from posbench.lm import LM, ModelConfig, load
+from posbench.lm import LM
 from posbench.record import claim, digest, find
 from posbench.stages import report as stage_report
 from posbench.stages.base import IncompleteRun, Run

@@ -12,8 +12,9 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from posbench.checkpoint import load
 from posbench.config import Config
-from posbench.lm import LM, load
+from posbench.lm import LM
 from posbench.methods import Method, Unmodified
 from posbench.record import Row, RunDir
 from posbench.tasks import Example

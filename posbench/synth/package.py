@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pandas as pd
 
+from posbench.checkpoint import load
 from posbench.errors import UserError
-from posbench.lm import load
 from posbench.record import write_text
 from posbench.synth.card import render
 from posbench.synth.checks import EVALUATION_SEED, measure

@@ -13,8 +13,8 @@ import pandas as pd
 import torch
 from transformers.utils.logging import disable_progress_bar
 
+from posbench.checkpoint import load
 from posbench.errors import UserError
-from posbench.lm import load
 from posbench.record import write_csv, write_text
 from posbench.synth.checks import CHOOSING_SEED, criteria, measure
 from posbench.synth.recipe import SHIPPED, Recipe

@@ -71,7 +71,7 @@ def run_check(model: str, json_file: Path | None = None) -> bool:
     Returns:
         Whether all criteria hold; always True for a shipped sibling other than ``tiny``, whose numbers are shown only.
     """
-    from posbench.lm import load
+    from posbench.checkpoint import load
     from posbench.record import write_text
     from posbench.synth.checks import EVALUATION_SEED, criteria, measure
 

@@ -218,7 +218,7 @@ def test_the_unmodified_model_is_evaluated_once(
 def test_rescore_needs_no_model(finished: Path, posbench: Callable[..., Result], monkeypatch: pytest.MonkeyPatch) -> None:
     table = (finished / "metrics.csv").read_bytes()
     (finished / "metrics.csv").unlink()
-    monkeypatch.setattr("posbench.lm._load_checkpoint", lambda *args: pytest.fail("a model was loaded"))
+    monkeypatch.setattr("posbench.checkpoint._load_checkpoint", lambda *args: pytest.fail("a model was loaded"))
     result = posbench("rescore", str(finished), verb=True)
     assert result.status == 0, result.err
     assert "0 of 72 scores changed" in result.out

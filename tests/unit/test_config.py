@@ -12,12 +12,13 @@ from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig
 
+from posbench import checkpoint, paths
 from posbench import config as configs
-from posbench import paths
-from posbench.config import Runtime, build, check, plain
+from posbench.checkpoint import ModelConfig
+from posbench.config import Runtime, check, plain
 from posbench.errors import UserError, choices
-from posbench.lm import ModelConfig
 from posbench.methods import ScaleChannel, Unmodified
+from posbench.schema import build
 from posbench.search import ChannelSearch
 from posbench.tasks import KVRetrieval
 
@@ -168,6 +169,6 @@ def test_a_config_that_hydra_did_not_make(raw: dict[str, Any], words: str) -> No
 
 
 def test_model_config_outside_a_run() -> None:
-    assert configs.model_config("mistral7b", dtype="float32").dtype == "float32"
+    assert checkpoint.model_config("mistral7b", dtype="float32").dtype == "float32"
     with pytest.raises(UserError, match=r"model\.dtype = 'int8'"):
-        configs.model_config("mistral7b", dtype="int8")
+        checkpoint.model_config("mistral7b", dtype="int8")
