@@ -24,6 +24,7 @@ class Reference:
         methods: Paper's method name -> ours; rows of other methods are left out.
         positions: Paper's position label -> ours (``all`` for the average); others stay as printed.
         metrics: Paper's metric -> ours; values in percent become shares.
+        setting: Task fields that must have these values for the numbers to be comparable.
     """
 
     file: str
@@ -34,6 +35,7 @@ class Reference:
     methods: dict[str, str]
     positions: dict[str, str] = field(default_factory=dict)
     metrics: dict[str, str] = field(default_factory=lambda: {"accuracy(%)": "accuracy"})
+    setting: dict[str, Any] = field(default_factory=dict)
 
     def rows(self) -> list[dict[str, Any]]:
         """The paper's rows in our names, values in 0..1.

@@ -50,7 +50,7 @@ def render_run(folder: Path) -> Path:
 
     Args:
         folder: A run folder; metrics.csv, attention.csv, search.csv, channels.csv, found.yaml, provenance.json and
-            reference.json are each optional, and what they would show is left out with them.
+            reference.json and experiment.json are each optional, and what they would show is left out with them.
 
     Returns:
         Path of report.html.
@@ -69,7 +69,7 @@ def render_run(folder: Path) -> Path:
         if len(at_positions(metrics)):
             caption = "Accuracy over the position of the answer. Bands: 95 % Wilson intervals."
             sections[-1].figures.append(_figure(folder, "accuracy", plots.accuracy_by_position(metrics), caption))
-        sections += _reference(folder, metrics)
+        sections += _experiment(folder, metrics)
     if attention is not None:
         caption = "Left: attention of the last prompt token to the answer's pair. Right: what the method changes in each layer."
         if attention["method"].nunique() == 1:
@@ -124,7 +124,7 @@ def render_sweep(folder: Path) -> Path:
         caption = "Attention of the last prompt token to the answer's pair over its position, for each setting."
         figures.append(_figure(folder, "attention", sweep_plots.attention_sweep(attention, axes), caption))
     text = "Accuracy over all positions in % with its 95 % interval; difference from the unmodified model in points."
-    sections = [Section("Settings", text, header, rows, figures), *_reference(folder, summary)]
+    sections = [Section("Settings", text, header, rows, figures), *_experiment(folder, summary)]
     return _write(folder, _html(folder.name, sentence, "", sections))
 
 
@@ -144,28 +144,28 @@ def _middle_drop(metrics: pd.DataFrame) -> str:
 # Sections
 
 
-def _reference(folder: Path, metrics: pd.DataFrame) -> list[Section]:
-    reference = _json(folder / "reference.json")
-    if not reference:
+def _experiment(folder: Path, metrics: pd.DataFrame) -> list[Section]:
+    """What the paper says, and its numbers beside ours where the same model ran."""
+    facts, reference = _json(folder / "experiment.json") or {}, _json(folder / "reference.json") or []
+    if not facts and not reference:
         return []
     try:
-        table = tables.compare_with_reference(metrics, list(reference))
+        header, rows = tables.reference_table(metrics, list(reference))
+        models = ", ".join(dict.fromkeys(str(row["model"]) for row in reference))
     except (KeyError, TypeError, ValueError) as error:
         allowed = "a list of rows with model, method, task, position, metric, value"
         raise _unreadable(folder / "reference.json", error, allowed) from error
-    rows = [
-        [
-            *row[:5],
-            *("" if pd.isna(v) else f"{100 * v:.1f}" for v in row[5:9]),
-            "" if pd.isna(row[9]) else tables.points(row[9]),
-            row[10],
-        ]
-        for row in table.itertuples(index=False)
-    ]
-    header = [*table.columns[:5], "paper %", "ours %", "low", "high", "difference", "verdict"]
+    text = [str(facts.get("note", ""))]
+    if facts.get("claims"):
+        text.append("The paper's reading: " + "; ".join(facts["claims"]) + ".")
+    if rows:
+        text.append("A number agrees if the paper's value lies within our 95 % interval.")
+    elif reference:
+        text.append(f"The paper's numbers are for {models}; none of these ran here, so nothing is compared.")
     sources = "; ".join(dict.fromkeys(str(row["source"]) for row in reference if row.get("source")))
-    text = "A number agrees if the paper's value lies within our 95 % interval." + (f" Source: {sources}." if sources else "")
-    return [Section("Beside the paper's numbers", text, header, rows)]
+    text.append(f"Source: {sources}." if sources else "")
+    title = str(facts.get("title", "Beside the paper's numbers"))
+    return [Section(title, " ".join(part for part in text if part), header, rows)]
 
 
 def _search(folder: Path, search: pd.DataFrame) -> Section:

@@ -14,6 +14,7 @@ from rich.table import Table
 from posbench import report, tables
 from posbench.metrics import COLUMNS
 from posbench.record import digest, write_csv, write_text
+from posbench.stages.report import show_reference
 
 
 def summarise(jobs: Sequence[dict[str, Any]], console: Console) -> Path | None:
@@ -43,9 +44,9 @@ def summarise(jobs: Sequence[dict[str, Any]], console: Console) -> Path | None:
         frames = [_labelled(path / file, path.name, setting, axes) for setting, path in finished if (path / file).is_file()]
         if frames:
             write_csv(folder / out, pd.concat(frames, ignore_index=True))
-    reference = first / "reference.json"
-    if reference.is_file():
-        write_text(folder / "reference.json", reference.read_text())
+    for file in ("experiment.json", "reference.json"):
+        if (first / file).is_file():
+            write_text(folder / file, (first / file).read_text())
     write_text(folder / "jobs.json", json.dumps(list(jobs), indent=2) + "\n")
     if (folder / "summary.csv").is_file():
         summary = report.read_csv(folder / "summary.csv")
@@ -53,9 +54,10 @@ def summarise(jobs: Sequence[dict[str, Any]], console: Console) -> Path | None:
             header, rows, sentence = tables.sweep_table(summary, tables.swept_columns(summary))
             table = Table(*header[:-1], caption="average over gold positions in %, difference in points, [95 % interval]")
             for row in rows:
-                table.add_row(*row[:-1])
+                table.add_row(*map(tables.short, row[:-1]))
             console.print(table)
             console.print(sentence)
+            show_reference(summary, folder, console)
         console.print(f"sweep: {report.render_sweep(folder)}", soft_wrap=True)
     return folder
 

@@ -15,6 +15,7 @@ from posbench.plots import UNMODIFIED, at_positions, overall
 
 GROUP = ["model", "task", "seed"]
 NUMBER_COLUMNS = ("value", "ci_low", "ci_high")
+OTHER_MODEL = "other model, not comparable"
 TOLERANCE = 0.025  # how far (0..1) a paper's depth label may lie from the nearest depth we measured
 
 
@@ -111,11 +112,27 @@ def summary_table(metrics: pd.DataFrame) -> Table:
         table.add_column(Text(name), justify="right", overflow="fold")
     tall = len(header) > 5  # several methods: the interval goes below its number
     for index, row in enumerate(rows):
-        # Whole points suffice in 80 columns; metrics.csv and report.html keep the decimals.
-        cells = [Text(re.sub(r"(?<=[\[ ])(-?[\d.]+)(?=[,\]])", lambda m: f"{float(m[1]):.0f}", cell)) for cell in row]
-        cells = [Text(cell.plain.replace(" [", "\n[")) if tall else cell for cell in cells]
+        cells = [Text(short(cell).replace(" [", "\n[") if tall else short(cell)) for cell in row]
         table.add_row(*cells, end_section=index + 2 == len(rows))
     return table
+
+
+def short(cell: str) -> str:
+    """A cell with its interval in whole points, for 80 columns; metrics.csv and report.html keep the decimals."""
+    return re.sub(r"(?<=[\[ ])(-?[\d.]+)(?=[,\]])", lambda m: f"{float(m[1]):.0f}", cell)
+
+
+def reference_table(metrics: pd.DataFrame, reference: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
+    """A paper's numbers beside ours as text, for the models that ran: header and rows, none where no model matches."""
+    table = compare_with_reference(metrics, reference)
+    table = table[table["verdict"] != OTHER_MODEL]
+    header = ["model", "method", "position", "paper %", "ours %", "difference", "verdict"]
+    rows = []
+    for row in table.itertuples():
+        ours = "" if pd.isna(row.ours) else f"{100 * row.ours:.1f} [{100 * row.ci_low:.1f}, {100 * row.ci_high:.1f}]"
+        change = "" if pd.isna(row.difference) else points(row.difference)
+        rows.append([row.model, row.method, row.position, f"{100 * row.paper:.1f}", ours, change, row.verdict])
+    return header, rows
 
 
 def compare_with_reference(metrics: pd.DataFrame, reference: list[dict[str, Any]]) -> pd.DataFrame:
@@ -143,7 +160,7 @@ def compare_with_reference(metrics: pd.DataFrame, reference: list[dict[str, Any]
         line = {**{c: str(row[c]) for c in named}, "paper": float(row["value"])}
         none = dict.fromkeys(("ours", "ci_low", "ci_high", "difference"), np.nan)
         if str(row["model"]) not in set(metrics["model"].astype(str)):
-            out.append({**line, **none, "verdict": "other model, not comparable"})
+            out.append({**line, **none, "verdict": OTHER_MODEL})
         elif match.empty:
             out.append({**line, **none, "verdict": "not measured"})
         for value, low, high in match[list(NUMBER_COLUMNS)].itertuples(index=False):

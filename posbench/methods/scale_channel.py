@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import inspect
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import wraps
@@ -149,7 +149,7 @@ class ScaleChannel(Method):
     @property
     def channels(self) -> tuple[int, ...]:
         """The scaled channels, always as a tuple."""
-        return (self.channel,) if isinstance(self.channel, int) else tuple(self.channel)
+        return tuple(self.channel) if isinstance(self.channel, Iterable) else (int(self.channel),)
 
     @property
     def layer_indices(self) -> range:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
+import pandas as pd
 from rich.console import Console
+from rich.table import Table
 
 from posbench import report, tables
 from posbench.stages.base import Run
@@ -13,8 +17,16 @@ from posbench.stages.base import Run
 def run(run: Run) -> None:
     """Render the run folder; reads files only."""
     experiment = run.config.experiment
-    if experiment and experiment.reference:
-        run.out.write_json("reference.json", experiment.reference.rows())
+    if experiment:
+        facts = {"title": experiment.title, "claims": list(experiment.claims), "note": ""}
+        reference = experiment.reference
+        if reference:
+            other = [f"{k}={getattr(run.config.task, k, None)} (paper {v})" for k, v in reference.setting.items()
+                     if getattr(run.config.task, k, None) != v]  # fmt: skip
+            if other:
+                facts["note"] = f"This run has {', '.join(other)}: the paper's numbers do not apply to it."
+            run.out.write_json("reference.json", [] if other else reference.rows())
+        run.out.write_json("experiment.json", facts)
     report.render_run(run.out.path)
     show(run.out.path, run.console)
 
@@ -25,5 +37,26 @@ def show(folder: Path, console: Console) -> None:
     if metrics is not None:
         console.print(tables.summary_table(metrics))
         console.print(tables.headline(metrics))
+        show_reference(metrics, folder, console)
     page = folder / "report.html"
     console.print(f"report: {page}" if page.is_file() else f"run: {folder}", soft_wrap=True)
+
+
+def show_reference(metrics: pd.DataFrame, folder: Path, console: Console) -> None:
+    """Print a paper's numbers beside ours, or why they cannot be compared."""
+    facts, reference = (_json(folder / name) for name in ("experiment.json", "reference.json"))
+    if facts:
+        console.print(f"{facts['title']}. {facts['note']}".strip())
+    header, rows = tables.reference_table(metrics, reference or [])
+    if rows:
+        table = Table(*header)
+        for row in rows:
+            table.add_row(*map(tables.short, row))
+        console.print(table)
+    elif reference:
+        models = ", ".join(dict.fromkeys(row["model"] for row in reference))
+        console.print(f"The paper's numbers are for {models}; none of these ran here.")
+
+
+def _json(file: Path) -> Any:
+    return json.loads(file.read_text()) if file.is_file() else None

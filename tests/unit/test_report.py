@@ -203,7 +203,7 @@ def test_sweep_page(tmp_path):
     page = report.render_sweep(tmp_path).read_text()
     assert "Over 3 settings of method.factor, the average runs from 82.7 % (-1) to 92.7 % (0)" in page
     assert "1 raise, 2 do not reliably change it" in page
-    assert "other model, not comparable" in page and "Source: Table 1." in page
+    assert "numbers are for gpt; none of these ran here" in page and "Source: Table 1." in page
     assert (tmp_path / "figures" / "sweep.pdf").is_file() and (tmp_path / "figures" / "attention.pdf").is_file()
 
 
