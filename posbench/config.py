@@ -203,6 +203,8 @@ def check(raw: dict[str, Any], typed: Sequence[str] = ()) -> Config:
             hint="set it to null",
         )
     config.trial()
+    if config.experiment and config.experiment.reference:
+        config.experiment.reference.rows()
     return config
 
 

@@ -41,7 +41,7 @@ class Reference:
         """The paper's rows in our names, values in 0..1.
 
         Raises:
-            UserError: The file is missing or has no such task.
+            UserError: The file is missing, or lacks the task or a name that is mapped.
         """
         file = paths.EXPERIMENTS / "reference" / self.file
         if not file.is_file():
@@ -61,6 +61,14 @@ class Reference:
                 allowed=f"a task in {self.file}",
                 hint="check the name",
             )
+        for column, names in (("model", self.models), ("method", self.methods), ("position", self.positions)):
+            for name in set(names) - set(table[column]):
+                raise UserError(
+                    field=f"experiment.reference.{column}s",
+                    value=name,
+                    allowed=", ".join(dict.fromkeys(table[column])),
+                    hint=f"write it as {self.file} does",
+                )
         return [
             {
                 "model": self.models.get(row["model"], row["model"]),
