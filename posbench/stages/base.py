@@ -16,7 +16,7 @@ from posbench.checkpoint import load
 from posbench.config import Config
 from posbench.lm import LM
 from posbench.methods import Method, Unmodified
-from posbench.record import Row, RunDir
+from posbench.record import Row, RunDir, digest
 from posbench.tasks import Example
 from posbench.tasks.base import Split
 
@@ -125,3 +125,23 @@ def complete(
     if failed:
         raise IncompleteRun(f"{failed} rows of {file} failed; run the same command again to retry them")
     return [rows[tuple(key(item).values())] for batch in batches for item in batch]
+
+
+def share_unmodified(run: Run, file: str, *settings: Any) -> str:
+    """Take the unmodified model's rows from another run of this version, so that a sweep measures them once.
+
+    Args:
+        run: The run.
+        file: JSON-lines file in the run folder.
+        settings: What else, beside model and task, moves these rows.
+
+    Returns:
+        The key under which the finished rows may be shared.
+    """
+    key = digest({"identity": run.identity, "task": run.config.raw["task"], "settings": settings})
+    if not any(row["method"] == UNMODIFIED for row in run.out.rows(file)):
+        other = run.out.sibling_with(file, key)
+        if other:
+            run.out.append(file, [row for row in other.rows(file) if row["method"] == UNMODIFIED and "error" not in row])
+            run.out.mark(file, copied_from=other.path.name)
+    return key

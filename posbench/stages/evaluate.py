@@ -8,8 +8,8 @@ from typing import Any
 from posbench import metrics
 from posbench.config import Config
 from posbench.lm import batches
-from posbench.record import Row, RunDir, digest, write_csv
-from posbench.stages.base import UNMODIFIED, Run, complete
+from posbench.record import Row, RunDir, write_csv
+from posbench.stages.base import UNMODIFIED, Run, complete, share_unmodified
 from posbench.tasks import Example
 
 FILE = "predictions.jsonl"
@@ -21,7 +21,7 @@ def run(run: Run) -> None:
     The unmodified model's rows are copied from another run of the same version where one has them.
     """
     task, runtime = run.config.task, run.config.runtime
-    _copy_unmodified(run)
+    unmodified = share_unmodified(run, FILE)
     examples = run.evaluation
     encoded = {e.id: run.lm.encode(e.prompt, truncation=task.truncation, reserve=task.max_new_tokens) for e in examples}
     plan = batches([len(encoded[e.id].ids) for e in examples], runtime.batch_size)
@@ -49,7 +49,7 @@ def run(run: Run) -> None:
                 lambda e: {"method": name, "id": e.id}, compute,  # noqa: B023
             )  # fmt: skip
         if name == UNMODIFIED:
-            run.out.mark("unmodified", key=_unmodified_key(run), done=True)
+            run.out.mark(FILE, key=unmodified, done=True)
     dropped = sum(bool(row["dropped"]) for row in rows)
     if dropped:
         run.console.print(f"{dropped} of {len(rows)} prompts were cut in the middle to fit the context window")
@@ -85,18 +85,3 @@ def rescore(config: Config, out: RunDir) -> int:
             rows.append({**row, "scores": scores})
     write_metrics(config, out, rows)
     return changed
-
-
-def _unmodified_key(run: Run) -> str:
-    return digest({"identity": run.identity, "task": run.config.raw["task"]})
-
-
-def _copy_unmodified(run: Run) -> None:
-    """Take the unmodified model's rows from a sibling run, so that a sweep evaluates it once."""
-    if any(row["method"] == UNMODIFIED for row in run.out.rows(FILE)):
-        return
-    other = run.out.sibling_with("unmodified", _unmodified_key(run))
-    if other:
-        rows = [row for row in other.rows(FILE) if row["method"] == UNMODIFIED and "error" not in row]
-        run.out.append(FILE, rows)
-        run.out.mark("unmodified", copied_from=other.path.name)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from posbench.lm import LM, Encoded, batches
 from posbench.record import Row, write_csv
-from posbench.stages.base import Run, complete
+from posbench.stages.base import UNMODIFIED, Run, complete, share_unmodified
 from posbench.tasks import Example
 
 FILE = "attention.jsonl"
@@ -61,6 +61,7 @@ def run(run: Run) -> None:
         return
     encoded = {e.id: run.lm.encode(e.prompt, truncation=task.truncation, reserve=task.max_new_tokens) for e in examples}
     plan = batches([len(encoded[e.id].ids) for e in examples], runtime.batch_size)
+    unmodified = share_unmodified(run, FILE, runtime.intervene_examples)
     frames = []
     for name, method in run.methods().items():
         with method.applied(run.lm) as lm:
@@ -73,6 +74,8 @@ def run(run: Run) -> None:
                 run, FILE, f"intervene {name}", [[examples[i] for i in group] for group in plan],
                 lambda e: {"method": name, "id": e.id}, compute,  # noqa: B023
             )  # fmt: skip
+        if name == UNMODIFIED:
+            run.out.mark(FILE, key=unmodified, done=True)
         frames.append(_averaged(run, name, {row["id"]: np.array(row["attention"]) for row in rows}, examples))
     write_csv(run.out.path / "attention.csv", pd.concat(frames, ignore_index=True))
 
