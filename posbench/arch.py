@@ -35,6 +35,7 @@ class Family:
 FAMILIES = (
     Family(name="Llama (1-3, Vicuna, tiny)", model_types=("llama",)),
     Family(name="Mistral", model_types=("mistral",)),
+    Family(name="Gemma 1", model_types=("gemma",)),
     Family(name="Qwen1.5 / Qwen2 / Qwen2.5", model_types=("qwen2",)),
 )
 

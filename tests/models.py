@@ -2,6 +2,8 @@
 
 import torch
 from transformers import (
+    GemmaConfig,
+    GemmaForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -22,6 +24,7 @@ BUILDERS = {
     "llama-gqa": lambda: LlamaForCausalLM(LlamaConfig(**SHAPE, num_key_value_heads=2)),
     "mistral": lambda: MistralForCausalLM(MistralConfig(**SHAPE, num_key_value_heads=2, sliding_window=None)),
     "mistral-window": lambda: MistralForCausalLM(MistralConfig(**SHAPE, num_key_value_heads=2, sliding_window=24)),
+    "gemma": lambda: GemmaForCausalLM(GemmaConfig(**SHAPE, num_key_value_heads=1, head_dim=20)),
     "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SHAPE, num_key_value_heads=2)),
 }
 
