@@ -68,7 +68,7 @@ BARE = [
     ("added key", ["+method.x=1"], ["method.x", "1", "channel, factor, layers, last", "remove"]),
     ("misspelt group", ["modle=tiny"], ["modle", "'tiny'", "model, runtime", "did you mean model?"]),
     ("key of no group", ["foo.bar=1"], ["foo.bar", "'1'"]),
-    ("unknown model", ["model=mistral7"], ["model", "'mistral7'", "mistral7b, tiny", "did you mean mistral7b?"]),
+    ("unknown model", ["model=mistral7"], ["model", "'mistral7'", "mistral7b, ", "did you mean mistral7b?"]),
     ("unknown task", ["task=kv"], ["task", "'kv'", "kv_retrieval", "task=kv_retrieval"]),
     ("unknown method", ["method=scale"], ["method", "'scale'", "none, scale_channel"]),
     ("unknown search", ["search=x"], ["search", "'x'", "channel, exhaustive, official"]),
