@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from dataclasses import fields as dataclass_fields
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -47,6 +49,7 @@ class ModelConfig:
         stages: Stages that run when the user names none.
         source: Where the constants of this file come from.
         scale_channel: Published or found channel, factor and layers, with a ``source``.
+        blocks: Constants of further methods: any other key of the file that holds a mapping.
         tasks: Per task name, defaults that replace those of ``conf/task``.
         search: Defaults that replace those of ``conf/search``.
     """
@@ -62,6 +65,7 @@ class ModelConfig:
     stages: tuple[str, ...] = ("intervene", "evaluate", "report")
     source: str = ""
     scale_channel: dict[str, Any] | None = None
+    blocks: dict[str, dict[str, Any]] = field(default_factory=dict)
     tasks: dict[str, dict[str, Any]] = field(default_factory=dict)
     search: dict[str, Any] = field(default_factory=dict)
 
@@ -108,7 +112,14 @@ def model_config(source: str, **fields: Any) -> ModelConfig:
     data: Any = {"name": Path(source).name, "path": source}
     if known.is_file():
         data = OmegaConf.to_container(OmegaConf.load(known), resolve=True)
-    return build(ModelConfig, {**data, **fields}, "model")
+    return build(ModelConfig, with_blocks({**data, **fields}), "model")
+
+
+def with_blocks(data: Mapping[str, Any]) -> dict[str, Any]:
+    """Gather a model's blocks for methods that :class:`ModelConfig` does not name."""
+    known = {f.name for f in dataclass_fields(ModelConfig)}
+    blocks = {k: dict(v) for k, v in data.items() if k not in known and isinstance(v, Mapping)}
+    return {k: v for k, v in data.items() if k not in blocks} | {"blocks": blocks}
 
 
 def _load_checkpoint(config: ModelConfig, device: str) -> LM:

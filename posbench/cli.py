@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import logging
 import os
@@ -221,10 +222,11 @@ def _about(file: Path) -> str:
     import yaml
 
     text = file.read_text()
-    comment = [line.lstrip("# ") for line in text.splitlines()[:1] if line.startswith("#") and "@package" not in line]
+    lines = list(itertools.takewhile(lambda line: line.startswith("#"), text.splitlines()))
+    comment = " ".join(line.lstrip("# ") for line in lines).split(". ")[0].rstrip(".")
     data = yaml.safe_load(text) or {}
     experiment = data.get("experiment") or {}
-    return str(experiment.get("title") or (comment and comment[0]) or data.get("path") or "")
+    return str(experiment.get("title") or comment or data.get("path") or "")
 
 
 def _validate(args: list[str]) -> int:
@@ -238,7 +240,7 @@ def _validate(args: list[str]) -> int:
     status = 0
     for job in jobs:
         job = [*job, "model.path=."] if "model=hf" in job and not any(a.startswith("model.path=") for a in job) else job
-        job = [*job, "stages=[search]"] if job[0] == "model=hf" else job
+        job = [*job, "stages=[search]"] if job[0] == "model=hf" and not args else job
         problems: list[str] = []
 
         def check(config: Any) -> None:

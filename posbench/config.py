@@ -11,7 +11,7 @@ import hydra.utils
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from posbench.checkpoint import ModelConfig
+from posbench.checkpoint import ModelConfig, with_blocks
 from posbench.errors import UserError
 from posbench.methods import Method, ScaleChannel
 from posbench.reference import Reference
@@ -112,10 +112,17 @@ class Config:
             raise UserError(
                 field=f"method.{missing[0]}",
                 value=None,
-                allowed=f"a value (model {self.model.name} has no {self.method_name} block)",
-                hint=f"find one: posbench stages=[search] model={self.model.name} method={self.method_name}",
+                allowed=f"a value (model {self.model.name} has no {self.method_name} block with it)",
+                hint=self._where_from(missing[0]),
             )
         return build(self.method_class, values, "method")
+
+    def _where_from(self, key: str) -> str:
+        if not issubclass(self.method_class, ScaleChannel):
+            return f"type method.{key}=..., or add the block {self.method_name} to the model's YAML"
+        given = self.model.source == "given by the user"
+        model = f"hf model.path={self.model.path}" if given else self.model.name
+        return f"find one: posbench stages=[search] model={model} method={self.method_name}"
 
     def trial(self) -> Method:
         """The method with legal stand-ins for what the search will find, so that everything else can be checked first."""
@@ -166,7 +173,7 @@ def check(raw: dict[str, Any], typed: Sequence[str] = ()) -> Config:
         raise UserError(
             field="model.path", value=None, allowed="a local directory or a hub id", hint="posbench model=hf model.path=DIR"
         )
-    model = build(ModelConfig, raw["model"], "model")
+    model = build(ModelConfig, with_blocks(raw["model"]), "model")
     task = _instance(raw["task"], Task, "task")
     method_class, fields_ = _target(raw["method"], Method, "method")
     name = fields_.pop("name", method_class.__name__.lower())

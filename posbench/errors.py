@@ -83,7 +83,6 @@ def from_hydra(error: Exception, overrides: Sequence[str], config_dir: str | Non
         names |= set() if group else {"model", "task", "method", "search", "runtime"}
         if names:
             dotted = [f"{group}.{name}".strip(".") for name in sorted(names)]
-            return UserError(
-                field=key, value=value, allowed=f"keys {', '.join(sorted(names))}", hint=near(key, dotted, "remove it")
-            )
+            hint = f"your YAML leaves it out: write +{typed[key]}" if key in dotted else near(key, dotted, "remove it")
+            return UserError(field=key, value=value, allowed=f"keys {', '.join(sorted(names))}", hint=hint)
     return UserError(field=key or "config", value=value, allowed="what conf/ holds", hint=f"see posbench --cfg job ({reason})")

@@ -131,6 +131,8 @@ class LM:
         Returns:
             The generated text per prompt, in input order.
         """
+        if isinstance(rows, str):
+            raise TypeError("generate takes a list of prompts, got one text: pass [text]")
         encoded = [self.encode(row).ids if isinstance(row, str) else list(row) for row in rows]
         texts = [""] * len(encoded)
         for batch in batches([len(row) for row in encoded], batch_size):

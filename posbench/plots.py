@@ -240,7 +240,7 @@ def _heat(figure: Figure, axes: Axes, grid: pd.DataFrame, method: str, change: b
     cmap = "PuOr_r" if change else "viridis"
     image = axes.imshow(values, cmap=cmap, vmin=-top if change else 0, vmax=top, aspect="auto", origin="lower")
     if change:
-        rows, columns = np.nonzero(values < 0)
+        rows, columns = np.nonzero(values < -1e-3 * top)  # rounding is no change
         axes.plot(columns, rows, linestyle="none", marker="_", color="black", markersize=4)
     step = max(1, len(grid.index) // 8)
     axes.set_yticks(range(0, len(grid.index), step), [str(layer) for layer in grid.index[::step]])

@@ -64,7 +64,9 @@ def render_run(folder: Path) -> Path:
     sections = []
     if metrics is not None:
         header, rows = tables.position_table(metrics)
-        text = "Accuracy in % with its 95 % Wilson interval; difference in points with its paired bootstrap 95 % interval."
+        ran = _json(folder / "method.json") or {}
+        ran = f"As applied: {tables.applied(ran)}. " if len(ran) > 1 else ""
+        text = ran + "Accuracy in % with its 95 % Wilson interval; difference in points with its paired bootstrap 95 % interval."
         sections.append(Section("Accuracy by gold position", text + _middle_drop(metrics), header, rows))
         if len(at_positions(metrics)):
             caption = "Accuracy over the position of the answer. Bands: 95 % Wilson intervals."

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib
+import inspect
 import platform
 import subprocess
 from collections.abc import Mapping
@@ -67,7 +68,7 @@ def execute(config: Config, *, command: str, console: Console) -> Path:
     name = f"{config.model.name}__{config.method_name}__{digest(moves)}"
     key = {
         "posbench": posbench.__version__,
-        "code": source_digest(),
+        "code": source_digest(config),
         "task": config.raw["task"],
         "task_version": config.task.version,
     }
@@ -93,6 +94,8 @@ def execute(config: Config, *, command: str, console: Console) -> Path:
             out.finish("incomplete" if isinstance(error, IncompleteRun) else "failed", f"{type(error).__name__}: {error}")
             raise
         out.finish("done")
+        if "report" not in config.stages:
+            stage_report.show(out.path, console)
         return out.path
 
 
@@ -135,7 +138,7 @@ def identity(config: Config) -> dict[str, Any]:
         "batch_size": config.runtime.batch_size,
         "threads": config.runtime.threads,
         "device": kind,
-        "code": source_digest(),
+        "code": source_digest(config),
     }
 
 
@@ -145,7 +148,7 @@ def fingerprint(model: ModelConfig) -> str:
     if not folder.is_dir():
         return f"{model.path}@{model.revision or 'default'}"
     total = hashlib.sha256()
-    for file in sorted(p for p in folder.iterdir() if p.suffix in (".json", ".safetensors", ".model")):
+    for file in sorted(p for p in folder.iterdir() if p.is_file() and p.suffix != ".md" and not p.name.startswith(".")):
         total.update(f"{file.name} {file.stat().st_size}".encode())
         with open(file, "rb") as stream:
             total.update(stream.read(1 << 20))
@@ -155,11 +158,14 @@ def fingerprint(model: ModelConfig) -> str:
     return total.hexdigest()[:16]
 
 
-def source_digest() -> str:
-    """Hash of the package's own code: results of two codes never meet in one folder."""
+def source_digest(config: Config) -> str:
+    """Hash of the package's code and of the user's own method and task: results of two codes never meet in one folder."""
     total = hashlib.sha256()
-    for file in sorted(paths.PACKAGE.rglob("*.py")):
-        total.update(file.relative_to(paths.PACKAGE).as_posix().encode() + file.read_bytes())
+    own = {inspect.getsourcefile(cls) for cls in (config.method_class, type(config.task), type(config.search))}
+    files = {*paths.PACKAGE.rglob("*.py"), *(Path(file).resolve() for file in own if file)}
+    for file in sorted(files):
+        name = file.relative_to(paths.PACKAGE).as_posix() if file.is_relative_to(paths.PACKAGE) else file.name
+        total.update(name.encode() + file.read_bytes())
     return total.hexdigest()[:12]
 
 

@@ -41,7 +41,12 @@ def summarise(jobs: Sequence[dict[str, Any]], console: Console) -> Path | None:
     folder = first.parent / f"sweep__{name}__{digest([str(p) for _, p in finished])}"
     (folder / "figures").mkdir(parents=True, exist_ok=True)
     for file, out in (("metrics.csv", "summary.csv"), ("attention.csv", "attention_summary.csv")):
-        frames = [_labelled(path / file, path.name, setting, axes) for setting, path in finished if (path / file).is_file()]
+        # Runs of different tasks may share a folder name, in different versions.
+        frames = [
+            _labelled(path / file, f"{path.parent.name}/{path.name}", setting, axes)
+            for setting, path in finished
+            if (path / file).is_file()
+        ]
         if frames:
             write_csv(folder / out, pd.concat(frames, ignore_index=True))
     for file in ("experiment.json", "reference.json"):

@@ -73,15 +73,18 @@ def _setting_lines(axes: Axes, rows: pd.DataFrame, settings: list[str], y: str, 
     if modified.empty:
         modified, base = base, modified
     same = base[["depth", y]].drop_duplicates().sort_values("depth")
+    # Equal in every run: each point occurs once per run that has a baseline.
+    shared = len(same) > 0 and (base.groupby(["depth", y]).size() == base["run"].nunique()).all() if "run" in base else True
+    shared = shared and same["depth"].is_unique
     for index, setting in enumerate(settings):
         style = line_style(index, of=len(settings))
         line = modified[modified["setting"] == setting].sort_values("depth")
         axes.plot(100 * line["depth"], scale * line[y], label=setting, **style)
-        if not same["depth"].is_unique:
+        if not shared:
             own = unmodified_of(rows, setting).sort_values("depth")
             label = "unmodified (same colour)" if index == 0 else None
             axes.plot(100 * own["depth"], scale * own[y], label=label, color=style["color"], linestyle=(0, (4, 2)))
-    if len(same) and same["depth"].is_unique:
+    if len(same) and shared:
         axes.plot(100 * same["depth"], scale * same[y], label="unmodified", **line_style(0, True))
 
 

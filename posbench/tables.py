@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -48,6 +49,11 @@ def headline(metrics: pd.DataFrame | None) -> str:
         parts += [_verdict(rows, average, str(method)) for method in average.index if method != UNMODIFIED]
         sentences.append(where + "; ".join(parts) + ".")
     return " ".join(sentences)
+
+
+def applied(method: Mapping[str, Any]) -> str:
+    """The method as it ran, from ``method.json``: its name and every parameter."""
+    return f"{method['name']}: " + ", ".join(f"{k} {v}" for k, v in method.items() if k != "name" and v is not None)
 
 
 def _verdict(rows: pd.DataFrame, average: Any, method: str) -> str:
@@ -187,14 +193,12 @@ def _plain(value: Any) -> str:
 
 
 def swept_columns(summary: pd.DataFrame) -> list[str]:
-    """The swept columns of a summary: those that stand between `run` and the columns of metrics.csv.
-
-    Where there are none (a sweep over `model=a,b`, say), those of model, method, task and seed that vary.
-    """
+    """The swept columns of a summary: those of model, method and task that vary, and what stands between `run` and `model`."""
     front = list(summary.columns[: list(summary.columns).index("model")])
     swept = [c for c in front if c != "run"]
     rows = summary[summary["method"] != UNMODIFIED] if (summary["method"] != UNMODIFIED).any() else summary
-    return swept or [c for c in ("model", "method", "task", "seed") if rows[c].nunique() > 1] or ["method"]
+    named = [c for c in ("model", "method", "task") if rows[c].nunique() > 1 and f"{c} (swept)" not in swept]
+    return [*named, *swept] or (["seed"] if rows["seed"].nunique() > 1 else ["method"])
 
 
 def sweep_table(summary: pd.DataFrame, axes: list[str]) -> tuple[list[str], list[list[str]], str]:

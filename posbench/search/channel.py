@@ -96,14 +96,16 @@ class ChannelSearch:
         # The paper's own 32-layer models use 10-25; other depths take the same share of the model.
         return [published or (round(count * 10 / 32), min(round(count * 25 / 32), count - 1))]
 
-    def ask(self, found: ChannelStatistics, ranges: Sequence[tuple[int, int]]) -> list[Candidate]:
-        """Every candidate, in the order in which ties are broken: smoother channels first.
+    def ask(self, found: ChannelStatistics, ranges: Sequence[tuple[int, int]], channel: int | None = None) -> list[Candidate]:
+        """Every candidate, in the order in which ties are broken: smoother channels first; of one channel where it is given.
 
         Raises:
             UserError: No channel passes the filter.
         """
         channels = found.ranking[: self.top_k]
-        if self.candidates == "all":
+        if channel is not None:
+            channels = [channel]
+        elif self.candidates == "all":
             channels = list(range(len(found.smoothness)))
         if not channels:
             raise UserError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
@@ -64,6 +64,7 @@ class Run:
     def methods(self) -> dict[str, Method]:
         """The unmodified model and the method under test, by the name that tables show."""
         method = self.config.method(self.found)
+        self.out.write_json("method.json", {"name": self.config.method_name, **asdict(method)})
         both: dict[str, Method] = {UNMODIFIED: Unmodified()}
         if not isinstance(method, Unmodified):
             both[self.config.method_name] = method

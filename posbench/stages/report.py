@@ -37,6 +37,9 @@ def show(folder: Path, console: Console) -> None:
     if metrics is not None:
         console.print(tables.summary_table(metrics))
         console.print(tables.headline(metrics))
+        method = _json(folder / "method.json") or {}
+        if len(method) > 1:
+            console.print(f"as applied: {tables.applied(method)}")
         show_reference(metrics, folder, console)
     page = folder / "report.html"
     console.print(f"report: {page}" if page.is_file() else f"run: {folder}", soft_wrap=True)
@@ -46,7 +49,8 @@ def show_reference(metrics: pd.DataFrame, folder: Path, console: Console) -> Non
     """Print a paper's numbers beside ours, or why they cannot be compared."""
     facts, reference = (_json(folder / name) for name in ("experiment.json", "reference.json"))
     if facts:
-        console.print(f"{facts['title']}. {facts['note']}".strip())
+        reading = f"The paper's reading: {'; '.join(facts['claims'])}." if facts["claims"] else ""
+        console.print(" ".join(part for part in (facts["title"] + ".", facts["note"], reading) if part))
     header, rows = tables.reference_table(metrics, reference or [])
     if rows:
         table = Table(*header)

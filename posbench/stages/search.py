@@ -42,7 +42,13 @@ def run(run: Run) -> None:
             field="stages", value=list(run.config.stages), allowed="no search for this method", hint="leave search out of stages"
         )
     key = digest(
-        {"identity": run.identity, "search": run.config.raw["search"], "task": run.config.raw["task"], "layers": _ranges(run)}
+        {
+            "identity": run.identity,
+            "search": run.config.raw["search"],
+            "task": run.config.raw["task"],
+            "layers": _ranges(run),
+            "channel": _typed_channel(run.config),
+        }
     )
     other = None if run.out.stage("search").get("done") else run.out.sibling_with("search", key)
     if other:
@@ -62,7 +68,10 @@ def run(run: Run) -> None:
     )
     if block["channel"] is None:
         run.found = {"channel": 0, "factor": 1.0, "layers": [0, 0]}
-    run.console.print(f"search chose {text}: loss {block['loss']:.4f}, unmodified {block['loss_unmodified']:.4f}")
+    remark = "" if block["loss"] < block["loss_unmodified"] else "; no candidate lowers the loss of the unmodified model"
+    run.console.print(f"search chose {text}: loss {block['loss']:.4f}, unmodified {block['loss_unmodified']:.4f}{remark}")
+    if "evaluate" not in run.config.stages:
+        run.console.print("paste into the model's YAML:\n\n" + (run.out.path / "found.yaml").read_text(), soft_wrap=True)
 
 
 def check(config: Config, lm: LM) -> None:
@@ -81,6 +90,14 @@ def check(config: Config, lm: LM) -> None:
             allowed=f"from {low} ({why}) to {lm.context_window} (context window of {lm.name})",
             hint="change search.length, or shorten search.window",
         )
+    typed = _typed_channel(config)
+    if typed is not None and not isinstance(typed, int):
+        raise UserError(
+            field="method.channel",
+            value=typed,
+            allowed="one channel, with the search stage",
+            hint="leave the search out: stages=[intervene,evaluate,report]",
+        )
     if isinstance(search.layers, tuple):
         check_layers(lm, "search.layers", search.layers)
 
@@ -94,11 +111,16 @@ def _ranges(run: Run) -> list[tuple[int, int]]:
     return run.config.search.layer_ranges(run.lm.layers, published)  # type: ignore[arg-type]
 
 
+def _typed_channel(config: Config) -> int | None:
+    """The channel that the user typed: the search then looks for its factor and layers only."""
+    return config.method_fields.get("channel") if "channel" in config.pinned else None
+
+
 def _search(run: Run) -> None:
     search, lm = run.config.search, run.lm
     averages = average_states(lm, search, run)
     found = search.statistics(averages)
-    candidates = search.ask(found, _ranges(run))
+    candidates = search.ask(found, _ranges(run), _typed_channel(run.config))
     for candidate in candidates[:1] + candidates[-1:]:
         ScaleChannel(channel=candidate.channel, factor=candidate.factor, layers=candidate.layers).check(lm)
     examples = run.examples("calibration")

@@ -122,7 +122,7 @@ def _found(measured: Numbers) -> str:
     text = (
         f"The paper's search ({strings}, attention input after the norm, cubic fit, {channels}, calibration loss) finds "
         f"channel {_pick(found)} in layers {first}-{last}: {difference(found)} points (95 % interval of the paired difference). "
-        "Layer 0 stays out of the range: its heads look back by a fixed offset and break when a channel is scaled."
+        "Layer 0 stays out of the range: its heads look back by a fixed offset."
     )
     sets, same = measured["string_sets"], measured["string_sets_same"]
     text += (

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pandas as pd
 import pytest
+import yaml
 
-from posbench import __version__, paths
+from posbench import __version__, paths, report, tables
 from posbench.errors import choices
 from tests.conftest import Result, run_folders
 
@@ -80,6 +82,60 @@ def test_the_default_run_on_the_embedded_model(posbench: Callable[..., Result], 
     assert "report.html" in result.out
 
 
+def test_a_sweep_over_a_task_keeps_each_runs_own_baseline(
+    posbench: Callable[..., Result], small: list[str], outputs: Path
+) -> None:
+    rest = [o for o in small if not o.startswith(("stages", "task.seed"))]
+    result = posbench("-m", *rest, *FIXED, "stages=[evaluate,report]", "task.seed=0,1", "method.factor=1,0")
+    assert result.status == 0, result.err
+    (sweep,) = outputs.glob("kv_retrieval/v001/sweep__*")
+    summary = report.read_csv(sweep / "summary.csv")
+    header, rows, _ = tables.sweep_table(summary, tables.swept_columns(summary))
+    assert len(rows) == 4
+    for row in rows:
+        cells = dict(zip(header[1:], row[1:], strict=True))
+        own = pd.read_csv(outputs / "kv_retrieval" / cells["run"] / "metrics.csv", dtype={"position": str})
+        own = own[(own["position"] == "all") & (own["metric"] == "accuracy")].set_index("method")["value"]
+        assert cells["unmodified"].startswith(f"{100 * own['none']:.1f} [")
+        assert cells["accuracy"].startswith(f"{100 * own['scale_channel']:.1f} [")
+
+
+def test_a_typed_channel_is_the_only_one_searched(posbench: Callable[..., Result], small: list[str], outputs: Path) -> None:
+    result = posbench(*small, "method.channel=3", "search.factors=[0.5,-1.0]", "stages=[search,intervene]")
+    assert result.status == 0, result.err
+    (folder,) = run_folders(outputs)
+    assert set(pd.read_csv(folder / "search.csv")["channel"]) == {3}
+    applied = json.loads((folder / "method.json").read_text())
+    found = yaml.safe_load((folder / "found.yaml").read_text())["scale_channel"]
+    assert applied["channel"] == 3 and applied["factor"] == found["factor"] and applied["layers"] == found["layers"]
+    assert "paste into the model's YAML" in result.out
+    two = posbench(*small, "method.channel=[3,5]")
+    assert two.status == 2 and "one channel, with the search stage" in two.err
+
+
+def test_a_users_own_method_and_a_chat_template_move_the_hash(
+    posbench: Callable[..., Result], small: list[str], outputs: Path, tmp_path: Path, checkpoint: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    code = "from posbench.methods.unmodified import Unmodified\nclass Own(Unmodified):\n    pass\n"
+    module, conf = tmp_path / "ownmethod.py", tmp_path / "conf" / "method"
+    conf.mkdir(parents=True)
+    module.write_text(code)
+    (conf / "own.yaml").write_text("_target_: ownmethod.Own\nname: own\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    copy = tmp_path / "model"
+    shutil.copytree(checkpoint, copy)
+    rest = [o for o in small if not o.startswith(("stages", "model.path"))]
+    command = ["--config-dir", str(conf.parent), *rest, f"model.path={copy}", "method=own", "stages=[evaluate]"]
+    template = copy / "chat_template.jinja"
+    changes = (lambda: None, lambda: module.write_text(code + "# changed\n"), lambda: template.write_text("x"))
+    for change in changes:
+        change()
+        result = posbench(*command)
+        assert result.status == 0 and "finished before" not in result.out, result.err
+    assert len(run_folders(outputs)) == 3
+
+
 def test_a_sweep_ends_with_one_table(posbench: Callable[..., Result], small: list[str], outputs: Path) -> None:
     result = posbench("-m", *small, *FIXED, "method.factor=1,0")
     assert result.status == 0, result.err
@@ -93,7 +149,7 @@ def test_a_sweep_ends_with_one_table(posbench: Callable[..., Result], small: lis
     # Each run's own rows, unchanged, under its setting.
     for folder in run_folders(outputs):
         own = pd.read_csv(folder / "metrics.csv", dtype={"position": str})
-        part = summary[summary["run"] == folder.name]
+        part = summary[summary["run"] == f"{folder.parent.name}/{folder.name}"]
         pd.testing.assert_frame_equal(part[list(own.columns)].reset_index(drop=True), own)
     assert (sweep / "report.html").is_file()
     assert [job["status"] for job in json.loads((sweep / "jobs.json").read_text())] == [0, 0]
@@ -154,7 +210,7 @@ def test_a_config_dir_of_the_user(own: Path, posbench: Callable[..., Result], sm
     assert folder.name.startswith("mine__scale_channel__")
     assert "3\n" in (folder / "config.yaml").read_text()
     wrong = posbench("--config-dir", str(own), "model=mien")
-    assert wrong.status == 2 and "mine, mistral7b, tiny" in wrong.err and "did you mean mine?" in wrong.err
+    assert wrong.status == 2 and "mine, mistral7b" in wrong.err and "did you mean mine?" in wrong.err
     assert posbench("validate", "--config-dir", str(own), "model=mine", verb=True).status == 0
 
 
