@@ -94,10 +94,8 @@ def test_what_is_typed_wins_over_what_is_found() -> None:
 
 
 def test_a_method_without_constants_names_the_command_that_finds_them() -> None:
-    with pytest.raises(
     command = r"posbench stages=\[search\] model=hf model.path=\. method=scale_channel"
     with pytest.raises(UserError, match=r"method.channel = None.*" + command):
-    ):
         _checked("model=hf", "model.path=.")
     assert _checked("model=hf", "model.path=.", "stages=[search]").trial() == ScaleChannel(channel=0, factor=1.0, layers=(0, 0))
 
