@@ -84,7 +84,8 @@ def render_run(folder: Path) -> Path:
     if channels is not None:
         caption = (
             "Mean over random strings at each token position (thin) and its sliding mean (thick), which the search fits: a line "
-            "that keeps rising or falling means that the channel encodes position."
+            "that keeps rising or falling means that the channel encodes position. Attention input: after a layer's first norm. "
+            "Residual: 0 is the embedding, the last one comes after the final norm."
         )
         drawn = [(c, plots.channel_curves(channels, c)) for c in channels["channel"].unique()]
         figures = [_figure(folder, f"channel_{_slug(c)}", figure, f"Channel {c}. {caption}") for c, figure in drawn]

@@ -137,6 +137,8 @@ def factor_sweep(summary: pd.DataFrame, axis: str | Sequence[str] = "method.fact
         left.set_xticks(x, [str(i + 1) for i in range(len(settings))] if long else settings)
         left.set_xlim(-0.5, len(settings) - 0.5)
     percent_axes(left, "accuracy, all positions (%)", left.get_xlabel())
+    if len(distinct):
+        left.set_title("blue: method; black: unmodified")
     percent_axes(right)
     figure.legend(handles, labels, loc="outside right center", title=label)
     return figure
