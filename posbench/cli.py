@@ -29,7 +29,7 @@ HELP = """posbench finds, explains and removes position bias in language models.
   posbench -m method.factor=1,0.5,0,-0.5,-1           sweep; ends with one summary table and one figure
   posbench experiment=yu2025_fig6                     one figure or table of a paper
 
-  posbench ls [models|methods|tasks|searches|experiments]
+  posbench ls [models|methods|tasks|searches|experiments] [--config-dir DIR]
   posbench validate [OVERRIDES]                       compose and check configs, run nothing
   posbench report DIR                                 redraw the figures and report.html of a run or a sweep
   posbench rescore DIR                                score saved outputs again, without a model
@@ -204,15 +204,19 @@ def _keys(typed: list[str]) -> list[str]:
 
 def _ls(args: list[str]) -> int:
     kinds = [*GROUPS, "experiments"]
+    own: list[Path] = []
+    if "--config-dir" in args[:-1]:
+        at = args.index("--config-dir")
+        own, args = [Path(args[at + 1])], args[:at] + args[at + 2 :]
     if len(args) > 1 or (args and args[0] not in kinds):
         raise UserError(field="ls", value=" ".join(args), allowed=", ".join(kinds), hint="posbench ls models")
     for kind in args or kinds:
-        folder = paths.EXPERIMENTS if kind == "experiments" else paths.CONF / GROUPS[kind]
+        folders = [paths.EXPERIMENTS] if kind == "experiments" else [root / GROUPS[kind] for root in (paths.CONF, *own)]
         table = Table(title=kind, title_justify="left", box=None, pad_edge=False)
         table.add_column("name")
         table.add_column("what")
-        for name in choices(folder):
-            table.add_row(name, _about(folder / f"{name}.yaml"))
+        for name in choices(*folders):
+            table.add_row(name, next(_about(f / f"{name}.yaml") for f in folders if (f / f"{name}.yaml").is_file()))
         Console().print(table)
     return 0
 

@@ -212,6 +212,8 @@ def test_a_config_dir_of_the_user(own: Path, posbench: Callable[..., Result], sm
     wrong = posbench("--config-dir", str(own), "model=mien")
     assert wrong.status == 2 and "mine, mistral7b" in wrong.err and "did you mean mine?" in wrong.err
     assert posbench("validate", "--config-dir", str(own), "model=mine", verb=True).status == 0
+    listed = posbench("ls", "models", "--config-dir", str(own), verb=True).out
+    assert "mine" in listed and "mistral7b" in listed
 
 
 def test_an_experiment_with_a_config_dir_of_the_user(own: Path, posbench: Callable[..., Result], outputs: Path) -> None:
