@@ -154,21 +154,11 @@ def _experiment(folder: Path, metrics: pd.DataFrame) -> list[Section]:
         return []
     try:
         header, rows = tables.reference_table(metrics, list(reference))
-        models = ", ".join(dict.fromkeys(str(row["model"]) for row in reference))
+        text = tables.reference_text(facts, list(reference), bool(rows))
     except (KeyError, TypeError, ValueError) as error:
         allowed = "a list of rows with model, method, task, position, metric, value"
         raise _unreadable(folder / "reference.json", error, allowed) from error
-    text = [str(facts.get("note", ""))]
-    if facts.get("claims"):
-        text.append("The paper's reading: " + "; ".join(facts["claims"]) + ".")
-    if rows:
-        text.append("A number agrees if the paper's value lies within our 95 % interval.")
-    elif reference:
-        text.append(f"The paper's numbers are for {models}; none of these ran here, so nothing is compared.")
-    sources = "; ".join(dict.fromkeys(str(row["source"]) for row in reference if row.get("source")))
-    text.append(f"Source: {sources}." if sources else "")
-    title = str(facts.get("title", "Beside the paper's numbers"))
-    return [Section(title, " ".join(part for part in text if part), header, rows)]
+    return [Section(str(facts.get("title", "Beside the paper's numbers")), text, header, rows)]
 
 
 def _search(folder: Path, search: pd.DataFrame) -> Section:

@@ -68,7 +68,7 @@ def execute(config: Config, *, command: str, console: Console) -> Path:
     name = f"{config.model.name}__{config.method_name}__{digest(moves)}"
     key = {
         "posbench": posbench.__version__,
-        "code": source_digest(config),
+        "code": who["code"],
         "task": config.raw["task"],
         "task_version": config.task.version,
     }

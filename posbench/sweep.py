@@ -49,9 +49,11 @@ def summarise(jobs: Sequence[dict[str, Any]], console: Console) -> Path | None:
         ]
         if frames:
             write_csv(folder / out, pd.concat(frames, ignore_index=True))
+    # A run in another setting than the paper's has an empty reference; another of the grid may have the numbers.
+    told = max((path for _, path in finished), key=lambda path: _size(path / "reference.json"))
     for file in ("experiment.json", "reference.json"):
-        if (first / file).is_file():
-            write_text(folder / file, (first / file).read_text())
+        if (told / file).is_file():
+            write_text(folder / file, (told / file).read_text())
     write_text(folder / "jobs.json", json.dumps(list(jobs), indent=2) + "\n")
     if (folder / "summary.csv").is_file():
         summary = report.read_csv(folder / "summary.csv")
@@ -65,6 +67,10 @@ def summarise(jobs: Sequence[dict[str, Any]], console: Console) -> Path | None:
             show_reference(summary, folder, console)
         console.print(f"sweep: {report.render_sweep(folder)}", soft_wrap=True)
     return folder
+
+
+def _size(file: Path) -> int:
+    return file.stat().st_size if file.is_file() else 0
 
 
 def _labelled(file: Path, run: str, setting: dict[str, str], axes: Sequence[str]) -> pd.DataFrame:

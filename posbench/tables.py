@@ -128,6 +128,27 @@ def short(cell: str) -> str:
     return re.sub(r"(?<=[\[ ])(-?[\d.]+)(?=[,\]])", lambda m: f"{float(m[1]):.0f}", cell)
 
 
+def reference_text(facts: Mapping[str, Any], reference: list[dict[str, Any]], compared: bool) -> str:
+    """What is said beside a paper's numbers.
+
+    Args:
+        facts: ``experiment.json``: ``note`` on the setting and ``claims`` of the paper.
+        reference: The paper's rows.
+        compared: Whether one of the paper's models ran.
+    """
+    text = [str(facts.get("note", ""))]
+    if facts.get("claims"):
+        text.append("The paper's reading: " + "; ".join(facts["claims"]) + ".")
+    if compared:
+        text.append("A number agrees if the paper's value lies within our 95 % interval.")
+    elif reference:
+        models = ", ".join(dict.fromkeys(str(row["model"]) for row in reference))
+        text.append(f"The paper's numbers are for {models}; none of these ran here, so nothing is compared.")
+    sources = "; ".join(dict.fromkeys(str(row["source"]) for row in reference if row.get("source")))
+    text.append(f"Source: {sources}." if sources else "")
+    return " ".join(part for part in text if part)
+
+
 def reference_table(metrics: pd.DataFrame, reference: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
     """A paper's numbers beside ours as text, for the models that ran: header and rows, none where no model matches."""
     table = compare_with_reference(metrics, reference)

@@ -47,19 +47,16 @@ def show(folder: Path, console: Console) -> None:
 
 def show_reference(metrics: pd.DataFrame, folder: Path, console: Console) -> None:
     """Print a paper's numbers beside ours, or why they cannot be compared."""
-    facts, reference = (_json(folder / name) for name in ("experiment.json", "reference.json"))
-    if facts:
-        reading = f"The paper's reading: {'; '.join(facts['claims'])}." if facts["claims"] else ""
-        console.print(" ".join(part for part in (facts["title"] + ".", facts["note"], reading) if part))
-    header, rows = tables.reference_table(metrics, reference or [])
+    facts, reference = _json(folder / "experiment.json"), _json(folder / "reference.json") or []
+    if not facts:
+        return
+    header, rows = tables.reference_table(metrics, reference)
+    console.print(f"{facts['title']}. {tables.reference_text(facts, reference, bool(rows))}".strip())
     if rows:
         table = Table(*header)
         for row in rows:
             table.add_row(*map(tables.short, row))
         console.print(table)
-    elif reference:
-        models = ", ".join(dict.fromkeys(row["model"] for row in reference))
-        console.print(f"The paper's numbers are for {models}; none of these ran here.")
 
 
 def _json(file: Path) -> Any:

@@ -37,10 +37,6 @@ RESULTS = ("search.csv", "channels.csv", "found.yaml")
 
 def run(run: Run) -> None:
     """Search, write ``search.csv``, ``channels.csv`` and ``found.yaml``, and hand the result to the later stages."""
-    if not issubclass(run.config.method_class, ScaleChannel):
-        raise UserError(
-            field="stages", value=list(run.config.stages), allowed="no search for this method", hint="leave search out of stages"
-        )
     key = digest(
         {
             "identity": run.identity,
@@ -121,8 +117,6 @@ def _search(run: Run) -> None:
     averages = average_states(lm, search, run)
     found = search.statistics(averages)
     candidates = search.ask(found, _ranges(run), _typed_channel(run.config))
-    for candidate in candidates[:1] + candidates[-1:]:
-        ScaleChannel(channel=candidate.channel, factor=candidate.factor, layers=candidate.layers).check(lm)
     examples = run.examples("calibration")
     answers = {e.id: lm.answer_ids(e.prompt, e.answers[0]) for e in examples}
     plan = batches([len(answers[e.id][0]) for e in examples], search.batch_size)
