@@ -41,19 +41,10 @@ def summarise(jobs: Sequence[dict[str, Any]], console: Console) -> Path | None:
     folder = first.parent / f"sweep__{name}__{digest([str(p) for _, p in finished])}"
     (folder / "figures").mkdir(parents=True, exist_ok=True)
     for file, out in (("metrics.csv", "summary.csv"), ("attention.csv", "attention_summary.csv")):
-        # Runs of different tasks may share a folder name, in different versions.
-        frames = [
-            _labelled(path / file, f"{path.parent.name}/{path.name}", setting, axes)
-            for setting, path in finished
-            if (path / file).is_file()
-        ]
+        frames = [_labelled(path / file, _label(path), setting, axes) for setting, path in finished if (path / file).is_file()]
         if frames:
             write_csv(folder / out, pd.concat(frames, ignore_index=True))
-    # A run in another setting than the paper's has an empty reference; another of the grid may have the numbers.
-    told = max((path for _, path in finished), key=lambda path: _size(path / "reference.json"))
-    for file in ("experiment.json", "reference.json"):
-        if (told / file).is_file():
-            write_text(folder / file, (told / file).read_text())
+    _share_experiment(folder, [path for _, path in finished])
     write_text(folder / "jobs.json", json.dumps(list(jobs), indent=2) + "\n")
     if (folder / "summary.csv").is_file():
         summary = report.read_csv(folder / "summary.csv")
@@ -69,8 +60,29 @@ def summarise(jobs: Sequence[dict[str, Any]], console: Console) -> Path | None:
     return folder
 
 
-def _size(file: Path) -> int:
-    return file.stat().st_size if file.is_file() else 0
+def _share_experiment(folder: Path, runs: Sequence[Path]) -> None:
+    """Give the sweep its experiment's title, and each run's own part of the paper's numbers: same model, same setting."""
+    told = [run for run in runs if (run / "experiment.json").is_file()]
+    if not told:
+        return
+    own: list[dict[str, Any]] = []
+    every: list[dict[str, Any]] = []
+    for run in told:
+        rows = json.loads((run / "reference.json").read_text()) if (run / "reference.json").is_file() else []
+        metrics = report.read_csv(run / "metrics.csv")
+        models = set() if metrics is None else set(metrics["model"])
+        own += [{**row, "run": _label(run)} for row in rows if row["model"] in models]
+        every = every or rows
+    facts = json.loads((told[0] / "experiment.json").read_text())
+    if own:
+        facts["note"] = ""  # a run in another setting has no row here
+    write_text(folder / "experiment.json", json.dumps(facts, indent=2) + "\n")
+    write_text(folder / "reference.json", json.dumps(own or every, indent=2) + "\n")
+
+
+def _label(run: Path) -> str:
+    """Version and name: runs of different tasks may share a folder name, in different versions."""
+    return f"{run.parent.name}/{run.name}"
 
 
 def _labelled(file: Path, run: str, setting: dict[str, str], axes: Sequence[str]) -> pd.DataFrame:

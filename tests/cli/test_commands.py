@@ -100,6 +100,28 @@ def test_a_sweep_over_a_task_keeps_each_runs_own_baseline(
         assert cells["accuracy"].startswith(f"{100 * own['scale_channel']:.1f} [")
 
 
+def test_a_paper_is_compared_with_the_runs_in_its_setting_only(
+    posbench: Callable[..., Result], small: list[str], outputs: Path
+) -> None:
+    rest = [o for o in small if not o.startswith(("stages", "task.pairs", "task.positions", "model.name"))]
+    setting = ["experiment.reference.setting.pairs=12", "experiment.reference.setting.prompt=compact", "model.name=mistral7b"]
+    stages = ["stages=[evaluate,report]", "task.pairs=8,12"]
+    result = posbench("experiment=yu2025_table1_kv", *rest, *FIXED, *setting, *stages)
+    assert result.status == 0, result.err
+    (sweep,) = outputs.glob("yu2025_table1_kv/v001/sweep__*")
+    summary = report.read_csv(sweep / "summary.csv")
+    reference = json.loads((sweep / "reference.json").read_text())
+    _, rows = tables.reference_table(summary, reference)
+    assert len(rows) == 2 * 6, "two methods, five positions and the average, of one run"
+    here = (summary["task.pairs"].astype(str) == "12") & (summary["position"] == "all") & (summary["metric"] == "accuracy")
+    fits = summary[here]
+        (summary["task.pairs"].astype(str) == "12") & (summary["position"] == "all") & (summary["metric"] == "accuracy")
+    ]
+    average = {row[1]: row[4] for row in rows if row[2] == "all"}
+    for method, value in zip(fits["method"], fits["value"], strict=True):
+        assert average[method].startswith(f"{100 * value:.1f} [")
+
+
 def test_a_typed_channel_is_the_only_one_searched(posbench: Callable[..., Result], small: list[str], outputs: Path) -> None:
     result = posbench(*small, "method.channel=3", "search.factors=[0.5,-1.0]", "stages=[search,intervene]")
     assert result.status == 0, result.err
