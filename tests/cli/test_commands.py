@@ -115,8 +115,7 @@ def test_a_paper_is_compared_with_the_runs_in_its_setting_only(
     assert len(rows) == 2 * 6, "two methods, five positions and the average, of one run"
     here = (summary["task.pairs"].astype(str) == "12") & (summary["position"] == "all") & (summary["metric"] == "accuracy")
     fits = summary[here]
-        (summary["task.pairs"].astype(str) == "12") & (summary["position"] == "all") & (summary["metric"] == "accuracy")
-    ]
+    assert len(fits) == 2
     average = {row[1]: row[4] for row in rows if row[2] == "all"}
     for method, value in zip(fits["method"], fits["value"], strict=True):
         assert average[method].startswith(f"{100 * value:.1f} [")
