@@ -1,43 +1,115 @@
 """All per-architecture knowledge: one row per model family, refused by name when unknown."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from torch.utils.hooks import RemovableHandle
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from posbench.errors import UserError
 
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """Where one model family keeps its attention.
+    """Where one model family keeps its attention, and what happens to a key between projection and cache.
 
     Attributes:
         name: Name shown to users.
         model_types: Values of ``config.model_type`` that belong to the family.
+        traits: What sets it apart, in a few words for the support table.
         layers: Dotted path from the causal-LM object to its list of decoder layers.
         attention: Attribute of a decoder layer that holds the attention module.
         query: Attribute of the attention module that projects queries.
-        key: Attribute of the attention module that projects keys.
+        key: Attribute of the attention module that projects keys; the same as ``query`` where they are fused.
+        fused: Rows of a fused projection with H query and G key heads: ``blocks`` is all queries, all keys, all values;
+            ``groups`` is, for each key head, its H / G queries, the key, the value.
+        key_norm: Attribute of the attention module that normalises keys before the rotation.
+        norm_over: What that norm sees at once: one ``head``, or the whole ``projection``.
+        clip: Attribute with the bound to which the projection's output is clamped; None or 0 means no bound.
+        rope_if: Attribute that is None or 0 in layers without rotary embedding; None where all layers alike.
+        position: How the model knows positions, beside its causal mask.
+        interface: Whether attention runs through the library's attention functions, which posbench can listen to.
     """
 
     name: str
     model_types: tuple[str, ...]
+    traits: str = ""
     layers: str = "model.layers"
     attention: str = "self_attn"
     query: str = "q_proj"
     key: str = "k_proj"
+    fused: Literal["blocks", "groups"] | None = None
+    key_norm: str | None = None
+    norm_over: Literal["head", "projection"] = "head"
+    clip: str | None = None
+    rope_if: str | None = None
+    position: str = "RoPE"
+    interface: bool = True
 
 
 FAMILIES = (
-    Family(name="Llama (1-3, Vicuna, tiny)", model_types=("llama",)),
-    Family(name="Mistral", model_types=("mistral",)),
-    Family(name="Gemma 1", model_types=("gemma",)),
-    Family(name="Qwen1.5 / Qwen2 / Qwen2.5", model_types=("qwen2",)),
-)
+    Family(name="Llama 1 to 3.x, Vicuna, StableBeluga, TinyLlama", model_types=("llama",), traits="grouped keys from Llama 2 70B on"),
+    Family(name="Mistral, Mixtral", model_types=("mistral", "mixtral"), traits="sliding window (v0.1), experts"),
+    Family(name="Qwen1.5, Qwen2, Qwen2.5", model_types=("qwen2",), traits="biases"),
+    Family(
+        name="Qwen3", model_types=("qwen3", "qwen3_moe"), traits="keys normalised per head, experts (MoE)", key_norm="k_norm",
+    ),
+    Family(name="Gemma 1", model_types=("gemma",), traits="head size apart from hidden size / heads"),
+    Family(name="Gemma 2", model_types=("gemma2",), traits="logit soft-cap, every other layer sliding"),
+    Family(
+        name="Gemma 3 (text)", model_types=("gemma3_text",), traits="local and global RoPE, keys normalised per head",
+        key_norm="k_norm",
+    ),
+    Family(
+        name="Gemma 3 (with vision, text prompts)", model_types=("gemma3",), traits="as Gemma 3 (text)", key_norm="k_norm",
+        layers="model.language_model.layers",
+    ),
+    Family(
+        name="Phi-3, Phi-3.5, Phi-4", model_types=("phi3",), traits="fused qkv in blocks, partial rotary, longrope",
+        query="qkv_proj", key="qkv_proj", fused="blocks",
+    ),
+    Family(
+        name="GPT-NeoX, Pythia", model_types=("gpt_neox",), traits="fused qkv per head, partial rotary",
+        layers="gpt_neox.layers", attention="attention", query="query_key_value", key="query_key_value", fused="groups",
+    ),
+    Family(
+        name="MPT", model_types=("mpt",), traits="fused qkv in blocks, optional clip", position="ALiBi",
+        layers="transformer.blocks", attention="attn", query="Wqkv", key="Wqkv", fused="blocks", clip="clip_qkv",
+        interface=False,
+    ),
+    Family(
+        name="Falcon", model_types=("falcon",), traits="fused qkv per key group", position="RoPE or ALiBi",
+        layers="transformer.h", attention="self_attention", query="query_key_value", key="query_key_value", fused="groups",
+        interface=False,
+    ),
+    Family(
+        name="OLMo 2", model_types=("olmo2",), traits="keys normalised over all heads, norms after the blocks",
+        key_norm="k_norm", norm_over="projection",
+    ),
+    Family(name="SmolLM3", model_types=("smollm3",), traits="some layers without RoPE", position="RoPE or none", rope_if="use_rope"),
+    Family(
+        name="Cohere 2 (Command R7B, Command A)", model_types=("cohere2",), traits="interleaved RoPE in the sliding layers only",
+        rope_if="sliding_window", position="RoPE or none",
+    ),
+)  # fmt: skip
+
+UNSUPPORTED = {
+    "their keys come from a compressed latent (MLA), so there is no channel of one key projection to scale": (
+        "deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2", "longcat_flash", "minicpm3", "youtu",
+    ),
+    "Llama 4 rotates in complex numbers, normalises after the rotation and attends in chunks": ("llama4", "llama4_text"),
+    "some of its layers share the keys of earlier layers": ("gemma3n", "gemma3n_text", "gemma4", "gemma4_text"),
+    "a part of its layers has no softmax attention (linear attention or state space)": (
+        "bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "lfm2", "mamba", "mamba2", "minimax", "nemotron_h",
+        "qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "recurrent_gemma", "rwkv", "xlstm", "zamba", "zamba2",
+    ),
+    "it is no causal decoder": ("bart", "bert", "led", "longt5", "mt5", "roberta", "t5"),
+}  # fmt: skip
+"""Architectures outside the shape that posbench works on, by the reason that users are told."""
 
 
 def family_of(model: PreTrainedModel) -> Family:
@@ -46,17 +118,35 @@ def family_of(model: PreTrainedModel) -> Family:
     Raises:
         UserError: The architecture is not in the table.
     """
-    kind = model.config.model_type
+    return family_of_type(model.config.model_type)
+
+
+def family_of_type(model_type: str | None) -> Family:
+    """Look up a family row by ``config.model_type``.
+
+    Raises:
+        UserError: The architecture is not in the table.
+    """
     for family in FAMILIES:
-        if kind in family.model_types:
+        if model_type in family.model_types:
             return family
     known = ", ".join(t for f in FAMILIES for t in f.model_types)
-    raise UserError(
-        field="model architecture",
-        value=kind,
-        allowed=known,
-        hint="choose a model of a listed family, or add a row to posbench/arch.py (see CONTRIBUTING.md)",
-    )
+    hint = "choose a model of a listed family, or add a row to posbench/arch.py (see CONTRIBUTING.md)"
+    for reason, types in UNSUPPORTED.items():
+        if model_type in types:
+            hint = f"choose a model of a listed family: this one cannot be supported, {reason}"
+    raise UserError(field="model architecture", value=model_type, allowed=known, hint=hint)
+
+
+def text_config(model: PreTrainedModel) -> PreTrainedConfig:
+    """The config of the language model, also inside a model that sees images."""
+    return model.config.get_text_config()
+
+
+def context_window(config: PreTrainedConfig) -> int | None:
+    """Tokens a checkpoint reads by its own config, None where the config sets no limit."""
+    text = config.get_text_config()
+    return getattr(text, "max_position_embeddings", None) or getattr(text, "max_seq_len", None)
 
 
 def attention_modules(model: PreTrainedModel) -> list[nn.Module]:
@@ -65,43 +155,123 @@ def attention_modules(model: PreTrainedModel) -> list[nn.Module]:
     return [getattr(layer, family.attention) for layer in model.get_submodule(family.layers)]  # type: ignore[union-attr]
 
 
-def query_key_projections(model: PreTrainedModel, layer: int) -> tuple[nn.Module, nn.Module]:
-    """The modules that project the attention input of ``layer`` to queries and to keys."""
+def attention_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """The hidden states [B, T, D] among the arguments of an attention module's call."""
+    return kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
+
+
+def rotary_of(kwargs: dict[str, Any]) -> tuple[Tensor, Tensor] | None:
+    """(cos, sin) that an attention module's call rotates with, each [B or 1, T, up to d]; None where it does not rotate."""
+    # Falcon hands both over and rotates only without ALiBi.
+    return None if kwargs.get("alibi") is not None else kwargs.get("position_embeddings")
+
+
+def on_query_key_input(model: PreTrainedModel, layer: int, change: Callable[[Tensor], Tensor]) -> list[RemovableHandle]:
+    """Make the queries and keys of a layer, and not its values, see a changed input.
+
+    Args:
+        model: The causal LM.
+        layer: Layer, 0-based.
+        change: Maps the attention input [B, T, D] to what queries and keys are projected from; must not write to it.
+
+    Returns:
+        The hooks; the layer is as before once all are removed.
+    """
     family, attention = family_of(model), attention_modules(model)[layer]
-    return getattr(attention, family.query), getattr(attention, family.key)
+    query, key = getattr(attention, family.query), getattr(attention, family.key)
+    if family.fused is None:
+        return [p.register_forward_pre_hook(lambda module, args: (change(args[0]), *args[1:])) for p in (query, key)]
+
+    def twice(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+        # forward(), not a call of the module: that would come back here.
+        changed = module.forward(change(args[0]), *args[1:])
+        rows = torch.cat(_fused_rows(model, layer, output.shape[-1])).to(output.device)
+        return output.index_copy(-1, rows, changed.index_select(-1, rows))
+
+    return [key.register_forward_hook(twice)]
 
 
-def key_columns(projection: nn.Module, channels: Sequence[int], like: Tensor) -> Tensor:
-    """Columns of the key projection, ``W_K[:, channels]``, without the bias.
+def keys_are_linear(model: PreTrainedModel, layer: int) -> bool:
+    """Whether cached keys depend linearly on the attention input, through a weight matrix that can be read.
+
+    Not so behind a norm or a clamp, and not for quantised, adapted or offloaded projections.
+    """
+    family, attention = family_of(model), attention_modules(model)[layer]
+    key = getattr(attention, family.key)
+    if type(key) is not nn.Linear or key.weight.is_meta or family.key_norm:
+        return False
+    return not (family.clip and getattr(attention, family.clip))
+
+
+def key_columns(model: PreTrainedModel, layer: int, channels: Sequence[int]) -> Tensor:
+    """Columns of the key projection, ``W_K[:, channels]``, without the bias, [C, G * d] for C channels."""
+    key = getattr(attention_modules(model)[layer], family_of(model).key)
+    columns = key.weight[:, list(channels)].T
+    rows = _key_rows(model, layer, columns.shape[1])
+    return columns if rows is None else columns[:, rows.to(columns.device)]
+
+
+def project_keys(model: PreTrainedModel, layer: int, hidden: Tensor) -> Tensor:
+    """Keys as the layer's projection gives them, before norm and rotation: [B, T, G * d] from the input [B, T, D]."""
+    key = getattr(attention_modules(model)[layer], family_of(model).key)
+    projected = key(hidden)
+    rows = _key_rows(model, layer, projected.shape[-1])
+    return projected if rows is None else projected[..., rows.to(projected.device)]
+
+
+def finish_keys(model: PreTrainedModel, layer: int, projected: Tensor, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
+    """What the layer does to projected keys before it caches them: clamp, normalise, split in heads, rotate.
 
     Args:
-        projection: The key projection.
-        channels: C channel indices of the attention input.
-        like: A tensor of the attention input's width, dtype and device, shape [..., D].
+        model: The causal LM.
+        layer: Layer, 0-based.
+        projected: [B, T, G * d].
+        rotary: (cos, sin) as the model handed them to this attention module, each [B or 1, T, up to d]; None without.
 
     Returns:
-        Tensor [C, G * d] (G key heads of d dimensions).
+        [B, G, T, d].
     """
-    weight = getattr(projection, "weight", None)
-    if type(projection) is nn.Linear and isinstance(weight, Tensor) and not weight.is_meta:
-        return weight[:, list(channels)].T
-    # Quantised, adapted or offloaded linears hide their columns: ask the module with unit vectors instead.
-    unit = torch.zeros(len(channels) + 1, like.shape[-1], dtype=like.dtype, device=like.device)
-    unit[torch.arange(len(channels)), torch.tensor(list(channels))] = 1
-    out = projection(unit)
-    return out[:-1] - out[-1:]
+    family, attention = family_of(model), attention_modules(model)[layer]
+    norm = getattr(attention, family.key_norm) if family.key_norm else None
+    bound = getattr(attention, family.clip) if family.clip else None
+    if bound:
+        projected = projected.clamp(-bound, bound)
+    if norm is not None and family.norm_over == "projection":
+        projected = norm(projected)
+    keys = projected.unflatten(-1, (_heads(model, layer)[1], -1))
+    if norm is not None and family.norm_over == "head":
+        keys = norm(keys)
+    return rotate(model, layer, keys.transpose(1, 2), rotary)
 
 
-def rotate(attention: nn.Module, x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
-    """Apply the family's own rotary embedding.
-
-    Args:
-        attention: Attention module; the rotary function is read from the module file that defines it.
-        x: Un-rotated queries or keys, [B, G, T, d].
-        rotary: (cos, sin) as the model handed them to this attention module, each [B or 1, T, d].
-
-    Returns:
-        Rotated tensor, [B, G, T, d].
-    """
+def rotate(model: PreTrainedModel, layer: int, x: Tensor, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
+    """Apply the layer's own rotary embedding, where it has one, to queries or keys [B, G, T, d]."""
+    family, attention = family_of(model), attention_modules(model)[layer]
+    if rotary is None or (family.rope_if and not getattr(attention, family.rope_if)):
+        return x
     apply = sys.modules[type(attention).__module__].apply_rotary_pos_emb
-    return apply(x, x, *rotary)[1]
+    # Some families rotate the first coordinates of each head only.
+    turned, rest = x[..., : rotary[0].shape[-1]], x[..., rotary[0].shape[-1] :]
+    return torch.cat([apply(turned, turned, *rotary)[1], rest], dim=-1)
+
+
+def _heads(model: PreTrainedModel, layer: int) -> tuple[int, int]:
+    """Query heads and key heads of a layer."""
+    config, attention = text_config(model), attention_modules(model)[layer]
+    heads = config.num_attention_heads
+    return heads, getattr(attention, "num_kv_heads", None) or getattr(config, "num_key_value_heads", None) or heads
+
+
+def _fused_rows(model: PreTrainedModel, layer: int, width: int) -> tuple[Tensor, Tensor]:
+    """Output rows of a fused projection of ``width`` rows that are queries, and those that are keys."""
+    heads, groups = _heads(model, layer)
+    d = width // (heads + 2 * groups)
+    if family_of(model).fused == "blocks":
+        return torch.arange(heads * d), torch.arange(heads * d, (heads + groups) * d)
+    rows = torch.arange(width).view(groups, heads // groups + 2, d)
+    return rows[:, :-2].flatten(), rows[:, -2].flatten()
+
+
+def _key_rows(model: PreTrainedModel, layer: int, width: int) -> Tensor | None:
+    return None if family_of(model).fused is None else _fused_rows(model, layer, width)[1]
+

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from dataclasses import fields as dataclass_fields
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, Literal
 
 import torch
@@ -93,7 +92,7 @@ def load(
     """
     if isinstance(source, PreTrainedModel):
         arch.family_of(source)
-        window = getattr(source.config, "max_position_embeddings", None) or 2**31
+        window = arch.context_window(source.config) or 2**31
         return LM(source.eval(), tokenizer, name or "model", window, fields.get("chat_template", "auto"))
     if isinstance(source, ModelConfig):
         config = source
@@ -140,7 +139,7 @@ def _load_checkpoint(config: ModelConfig, device: str) -> LM:
         # Read as plain data first: transformers would not name the families for a type that it does not know either.
         facts, _ = PreTrainedConfig.get_config_dict(path, **origin)
         if facts:
-            arch.family_of(SimpleNamespace(config=SimpleNamespace(model_type=facts.get("model_type"))))  # type: ignore[arg-type]
+            arch.family_of_type(facts.get("model_type"))
         hf_config = AutoConfig.from_pretrained(path, **origin)
         tokenizer = AutoTokenizer.from_pretrained(path, **origin)
         dtype = config.dtype if config.dtype != "auto" else ("float32" if where.type == "cpu" else "auto")
@@ -155,7 +154,7 @@ def _load_checkpoint(config: ModelConfig, device: str) -> LM:
             allowed="a local directory with config.json, tokenizer files and *.safetensors, or a reachable hub id",
             hint=f"set model.path=DIR to a local checkpoint ({reason})",
         ) from error
-    window = config.context_window or getattr(hf_config, "max_position_embeddings", None) or 2**31
+    window = config.context_window or arch.context_window(hf_config) or 2**31
     return LM(model.to(where).eval(), tokenizer, config.name, window, config.chat_template)
 
 

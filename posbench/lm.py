@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import (
     AttentionInterface,
     GenerationConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
-from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
-from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+from transformers.integrations.sdpa_attention import repeat_kv
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from posbench import arch
 from posbench.errors import UserError
 from posbench.hooks import replaced
 
@@ -69,7 +72,7 @@ class LM:
     @property
     def layers(self) -> int:
         """Number of decoder layers."""
-        return self.model.config.num_hidden_layers
+        return int(arch.text_config(self.model).num_hidden_layers)
 
     def render(self, prompt: str) -> str:
         """The text the model reads: the prompt, inside the chat template where the rule asks for it."""
@@ -226,27 +229,45 @@ class LM:
         """Collect the attention weights of the last token in each forward inside the block.
 
         Yields:
-            Dict layer -> weights [B, H, T] of the latest forward (post-softmax, float32). Memory is linear in T.
+            Dict layer -> weights [B, H, T] of the latest forward (post-softmax, float32 or better). A sliding-window layer
+            that no longer holds all keys gives the newest T' < T. Memory is linear in T where the family allows it.
         """
         weights: dict[int, Tensor] = {}
+        if arch.family_of(self.model).interface:
+            with self._listening(weights):
+                yield weights
+            return
+
+        def read(layer: int) -> Callable[..., None]:
+            def hook(module: nn.Module, args: Any, output: tuple[Any, ...]) -> None:
+                weights[layer] = output[1][:, :, -1]
+
+            return hook
+
+        # These families compute and return all weights themselves, when asked for eager attention.
+        with ExitStack() as stack:
+            stack.enter_context(replaced(self.model.config, "_attn_implementation_internal", "eager"))
+            for layer, module in enumerate(arch.attention_modules(self.model)):
+                stack.callback(module.register_forward_hook(read(layer)).remove)
+            yield weights
+
+    @contextmanager
+    def _listening(self, weights: dict[int, Tensor]) -> Iterator[None]:
+        """Route attention through a function that computes the last row once more and then calls the kernel in use."""
+        before = arch.text_config(self.model)._attn_implementation
 
         def attend(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any) -> Any:
-            scaling = kwargs.get("scaling") or query.shape[-1] ** -0.5
-            keys = repeat_kv(key, query.shape[1] // key.shape[1])
-            scores = (query[:, :, -1:].float() @ keys.float().transpose(-1, -2)) * scaling
-            if mask is not None:
-                row = mask[:, :, -1:, : scores.shape[-1]]
-                scores = scores.masked_fill(~row, float("-inf")) if row.dtype == torch.bool else scores + row
-            weights[module.layer_idx] = scores.softmax(-1)[:, :, 0]
-            return sdpa_attention_forward(module, query, key, value, mask, **kwargs)
+            weights[module.layer_idx] = last_row(query, key, mask, **kwargs)
+            eager = sys.modules[type(module).__module__].eager_attention_forward
+            kernel = ALL_ATTENTION_FUNCTIONS.get_interface(before, eager)
+            return kernel(module, query, key, value, mask, **kwargs)
 
-        before = self.model.config._attn_implementation
         AttentionInterface.register(_ROWS, attend)
         # Without a mask function under the same name transformers would hand over no mask at all.
-        AttentionMaskInterface.register(_ROWS, sdpa_mask)
+        AttentionMaskInterface.register(_ROWS, ALL_MASK_ATTENTION_FUNCTIONS[before])
         try:
             self.model.set_attn_implementation(_ROWS)
-            yield weights
+            yield
         finally:
             self.model.set_attn_implementation(before)
 
@@ -260,6 +281,50 @@ class LM:
             return int(self.tokenizer.pad_token_id)
         eos = self.tokenizer.eos_token_id if self.tokenizer is not None else None
         return int(eos or 0)
+
+
+def last_row(
+    query: Tensor,
+    key: Tensor,
+    mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    sliding_window: int | None = None,
+    s_aux: Tensor | None = None,
+    **_: Any,
+) -> Tensor:
+    """Attention weights of the last query, from what an attention function is given.
+
+    Args:
+        query: [B, H, Tq, d].
+        key: [B, G, T, d].
+        mask: None, boolean or additive [B, 1, Tq, >= T], or the padding mask [B, >= T] that flash kernels take.
+        scaling: Factor of the scores; d^-0.5 if None.
+        softcap: Bound of the scores through tanh (Gemma 2).
+        sliding_window: Keys that the row may see, for kernels that get no mask of their own.
+        s_aux: Sink logits per head (GPT-OSS).
+
+    Returns:
+        [B, H, T].
+    """
+    exact = torch.promote_types(query.dtype, torch.float32)
+    keys = repeat_kv(key, query.shape[1] // key.shape[1]).to(exact)
+    scores = (query[:, :, -1:].to(exact) @ keys.transpose(-1, -2))[:, :, 0] * (scaling or query.shape[-1] ** -0.5)
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    total, shut = scores.shape[-1], float("-inf")
+    if mask is not None and mask.ndim == 4:
+        row = mask[:, :, -1, :total]
+        scores = scores.masked_fill(~row, shut) if row.dtype == torch.bool else scores + row
+    elif mask is not None:
+        scores = scores.masked_fill(~mask[:, None, -total:].bool(), shut)
+    if sliding_window and (mask is None or mask.ndim != 4):
+        scores[..., : max(total - sliding_window, 0)] = shut
+    if s_aux is not None:
+        sinks = s_aux.to(exact)[None, :, None].expand(len(scores), -1, 1)
+        return torch.cat([scores, sinks], dim=-1).softmax(-1)[..., :-1]
+    return scores.softmax(-1)
 
 
 def batches(lengths: Sequence[int], size: int) -> list[list[int]]:

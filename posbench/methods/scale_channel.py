@@ -3,6 +3,8 @@
 Earlier tokens never see the scaled queries and keys, so their states do not depend on the channel, the factor or
 the layers. The prompt is therefore prefilled without the method, the cached keys get the rank-1 term
 ``(s - 1) h_p RoPE(W_K[:, p])``, and only the last tokens run with scaled inputs to the query and key projections.
+Where keys are no linear function of the input (norms or clamps behind the projection, quantised or adapted weights) the
+prefilled keys are projected again instead, from the stored attention input.
 """
 
 from __future__ import annotations
@@ -40,14 +42,15 @@ class Prefix:
     Attributes:
         cache: Keys and values of the P tokens, never changed by :meth:`fork`.
         channels: The C recorded channels of the attention input.
-        inputs: Per layer, the attention input at these channels, [B, P, C].
-        rotary: Per layer, (cos, sin) of the P positions.
+        inputs: Per layer, the attention input at these channels, [B, P, C]; all of it, [B, P, D], in layers whose keys
+            are not linear in it.
+        rotary: Per layer, (cos, sin) of the P positions; None in models without rotary embedding.
     """
 
     cache: DynamicCache
     channels: tuple[int, ...] = ()
     inputs: dict[int, Tensor] = field(default_factory=dict)
-    rotary: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    rotary: dict[int, tuple[Tensor, Tensor] | None] = field(default_factory=dict)
     _parts: tuple[tuple[int, ...], dict[int, Tensor]] = field(default_factory=lambda: ((), {}), repr=False)
 
     def fork(self, model: PreTrainedModel, method: ScaleChannel) -> DynamicCache:
@@ -55,10 +58,16 @@ class Prefix:
         cache = copy.copy(self.cache)
         cache.layers = [copy.copy(layer) for layer in self.cache.layers]
         for index in method.layer_indices if self.inputs else ():
-            layer, part = cache.layers[index], self._key_part(model, index, method.channels)
+            layer = cache.layers[index]
             # A sliding-window layer keeps the newest tokens only.
-            part = part[..., -layer.keys.shape[-2] :, :]
-            layer.keys = torch.add(layer.keys, part, alpha=method.factor - 1).to(layer.keys.dtype)
+            newest = slice(-layer.keys.shape[-2], None)
+            if arch.keys_are_linear(model, index):
+                part = self._key_part(model, index, method.channels)[..., newest, :]
+                keys = torch.add(layer.keys, _as_cached(part, layer.keys), alpha=method.factor - 1)
+            else:
+                projected = arch.project_keys(model, index, method.scale(self.inputs[index]))
+                keys = _as_cached(arch.finish_keys(model, index, projected, self.rotary[index])[..., newest, :], layer.keys)
+            layer.keys = keys.to(layer.keys.dtype)
         return cache
 
     def _key_part(self, model: PreTrainedModel, layer: int, channels: tuple[int, ...]) -> Tensor:
@@ -67,13 +76,17 @@ class Prefix:
             # Candidates differ in factor and layers first: one set of channels at a time keeps memory small.
             self._parts = (channels, {})
         if layer not in self._parts[1]:
-            inputs, (_, key) = self.inputs[layer], arch.query_key_projections(model, layer)
+            inputs = self.inputs[layer]
             exact = torch.promote_types(inputs.dtype, torch.float32)
-            columns = arch.key_columns(key, channels, inputs.new_empty(0, model.config.hidden_size)).to(exact)
+            columns = arch.key_columns(model, layer, channels).to(exact)
             part = inputs[..., [self.channels.index(c) for c in channels]].to(exact) @ columns
-            part = part.unflatten(-1, (self.cache.layers[layer].keys.shape[1], -1)).transpose(1, 2)
-            self._parts[1][layer] = arch.rotate(arch.attention_modules(model)[layer], part, self.rotary[layer])
+            self._parts[1][layer] = arch.finish_keys(model, layer, part, self.rotary[layer])
         return self._parts[1][layer]
+
+
+def _as_cached(keys: Tensor, cached: Tensor) -> Tensor:
+    """Keys [B, G, P, d] with as many heads as the cache holds: Falcon caches each key once per query head."""
+    return keys.repeat_interleave(cached.shape[1] // keys.shape[1], dim=1)
 
 
 def prefill(
@@ -104,9 +117,9 @@ def prefill(
 
     def record(layer: int) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
-            prefix.inputs[layer] = hidden[..., index]
-            prefix.rotary[layer] = kwargs["position_embeddings"]
+            hidden = arch.attention_input(args, kwargs)
+            prefix.inputs[layer] = hidden[..., index] if arch.keys_are_linear(model, layer) else hidden
+            prefix.rotary[layer] = arch.rotary_of(kwargs)
 
         return hook
 
@@ -160,6 +173,12 @@ class ScaleChannel(Method):
         """Factor 1."""
         return replace(self, factor=1.0)
 
+    def scale(self, hidden: Tensor) -> Tensor:
+        """A copy of the attention input [B, T, D] with the channels scaled."""
+        scaled = hidden.clone()
+        scaled[..., list(self.channels)] *= self.factor
+        return scaled
+
     def check(self, lm: LM) -> None:
         """See :meth:`Method.check`."""
         check_channels(lm, "method.channel", self.channels)
@@ -188,21 +207,17 @@ class ScaleChannel(Method):
                 return self.continue_with(model, forward, past_key_values=cache, **call)
             return self._prompt(model, forward, cache, prompts_seen, call)
 
-        with replaced(model, "forward", scaled_forward):
+        # Some checkpoints (MPT) ask generate() to go without a cache, which would be another method.
+        with replaced(model, "forward", scaled_forward), replaced(model.generation_config, "use_cache", True):
             yield lm
 
     def continue_with(self, model: PreTrainedModel, forward: Callable[..., Any], **inputs: Any) -> Any:
         """Run tokens whose queries and keys are scaled, on a cache whose keys are scaled already."""
 
-        def scale(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-            hidden = args[0].clone()
-            hidden[..., list(self.channels)] *= self.factor
-            return (hidden, *args[1:])
-
         with ExitStack() as stack:
             for layer in self.layer_indices:
-                for projection in arch.query_key_projections(model, layer):
-                    stack.callback(projection.register_forward_pre_hook(scale).remove)
+                for handle in arch.on_query_key_input(model, layer, self.scale):
+                    stack.callback(handle.remove)
             return forward(**inputs)
 
     def _prompt(
@@ -254,8 +269,8 @@ class ScaleChannel(Method):
             hidden = tuple(torch.cat(states, dim=1) for states in zip(*(out.hidden_states for out in outputs), strict=True))
         loss = None
         if labels is not None:
-            loss = model.loss_function(logits=logits, labels=labels, vocab_size=model.config.vocab_size)
-        wants_cache = model.config.use_cache if use_cache is None else use_cache
+            loss = model.loss_function(logits=logits, labels=labels, vocab_size=arch.text_config(model).vocab_size)
+        wants_cache = arch.text_config(model).use_cache if use_cache is None else use_cache
         result = CausalLMOutputWithPast(
             loss=loss, logits=logits, past_key_values=cache if wants_cache else None, hidden_states=hidden
         )
@@ -279,7 +294,7 @@ def _rows(name: str, value: Any, rows: slice, total: int) -> Any:
 
 def check_channels(lm: LM, name: str, channels: Sequence[int]) -> None:
     """Raise UserError unless every channel lies inside the model's hidden size."""
-    width = lm.model.config.hidden_size
+    width = arch.text_config(lm.model).hidden_size
     if not channels or any(not 0 <= c < width for c in channels) or len(set(channels)) != len(channels):
         raise UserError(
             field=name,
@@ -291,7 +306,7 @@ def check_channels(lm: LM, name: str, channels: Sequence[int]) -> None:
 
 def check_layers(lm: LM, name: str, layers: Sequence[int]) -> None:
     """Raise UserError unless the inclusive range [first, last] lies inside the model."""
-    count = lm.model.config.num_hidden_layers
+    count = lm.layers
     if len(layers) != 2 or not 0 <= layers[0] <= layers[1] < count:
         raise UserError(
             field=name,

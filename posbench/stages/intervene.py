@@ -8,6 +8,7 @@ from itertools import groupby
 import numpy as np
 import pandas as pd
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from posbench.lm import LM, Encoded, batches
@@ -43,7 +44,9 @@ def attention_to_items(lm: LM, encoded: Sequence[Encoded], examples: Sequence[Ex
             pool[row, item, tokens] = 1 / max(len(tokens), 1)
     with lm.last_attention() as weights:
         lm.model(**inputs, use_cache=False, logits_to_keep=1)
-        layers = [weights[layer].mean(1).cpu() for layer in range(lm.layers)]
+        rows = [weights[layer].mean(1).float().cpu() for layer in range(lm.layers)]
+    # A sliding-window layer may hold the newest keys only: the others have no weight.
+    layers = [F.pad(row, (width - row.shape[-1], 0)) for row in rows]
     return torch.einsum("lbt,bit->bli", torch.stack(layers), pool)
 
 

@@ -256,7 +256,7 @@ def average_states(lm: LM, search: ChannelSearch, run: Run | None = None) -> dic
 
     def capture(site: str, layer: int) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
+            hidden = arch.attention_input(args, kwargs)
             captured[site][layer] = hidden.float().sum(0)
 
         return hook

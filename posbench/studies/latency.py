@@ -62,18 +62,13 @@ class Reprojection(ScaleChannel):
             yield lm
 
     def _twice(self, model: PreTrainedModel, index: int, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        def scale(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-            hidden = inputs[0].clone()
-            hidden[..., list(self.channels)] *= self.factor
-            return (hidden, *inputs[1:])
-
         cache = kwargs.pop("past_key_values")
         hidden = kwargs["hidden_states"]
         prompt = hidden.shape[1] > 1
         base = forward(*args, past_key_values=DynamicCache(), **kwargs) if prompt else None
         with ExitStack() as stack:
-            for projection in arch.query_key_projections(model, index):
-                stack.callback(projection.register_forward_pre_hook(scale).remove)
+            for handle in arch.on_query_key_input(model, index, self.scale):
+                stack.callback(handle.remove)
             scaled = forward(*args, past_key_values=cache, **kwargs)
         if base is None:
             return scaled
