@@ -28,7 +28,7 @@ from posbench.errors import UserError
 from posbench.lm import LM
 from posbench.schema import build
 
-Kernel = Literal["sdpa", "eager", "flash_attention_2"]
+Kernel = Literal["auto", "sdpa", "eager", "flash_attention_2"]
 Dtype = Literal["auto", "float64", "float32", "bfloat16", "float16"]
 
 
@@ -41,7 +41,7 @@ class ModelConfig:
         path: Hub id, local directory, or ``posbench://NAME`` for an embedded model.
         revision: Hub revision; None takes the default branch.
         dtype: Weight type; ``auto`` is the checkpoint's own on a GPU and float32 on a CPU.
-        attention: Attention kernel.
+        attention: Attention kernel; ``auto`` is sdpa where the family has it, else eager (Gemma 2, MPT).
         chat_template: ``auto`` applies the tokenizer's template where it has one; ``none`` never does.
         context_window: Tokens the model reads; None takes the checkpoint's ``max_position_embeddings``.
         threads: CPU threads; None leaves torch's choice.
@@ -57,7 +57,7 @@ class ModelConfig:
     path: str
     revision: str | None = None
     dtype: Dtype = "auto"
-    attention: Kernel = "sdpa"
+    attention: Kernel = "auto"
     chat_template: Literal["auto", "none"] = "auto"
     context_window: int | None = None
     threads: int | None = None
@@ -144,9 +144,14 @@ def _load_checkpoint(config: ModelConfig, device: str) -> LM:
         tokenizer = AutoTokenizer.from_pretrained(path, **origin)
         dtype = config.dtype if config.dtype != "auto" else ("float32" if where.type == "cpu" else "auto")
         model = AutoModelForCausalLM.from_pretrained(
-            path, dtype=dtype, attn_implementation=config.attention, use_safetensors=True, **origin
-        )
+            path, dtype=dtype, attn_implementation=None if config.attention == "auto" else config.attention, use_safetensors=True,
+            **origin,
+        )  # fmt: skip
     except (OSError, ValueError, SafetensorError) as error:
+        if "does not support an attention implementation" in str(error):
+            raise UserError(
+                field="model.attention", value=config.attention, allowed="auto or eager for this family", hint="set model.attention=auto"
+            ) from error
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
         raise UserError(
             field="model.path",

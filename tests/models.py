@@ -7,7 +7,7 @@ import transformers as hf
 from torch import nn
 from transformers import PreTrainedModel
 
-VOCABULARY, WIDTH, LAYERS, WINDOW = 97, 48, 4, 24
+VOCABULARY, WIDTH, LAYERS, WINDOW = 260, 48, 4, 24
 SHAPE = dict(
     vocab_size=VOCABULARY, hidden_size=WIDTH, intermediate_size=64, num_hidden_layers=LAYERS, num_attention_heads=4,
     max_position_embeddings=4096, bos_token_id=None, eos_token_id=None, pad_token_id=0,
@@ -88,6 +88,9 @@ def build(name: str, *, dtype: torch.dtype = torch.float32, seed: int = 0) -> Pr
                 parameter.normal_(std=0.2)
             elif parameter.ndim == 1:
                 parameter.add_(torch.randn_like(parameter) * 0.4)
+    if dtype == torch.float64 and hasattr(model.config, "_experts_implementation"):
+        # The fast kernel of the experts knows no float64.
+        model.set_experts_implementation("eager")
     return model.to(dtype).eval()
 
 

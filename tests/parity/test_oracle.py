@@ -7,7 +7,7 @@ from transformers import DynamicCache
 
 import posbench
 from posbench.methods import ScaleChannel
-from tests.models import BUILDERS, LAYERS, VOCABULARY, WIDTH, build
+from tests.models import CLOSED_FORM, LAYERS, VOCABULARY, WIDTH, build
 
 PROMPT, STEPS = 33, 12
 # Logits reach 9; the recomputation in float32 is itself up to 1.7e-5 away from that in float64.
@@ -94,7 +94,7 @@ SETTINGS = [
 
 @pytest.mark.parametrize("padded", [False, True], ids=["plain", "left-padded"])
 @pytest.mark.parametrize("last", [1, 16, "all"])
-@pytest.mark.parametrize("name", BUILDERS)
+@pytest.mark.parametrize("name", CLOSED_FORM)
 def test_prefill_and_cached_decoding_equal_the_recomputation(name, last, padded):
     model = build(name)
     ids, mask = prompts(padded)
@@ -122,7 +122,7 @@ def test_the_recomputation_tells_wrong_interventions_apart(wrong):
     assert (prefill - recompute(model, ids, mask, **settings))[:, -1].abs().max() > 100 * TIGHT
 
 
-@pytest.mark.parametrize("name", BUILDERS)
+@pytest.mark.parametrize("name", CLOSED_FORM)
 def test_double_precision_agrees_to_rounding(name):
     model = build(name, dtype=torch.float64)
     ids, mask = prompts(padded=True)
@@ -133,7 +133,7 @@ def test_double_precision_agrees_to_rounding(name):
     assert (prefill - oracle)[mask.bool()].abs().max() < TIGHT
 
 
-@pytest.mark.parametrize("name", BUILDERS)
+@pytest.mark.parametrize("name", CLOSED_FORM)
 @pytest.mark.parametrize("last", [1, 16, "all"])
 def test_factor_one_is_the_identity(name, last):
     model = build(name)
