@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -31,6 +32,9 @@ from posbench.methods.base import Method
 
 if TYPE_CHECKING:
     from posbench.lm import LM
+
+
+log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -183,6 +187,11 @@ class ScaleChannel(Method):
         """See :meth:`Method.check`."""
         check_channels(lm, "method.channel", self.channels)
         check_layers(lm, "method.layers", self.layers)
+        if (getattr(arch.text_config(lm.model), "rope_parameters", None) or {}).get("rope_type") == "dynamic":
+            log.warning(
+                "%s has rope_type dynamic: past its trained length the frequencies change with every token, and a prompt that is "
+                "prefilled in two parts, as here and in generation, differs from one pass", lm.name,
+            )  # fmt: skip
         if not (self.last in (None, "all") or (isinstance(self.last, int) and self.last >= 1)):
             raise UserError(
                 field="method.last", value=self.last, allowed="1, a larger whole number, or all", hint="set method.last=1"

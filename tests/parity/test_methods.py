@@ -8,6 +8,7 @@ import posbench
 from posbench import paths
 from posbench.cli import _hydra
 from posbench.config import check, plain
+from tests.models import BUILDERS, build
 
 
 def method(name: str):
@@ -17,9 +18,10 @@ def method(name: str):
     return built[0]
 
 
+@pytest.mark.parametrize("family", ["tiny", *BUILDERS])
 @pytest.mark.parametrize("name", sorted(file.stem for file in (paths.CONF / "method").glob("*.yaml")))
-def test_identity_and_restoration(name):
-    lm = posbench.load("tiny")
+def test_identity_and_restoration(name, family):
+    lm = posbench.load("tiny" if family == "tiny" else build(family))
     found = method(name)
     torch.manual_seed(0)
     ids = torch.randint(6, 60, (2, 40))
@@ -36,4 +38,8 @@ def test_identity_and_restoration(name):
     for key, module in lm.model.named_modules():
         assert not module._forward_pre_hooks and not module._forward_hooks, key
         assert set(vars(module)) == set(attributes[key]), key
+
+
+@pytest.mark.parametrize("name", sorted(file.stem for file in (paths.CONF / "method").glob("*.yaml")))
+def test_the_file_is_named_as_the_method(name):
     assert yaml.safe_load((paths.CONF / "method" / f"{name}.yaml").read_text())["name"] == name
