@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-fast lint format tiny tiny-seeds figure figures bench wheel clean
+.PHONY: help setup run test test-fast lint format tiny tiny-seeds figure figures docs bench precision wheel clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -47,8 +47,14 @@ tiny: setup ## train the embedded model again and check it, in outputs/tiny
 tiny-seeds: setup ## the study over ten seeds, in outputs/tiny_seeds
 	$(BIN)/python -m posbench.synth.tiny seeds --seeds 0-9 --out outputs/tiny_seeds --workers 2
 
+docs: setup ## the tables of the documentation that come from code
+	$(BIN)/python -m posbench.studies.families README.md
+
 bench: setup ## what scale_channel and its search cost, side by side
 	$(BIN)/python -m posbench.studies.latency --out outputs/bench/latency.md $(ARGS)
+
+precision: setup ## rounding errors and batch-size drift per method, written to docs/precision.md
+	$(BIN)/python -m posbench.studies.precision --out docs/precision.md $(ARGS)
 
 wheel: setup ## build the wheel
 	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .

@@ -52,45 +52,51 @@ class Family:
 
 
 FAMILIES = (
-    Family(name="Llama 1 to 3.x, Vicuna, StableBeluga, TinyLlama", model_types=("llama",), traits="grouped keys from Llama 2 70B on"),
-    Family(name="Mistral, Mixtral", model_types=("mistral", "mixtral"), traits="sliding window (v0.1), experts"),
-    Family(name="Qwen1.5, Qwen2, Qwen2.5", model_types=("qwen2",), traits="biases"),
     Family(
-        name="Qwen3", model_types=("qwen3", "qwen3_moe"), traits="keys normalised per head, experts (MoE)", key_norm="k_norm",
+        name="Llama 1 to 3.x, Vicuna, StableBeluga, TinyLlama", model_types=("llama",),
+        traits="grouped keys, biases, Llama 3 RoPE",
+    ),
+    Family(name="Mistral, Mixtral", model_types=("mistral", "mixtral"), traits="sliding window (v0.1), experts"),
+    Family(name="Qwen1.5, Qwen2, Qwen2.5", model_types=("qwen2",), traits="biases, YaRN"),
+    Family(
+        name="Qwen3", model_types=("qwen3", "qwen3_moe"), traits="experts (MoE)", key_norm="k_norm",
     ),
     Family(name="Gemma 1", model_types=("gemma",), traits="head size apart from hidden size / heads"),
     Family(name="Gemma 2", model_types=("gemma2",), traits="logit soft-cap, every other layer sliding"),
     Family(
-        name="Gemma 3 (text)", model_types=("gemma3_text",), traits="local and global RoPE, keys normalised per head",
+        name="Gemma 3 (text)", model_types=("gemma3_text",), traits="local and global RoPE",
         key_norm="k_norm",
     ),
     Family(
-        name="Gemma 3 (with vision, text prompts)", model_types=("gemma3",), traits="as Gemma 3 (text)", key_norm="k_norm",
-        layers="model.language_model.layers",
+        name="Gemma 3 (with vision, text prompts)", model_types=("gemma3",),
+        traits="local and global RoPE; images are not read", layers="model.language_model.layers", key_norm="k_norm",
     ),
     Family(
-        name="Phi-3, Phi-3.5, Phi-4", model_types=("phi3",), traits="fused qkv in blocks, partial rotary, longrope",
+        name="Phi-3, Phi-3.5, Phi-4", model_types=("phi3",), traits="partial rotary, longrope, sliding window",
         query="qkv_proj", key="qkv_proj", fused="blocks",
     ),
     Family(
-        name="GPT-NeoX, Pythia", model_types=("gpt_neox",), traits="fused qkv per head, partial rotary",
+        name="GPT-NeoX, Pythia", model_types=("gpt_neox",), traits="partial rotary",
         layers="gpt_neox.layers", attention="attention", query="query_key_value", key="query_key_value", fused="groups",
     ),
     Family(
-        name="MPT", model_types=("mpt",), traits="fused qkv in blocks, optional clip", position="ALiBi",
+        name="MPT", model_types=("mpt",), traits="optional clip, prompts up to max_seq_len", position="ALiBi",
         layers="transformer.blocks", attention="attn", query="Wqkv", key="Wqkv", fused="blocks", clip="clip_qkv",
         interface=False,
     ),
     Family(
-        name="Falcon", model_types=("falcon",), traits="fused qkv per key group", position="RoPE or ALiBi",
+        name="Falcon", model_types=("falcon",), traits="new and old layout, biases", position="RoPE or ALiBi",
         layers="transformer.h", attention="self_attention", query="query_key_value", key="query_key_value", fused="groups",
         interface=False,
     ),
     Family(
-        name="OLMo 2", model_types=("olmo2",), traits="keys normalised over all heads, norms after the blocks",
+        name="OLMo 2", model_types=("olmo2",), traits="norms after the blocks",
         key_norm="k_norm", norm_over="projection",
     ),
-    Family(name="SmolLM3", model_types=("smollm3",), traits="some layers without RoPE", position="RoPE or none", rope_if="use_rope"),
+    Family(
+        name="SmolLM3", model_types=("smollm3",), traits="some or all layers without RoPE", position="RoPE or none",
+        rope_if="use_rope",
+    ),
     Family(
         name="Cohere 2 (Command R7B, Command A)", model_types=("cohere2",), traits="interleaved RoPE in the sliding layers only",
         rope_if="sliding_window", position="RoPE or none",
@@ -110,6 +116,17 @@ UNSUPPORTED = {
     "it is no causal decoder": ("bart", "bert", "led", "longt5", "mt5", "roberta", "t5"),
 }  # fmt: skip
 """Architectures outside the shape that posbench works on, by the reason that users are told."""
+
+
+def support_table() -> tuple[list[str], list[list[str]]]:
+    """The families as README shows them: header and rows."""
+    rows = []
+    for f in FAMILIES:
+        projection = f"fused, in {f.fused}" if f.fused else "apart"
+        norm = f", keys normed per {f.norm_over}" if f.key_norm else ""
+        keys = "projected again" if f.key_norm else "rank-1" + (", projected again if clipped" if f.clip else "")
+        rows.append([f.name, ", ".join(f"`{t}`" for t in f.model_types), f.position, projection + norm, keys, f.traits])
+    return ["family", "`model_type`", "positions", "queries and keys", "prefilled keys", "also covered"], rows
 
 
 def family_of(model: PreTrainedModel) -> Family:
@@ -198,7 +215,9 @@ def keys_are_linear(model: PreTrainedModel, layer: int) -> bool:
     """
     family, attention = family_of(model), attention_modules(model)[layer]
     key = getattr(attention, family.key)
-    if type(key) is not nn.Linear or key.weight.is_meta or family.key_norm:
+    # Subclasses are quantised or adapted, but for this one, which only orders the sum its own way.
+    plain = type(key) is nn.Linear or type(key).__name__ == "FalconLinear"
+    if not plain or key.weight.is_meta or family.key_norm:
         return False
     return not (family.clip and getattr(attention, family.clip))
 
@@ -274,4 +293,3 @@ def _fused_rows(model: PreTrainedModel, layer: int, width: int) -> tuple[Tensor,
 
 def _key_rows(model: PreTrainedModel, layer: int, width: int) -> Tensor | None:
     return None if family_of(model).fused is None else _fused_rows(model, layer, width)[1]
-

@@ -150,7 +150,10 @@ def _load_checkpoint(config: ModelConfig, device: str) -> LM:
     except (OSError, ValueError, SafetensorError) as error:
         if "does not support an attention implementation" in str(error):
             raise UserError(
-                field="model.attention", value=config.attention, allowed="auto or eager for this family", hint="set model.attention=auto"
+                field="model.attention",
+                value=config.attention,
+                allowed="auto or eager for this family",
+                hint="set model.attention=auto",
             ) from error
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
         raise UserError(

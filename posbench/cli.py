@@ -29,7 +29,7 @@ HELP = """posbench finds, explains and removes position bias in language models.
   posbench -m method.factor=1,0.5,0,-0.5,-1           sweep; ends with one summary table and one figure
   posbench experiment=yu2025_fig6                     one figure or table of a paper
 
-  posbench ls [models|methods|tasks|searches|experiments] [--config-dir DIR]
+  posbench ls [models|methods|tasks|searches|experiments|families] [--config-dir DIR]
   posbench validate [OVERRIDES]                       compose and check configs, run nothing
   posbench report DIR                                 redraw the figures and report.html of a run or a sweep
   posbench rescore DIR                                score saved outputs again, without a model
@@ -203,7 +203,7 @@ def _keys(typed: list[str]) -> list[str]:
 
 
 def _ls(args: list[str]) -> int:
-    kinds = [*GROUPS, "experiments"]
+    kinds = [*GROUPS, "experiments", "families"]
     own: list[Path] = []
     if "--config-dir" in args[:-1]:
         at = args.index("--config-dir")
@@ -211,6 +211,9 @@ def _ls(args: list[str]) -> int:
     if len(args) > 1 or (args and args[0] not in kinds):
         raise UserError(field="ls", value=" ".join(args), allowed=", ".join(kinds), hint="posbench ls models")
     for kind in args or kinds:
+        if kind == "families":
+            _ls_families()
+            continue
         folders = [paths.EXPERIMENTS] if kind == "experiments" else [root / GROUPS[kind] for root in (paths.CONF, *own)]
         table = Table(title=kind, title_justify="left", box=None, pad_edge=False)
         table.add_column("name")
@@ -219,6 +222,15 @@ def _ls(args: list[str]) -> int:
             table.add_row(name, next(_about(f / f"{name}.yaml") for f in folders if (f / f"{name}.yaml").is_file()))
         Console().print(table)
     return 0
+
+
+def _ls_families() -> None:
+    from posbench.arch import FAMILIES
+
+    table = Table("name", "model_type", "positions", title="families", title_justify="left", box=None, pad_edge=False)
+    for family in FAMILIES:
+        table.add_row(family.name, ", ".join(family.model_types), family.position)
+    Console().print(table)
 
 
 def _about(file: Path) -> str:

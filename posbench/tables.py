@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,12 @@ GROUP = ["model", "task", "seed"]
 NUMBER_COLUMNS = ("value", "ci_low", "ci_high")
 OTHER_MODEL = "other model, not comparable"
 TOLERANCE = 0.025  # how far (0..1) a paper's depth label may lie from the nearest depth we measured
+
+
+def markdown(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """A Markdown table."""
+    lines = ["| " + " | ".join(header) + " |", "|" + " --- |" * len(header)]
+    return "\n".join([*lines, *("| " + " | ".join(str(cell) for cell in row) + " |" for row in rows)])
 
 
 def headline(metrics: pd.DataFrame | None) -> str:

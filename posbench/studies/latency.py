@@ -19,8 +19,21 @@ import torch
 import transformers
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor, nn
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, PreTrainedModel
+from torch import Tensor
+from transformers import (
+    DynamicCache,
+    GemmaConfig,
+    GemmaForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    MptConfig,
+    MptForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
 
 import posbench
 from posbench import arch
@@ -39,9 +52,18 @@ SHAPES: dict[str, Callable[[], PreTrainedModel]] = {
             vocab_size=4096, max_position_embeddings=32768,
         )
     ),
+    "llama2_7b": lambda: LlamaForCausalLM(LlamaConfig(max_position_embeddings=16384)),
     "mistral7b": lambda: MistralForCausalLM(MistralConfig(sliding_window=None, max_position_embeddings=32768)),
+    "gemma_7b": lambda: GemmaForCausalLM(GemmaConfig(max_position_embeddings=16384)),
+    "qwen2_5_7b": lambda: Qwen2ForCausalLM(
+        Qwen2Config(
+            hidden_size=3584, intermediate_size=18944, num_hidden_layers=28, num_attention_heads=28, num_key_value_heads=4,
+            vocab_size=152064, max_position_embeddings=32768,
+        )
+    ),
+    "mpt_7b": lambda: MptForCausalLM(MptConfig(d_model=4096, n_heads=32, n_layers=32, vocab_size=50432, max_seq_len=16384)),
 }  # fmt: skip
-"""Random-weight models: ``small`` for a laptop, ``mistral7b`` with the published 7B shape for a GPU."""
+"""Random-weight models: ``small`` for a laptop, the published 7B shapes for a GPU (context windows widened for long prompts)."""
 
 
 class Reprojection(ScaleChannel):
@@ -62,14 +84,13 @@ class Reprojection(ScaleChannel):
             yield lm
 
     def _twice(self, model: PreTrainedModel, index: int, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        cache = kwargs.pop("past_key_values")
-        hidden = kwargs["hidden_states"]
-        prompt = hidden.shape[1] > 1
-        base = forward(*args, past_key_values=DynamicCache(), **kwargs) if prompt else None
+        name = "layer_past" if "layer_past" in kwargs else "past_key_values"
+        cache, prompt = kwargs.pop(name), arch.attention_input(args, kwargs).shape[1] > 1
+        base = forward(*args, **{name: DynamicCache()}, **kwargs) if prompt else None
         with ExitStack() as stack:
             for handle in arch.on_query_key_input(model, index, self.scale):
                 stack.callback(handle.remove)
-            scaled = forward(*args, past_key_values=cache, **kwargs)
+            scaled = forward(*args, **{name: cache}, **kwargs)
         if base is None:
             return scaled
         return (torch.cat([base[0][:, :-1], scaled[0][:, -1:]], dim=1), scaled[1])
@@ -198,6 +219,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     # Stopping early would compare different amounts of work.
     model.generation_config = copy.copy(model.generation_config)
     model.generation_config.eos_token_id = None
+    # MPT's own default is to go without.
+    model.generation_config.use_cache = True
     rows = []
     for tokens in options.prompts:
         for new in options.new_tokens:

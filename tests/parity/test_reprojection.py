@@ -9,7 +9,7 @@ from posbench.studies.latency import Reprojection
 from tests.models import VOCABULARY, build
 
 
-@pytest.mark.parametrize("name", ["llama", "llama-gqa", "mistral-window", "qwen2"])
+@pytest.mark.parametrize("name", ["llama", "llama-gqa", "mistral-window", "qwen2", "gemma", "mpt", "gpt_neox", "qwen3", "phi3"])
 def test_direct_reprojection_gives_the_same_logits(name):
     lm = posbench.load(build(name))
     torch.manual_seed(0)
@@ -20,7 +20,7 @@ def test_direct_reprojection_gives_the_same_logits(name):
         with torch.no_grad(), method.applied(lm):
             out = lm.model.generate(
                 ids, attention_mask=torch.ones_like(ids), max_new_tokens=6, do_sample=False, return_dict_in_generate=True,
-                output_logits=True,
+                output_logits=True, use_cache=True,
             )  # fmt: skip
         found.append(torch.stack(out.logits))
     assert (found[0] - found[1]).abs().max() < 5e-5
