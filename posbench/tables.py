@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -49,6 +49,16 @@ def headline(metrics: pd.DataFrame | None) -> str:
         parts += [_verdict(rows, average, str(method)) for method in average.index if method != UNMODIFIED]
         sentences.append(where + "; ".join(parts) + ".")
     return " ".join(sentences)
+
+
+def shortened(rows: Iterable[Mapping[str, Any]]) -> str:
+    """How many prompts lost tokens in the middle, from rows with ``id`` and ``dropped``; empty where none did."""
+    dropped = {row["id"]: row.get("dropped", 0) for row in rows}
+    cut = [tokens for tokens in dropped.values() if tokens]
+    if not cut:
+        return ""
+    mean = f"mean {np.mean(cut):.0f} tokens removed from the middle"
+    return f"{len(cut)} of {len(dropped)} prompts were shortened to the context window ({mean})."
 
 
 def applied(method: Mapping[str, Any]) -> str:
