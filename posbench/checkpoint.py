@@ -9,8 +9,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from huggingface_hub import HfApi
-from huggingface_hub.errors import HfHubHTTPError, HTTPError
 from omegaconf import OmegaConf
 from safetensors import SafetensorError
 from transformers import (
@@ -23,7 +21,7 @@ from transformers import (
 )
 from transformers.utils import is_flash_attn_2_available
 
-from posbench import arch, paths
+from posbench import arch, paths, sources
 from posbench.errors import UserError
 from posbench.lm import LM
 from posbench.schema import build
@@ -39,8 +37,8 @@ class ModelConfig:
     Attributes:
         name: Short name used in folders and tables.
         path: Hub id, local directory, or ``posbench://NAME`` for an embedded model.
-        revision: Hub revision; None takes the default branch.
-        dtype: Weight type; ``auto`` is the checkpoint's own on a GPU and float32 on a CPU.
+        revision: Hub branch, tag or commit; None takes the default branch, as cached if a complete copy is cached.
+        dtype: Weight type; ``auto`` is the checkpoint's own on a GPU (float32 stays float32) and float32 on a CPU.
         attention: Attention kernel; ``auto`` is sdpa where the family has it, else eager (Gemma 2, MPT).
         chat_template: ``auto`` applies the tokenizer's template where it has one; ``none`` never does.
         context_window: Tokens the model reads; None takes the checkpoint's ``max_position_embeddings``.
@@ -75,6 +73,8 @@ def load(
     tokenizer: PreTrainedTokenizerBase | None = None,
     name: str | None = None,
     device: str = "auto",
+    device_map: str | dict[str, Any] | None = None,
+    max_memory: dict[int | str, str] | None = None,
     **fields: Any,
 ) -> LM:
     """Load a model for posbench.
@@ -85,10 +85,13 @@ def load(
         tokenizer: For a model object; without it only token-level calls work.
         name: Short name; taken from the source if None.
         device: ``auto`` (a GPU where there is one), ``cpu``, ``cuda``, ``cuda:1`` ...
+        device_map: Shards the layers instead: ``auto``, ``balanced``, ``balanced_low_0``, ``sequential``, or module
+            names to devices, ``cpu`` or ``disk`` (accelerate's ``device_map``).
+        max_memory: For a ``device_map`` in words: memory per GPU number and ``cpu``, as ``{0: "70GiB", "cpu": "100GiB"}``.
         **fields: Fields of :class:`ModelConfig` to override.
 
     Raises:
-        UserError: Unknown architecture, missing checkpoint or kernel, no safetensors weights.
+        UserError: Unknown architecture, missing checkpoint, kernel or device, no safetensors weights, too little memory.
     """
     if isinstance(source, PreTrainedModel):
         arch.family_of(source)
@@ -98,7 +101,7 @@ def load(
         config = source
     else:
         config = model_config(str(source), **({"name": name} if name else {}), **fields)
-    return _load_checkpoint(config, device)
+    return _load_checkpoint(config, device, device_map, max_memory)
 
 
 def model_config(source: str, **fields: Any) -> ModelConfig:
@@ -121,8 +124,10 @@ def with_blocks(data: Mapping[str, Any]) -> dict[str, Any]:
     return {k: v for k, v in data.items() if k not in blocks} | {"blocks": blocks}
 
 
-def _load_checkpoint(config: ModelConfig, device: str) -> LM:
-    where = _device(device)
+def _load_checkpoint(
+    config: ModelConfig, device: str, device_map: str | dict[str, Any] | None, max_memory: dict[int | str, str] | None
+) -> LM:
+    where = torch_device(device)
     if config.attention == "flash_attention_2" and not is_flash_attn_2_available():
         raise UserError(
             field="model.attention",
@@ -130,12 +135,10 @@ def _load_checkpoint(config: ModelConfig, device: str) -> LM:
             allowed="sdpa or eager on this machine (flash-attn is not installed)",
             hint="set model.attention=sdpa, or install the extra posbench[flash]",
         )
-    path = paths.model_path(config.path)
+    # From here on there is a folder on this machine, and nothing touches the network.
+    path = str(sources.local(sources.checkpoint(config.path, config.revision)))
     try:
-        if path.startswith(("/", ".")) and not Path(path).is_dir():
-            raise FileNotFoundError("no such directory")
-        offline = _unreachable(path, config.revision)
-        origin: dict[str, Any] = {"revision": config.revision, "local_files_only": offline, "trust_remote_code": False}
+        origin: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
         # Read as plain data first: transformers would not name the families for a type that it does not know either.
         facts, _ = PreTrainedConfig.get_config_dict(path, **origin)
         if facts:
@@ -145,8 +148,15 @@ def _load_checkpoint(config: ModelConfig, device: str) -> LM:
         dtype = config.dtype if config.dtype != "auto" else ("float32" if where.type == "cpu" else "auto")
         model = AutoModelForCausalLM.from_pretrained(
             path, dtype=dtype, attn_implementation=None if config.attention == "auto" else config.attention, use_safetensors=True,
-            **origin,
+            device_map=device_map or {"": where}, max_memory=max_memory, **origin,
         )  # fmt: skip
+    except torch.OutOfMemoryError as error:
+        raise UserError(
+            field="runtime.device",
+            value=str(where),
+            allowed=f"a device that holds the weights of {config.name}",
+            hint="set runtime.device_map=auto to use all GPUs and the memory, or model.dtype=bfloat16",
+        ) from error
     except (OSError, ValueError, SafetensorError) as error:
         if "does not support an attention implementation" in str(error):
             raise UserError(
@@ -163,30 +173,26 @@ def _load_checkpoint(config: ModelConfig, device: str) -> LM:
             hint=f"set model.path=DIR to a local checkpoint ({reason})",
         ) from error
     window = config.context_window or arch.context_window(hf_config) or 2**31
-    return LM(model.to(where).eval(), tokenizer, config.name, window, config.chat_template)
+    return LM(model.eval(), tokenizer, config.name, window, config.chat_template)
 
 
-def _unreachable(path: str, revision: str | None) -> bool:
-    """Whether a hub id can come from the local cache alone: without a network the hub client would retry for half a minute."""
-    if Path(path).is_dir():
-        return True
-    try:
-        HfApi().model_info(path, revision=revision, timeout=5)
-    except HfHubHTTPError:
-        return False
-    except (OSError, HTTPError):
-        return True
-    return False
+def torch_device(device: str) -> torch.device:
+    """The device behind ``runtime.device``.
 
-
-def _device(device: str) -> torch.device:
+    Raises:
+        UserError: This machine has no such device.
+    """
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         where = torch.device(device)
         torch.empty(0, device=where)
     except (RuntimeError, AssertionError) as error:
+        there = f"{torch.cuda.device_count()} CUDA devices" if torch.cuda.is_available() else "no CUDA device"
         raise UserError(
-            field="runtime.device", value=device, allowed="auto, cpu, or a CUDA device of this machine", hint="use auto"
+            field="runtime.device",
+            value=device,
+            allowed=f"auto, cpu, or a CUDA device of this machine (it has {there})",
+            hint="set runtime.device=auto, or leave out runtime=gpu",
         ) from error
     return where

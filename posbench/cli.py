@@ -25,11 +25,13 @@ HELP = """posbench finds, explains and removes position bias in language models.
 
   posbench                                            the embedded tiny model: search, intervene, evaluate, report
   posbench task=kv_retrieval model=mistral7b method=scale_channel
+  posbench model=llama2_13b runtime=gpu runtime.device_map=auto    shard a big model over the GPUs of this machine
   posbench model=hf model.path=DIR stages=[search]    find the channel of your own checkpoint
   posbench -m method.factor=1,0.5,0,-0.5,-1           sweep; ends with one summary table and one figure
   posbench experiment=yu2025_fig6                     one figure or table of a paper
 
-  posbench ls [models|methods|tasks|searches|experiments|families] [--config-dir DIR]
+  posbench ls [models|methods|tasks|searches|runtimes|experiments|families] [--config-dir DIR]
+  posbench fetch [OVERRIDES] [--dry-run]              list and download all that a config needs; later runs need no network
   posbench validate [OVERRIDES]                       compose and check configs, run nothing
   posbench report DIR                                 redraw the figures and report.html of a run or a sweep
   posbench rescore DIR                                score saved outputs again, without a model
@@ -39,14 +41,16 @@ YAML files, `--hydra-help` lists Hydra's own flags. Runs go to outputs/<task>/vN
 command resumes. Exit status: 0 done, 1 some rows failed (run again to retry them), 2 something to mend.
 """
 
-GROUPS = {"models": "model", "methods": "method", "tasks": "task", "searches": "search"}
+GROUPS = {"models": "model", "methods": "method", "tasks": "task", "searches": "search", "runtimes": "runtime"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit status."""
     args = list(sys.argv[1:] if argv is None else argv)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
-    verbs: dict[str, Callable[[list[str]], int]] = {"ls": _ls, "validate": _validate, "report": _report, "rescore": _rescore}
+    verbs: dict[str, Callable[[list[str]], int]] = {
+        "ls": _ls, "fetch": _fetch, "validate": _validate, "report": _report, "rescore": _rescore
+    }  # fmt: skip
     try:
         if args and args[0] in ("-h", "--help", "help"):
             print(HELP)
@@ -243,6 +247,28 @@ def _about(file: Path) -> str:
     data = yaml.safe_load(text) or {}
     experiment = data.get("experiment") or {}
     return str(experiment.get("title") or comment or data.get("path") or "")
+
+
+def _fetch(args: list[str]) -> int:
+    from posbench import config as configs
+    from posbench import sources
+
+    needed: list[sources.Source] = []
+    problems: list[UserError] = []
+
+    def collect(config: Any) -> None:
+        # A sweep's jobs share most of what they need; what one lacks must not hide what the others do.
+        try:
+            needed.extend(configs.needs(configs.plain(config)))
+        except UserError as error:
+            problems.append(error)
+
+    _hydra([a for a in args if a != "--dry-run"], collect)
+    if problems:
+        raise problems[0]
+    if needed:
+        sources.fetch(needed, dry_run="--dry-run" in args, console=Console())
+    return 0
 
 
 def _validate(args: list[str]) -> int:

@@ -11,12 +11,14 @@ import hydra.utils
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from posbench import sources
 from posbench.checkpoint import ModelConfig, with_blocks
 from posbench.errors import UserError
 from posbench.methods import Method, ScaleChannel
 from posbench.reference import Reference
 from posbench.schema import build, required
 from posbench.search import ChannelSearch
+from posbench.sources import Source
 from posbench.tasks import Task
 
 Stage = Literal["search", "intervene", "evaluate", "report"]
@@ -29,6 +31,9 @@ class Runtime:
 
     Attributes:
         device: ``auto``, ``cpu``, ``cuda`` ...
+        device_map: Shards the model's layers over all visible GPUs, then memory, then disk; None puts all on ``device``.
+            ``auto`` and ``balanced`` share evenly, ``balanced_low_0`` spares the first GPU, ``sequential`` fills in order.
+        max_memory: For ``device_map``: memory per GPU number and ``cpu``, such as ``{0: 70GiB, cpu: 100GiB}``.
         batch_size: Prompts per forward (moves rounding, so it is part of a run's identity).
         threads: CPU threads; None leaves torch's choice.
         outputs: Folder that receives the runs.
@@ -37,6 +42,8 @@ class Runtime:
     """
 
     device: str = "auto"
+    device_map: Literal["auto", "balanced", "balanced_low_0", "sequential"] | None = None
+    max_memory: dict[int | str, str] | None = None
     batch_size: int = 8
     threads: int | None = None
     outputs: str = "outputs"
@@ -52,6 +59,25 @@ class Runtime:
                     allowed="a whole number from 1 up",
                     hint=f"set runtime.{name}=1",
                 )
+        if self.device_map and self.device not in ("auto", "cuda"):
+            raise UserError(
+                field="runtime.device_map",
+                value=self.device_map,
+                allowed=f"null with runtime.device={self.device}: it spreads over all visible GPUs",
+                hint="set runtime.device=auto, and choose GPUs with CUDA_VISIBLE_DEVICES",
+            )
+        memory = self.max_memory or {}
+        sound = all(
+            (isinstance(place, int) or place == "cpu") and re.fullmatch(r"\d+(\.\d+)?[KMG]i?B", size)
+            for place, size in memory.items()
+        )
+        if memory and not (self.device_map and sound):
+            raise UserError(
+                field="runtime.max_memory",
+                value=memory,
+                allowed="null, or with a runtime.device_map: GPU numbers and cpu, each with a size in KiB, MiB or GiB",
+                hint="set runtime.device_map=auto runtime.max_memory={0:70GiB,cpu:100GiB}",
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,12 +195,7 @@ def check(raw: dict[str, Any], typed: Sequence[str] = ()) -> Config:
                 allowed="a choice of that group",
                 hint=f"posbench ls {group}s shows the choices",
             )
-    if raw["model"].get("path") is None:
-        raise UserError(
-            field="model.path", value=None, allowed="a local directory or a hub id", hint="posbench model=hf model.path=DIR"
-        )
-    model = build(ModelConfig, with_blocks(raw["model"]), "model")
-    task = _instance(raw["task"], Task, "task")
+    model, task = _model_and_task(raw)
     method_class, fields_ = _target(raw["method"], Method, "method")
     name = fields_.pop("name", method_class.__name__.lower())
     stages = build(_Stages, {"stages": raw.get("stages")}, "").stages
@@ -213,6 +234,24 @@ def check(raw: dict[str, Any], typed: Sequence[str] = ()) -> Config:
     if config.experiment and config.experiment.reference:
         config.experiment.reference.rows()
     return config
+
+
+def needs(raw: Mapping[str, Any]) -> tuple[Source, ...]:
+    """The files that a resolved config reads: the checkpoint's, then the task's.
+
+    Raises:
+        UserError: The model or the task is wrong.
+    """
+    model, task = _model_and_task(raw)
+    return (sources.checkpoint(model.path, model.revision), *task.files())
+
+
+def _model_and_task(raw: Mapping[str, Any]) -> tuple[ModelConfig, Task]:
+    if raw["model"].get("path") is None:
+        raise UserError(
+            field="model.path", value=None, allowed="a local directory or a hub id", hint="posbench model=hf model.path=DIR"
+        )
+    return build(ModelConfig, with_blocks(raw["model"]), "model"), _instance(raw["task"], Task, "task")
 
 
 @dataclass(frozen=True)

@@ -67,7 +67,10 @@ class LM:
     @property
     def device(self) -> torch.device:
         """Device of the embedding, where inputs go."""
-        return self.model.get_input_embeddings().weight.device
+        embedding = self.model.get_input_embeddings()
+        # accelerate keeps an offloaded weight on "meta" and brings it to the execution device for each call.
+        hook = getattr(embedding, "_hf_hook", None) if embedding.weight.is_meta else None
+        return torch.device(hook.execution_device) if hook else embedding.weight.device
 
     @property
     def layers(self) -> int:
@@ -91,7 +94,7 @@ class LM:
             reserve: Tokens to keep free for the answer.
 
         Raises:
-            UserError: The prompt does not fit and ``truncation`` is ``refuse``.
+            UserError: The prompt does not fit and ``truncation`` is ``refuse``, or ``reserve`` leaves no room at all.
         """
         tokenizer, text = self._tokenizer(), self.render(prompt)
         encoding = tokenizer(text, add_special_tokens=text is prompt, return_offsets_mapping=tokenizer.is_fast)
@@ -101,11 +104,12 @@ class LM:
         offsets = [(max(a - shift, 0), max(b - shift, 0)) for a, b in pairs]
         room, dropped = self.context_window - reserve, 0
         if len(ids) > room:
-            if truncation == "refuse":
+            window = f"context window {self.context_window} of {self.name}, {reserve} kept"
+            if truncation == "refuse" or room < 1:
                 raise UserError(
                     field="prompt length",
                     value=len(ids),
-                    allowed=f"at most {room} tokens (context window {self.context_window} of {self.name}, {reserve} kept)",
+                    allowed=f"at most {max(room, 0)} tokens ({window})",
                     hint="shorten the task (for kv_retrieval: task.pairs), or allow it with task.truncation=middle",
                 )
             dropped, front = len(ids) - room, room // 2

@@ -17,7 +17,7 @@ from posbench import paths, plots, sweep_plots, tables
 from posbench.errors import UserError
 from posbench.metrics import COLUMNS as METRICS
 from posbench.plots import UNMODIFIED, at_positions, overall
-from posbench.record import write_bytes
+from posbench.record import RunDir, write_bytes
 
 TEXT_COLUMNS = ("run", "model", "method", "task", "position", "metric", "channel", "site")
 SEARCH = ("channel", "factor", "layer_first", "layer_last", "loss", "loss_unmodified", "n", "monotone_layers", "smoothness")
@@ -67,7 +67,8 @@ def render_run(folder: Path) -> Path:
         ran = _json(folder / "method.json") or {}
         ran = f"As applied: {tables.applied(ran)}. " if len(ran) > 1 else ""
         text = ran + "Accuracy in % with its 95 % Wilson interval; difference in points with its paired bootstrap 95 % interval."
-        sections.append(Section("Accuracy by gold position", text + _middle_drop(metrics), header, rows))
+        text = " ".join(filter(None, (text + _middle_drop(metrics), shortened(folder))))
+        sections.append(Section("Accuracy by gold position", text, header, rows))
         if len(at_positions(metrics)):
             caption = "Accuracy over the position of the answer. Bands: 95 % Wilson intervals."
             sections[-1].figures.append(_figure(folder, "accuracy", plots.accuracy_by_position(metrics), caption))
@@ -132,6 +133,11 @@ def render_sweep(folder: Path) -> Path:
 
 
 # Words and tables
+
+
+def shortened(folder: Path) -> str:
+    """How many prompts of a run were shortened to the context window, in words; empty where none was."""
+    return tables.shortened(row for row in RunDir(folder).rows("predictions.jsonl") if "error" not in row)
 
 
 def _middle_drop(metrics: pd.DataFrame) -> str:

@@ -18,14 +18,14 @@ import transformers
 from rich.console import Console
 
 import posbench
-from posbench import paths
-from posbench.checkpoint import ModelConfig, load
+from posbench import paths, sources
+from posbench.checkpoint import ModelConfig, torch_device
 from posbench.config import Config
 from posbench.errors import UserError
 from posbench.lm import LM
 from posbench.record import claim, digest, find
 from posbench.stages import report as stage_report
-from posbench.stages.base import IncompleteRun, Run
+from posbench.stages.base import IncompleteRun, Run, load_model
 
 PACKAGES = (
     "torch",
@@ -55,11 +55,12 @@ def execute(config: Config, *, command: str, console: Console) -> Path:
         UserError: Something the user can mend.
         IncompleteRun: Some rows failed and will be retried by the same command.
     """
+    # First of all: a device that is not there, and weights to download, with the hub's own progress bars.
+    who = identity(config)
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
     if config.runtime.threads:
         torch.set_num_threads(config.runtime.threads)
-    who = identity(config)
     suite = config.experiment.name if config.experiment else config.task.name
     moves = {"identity": who, "method": config.raw["method"]}
     if "search" in config.stages:
@@ -111,8 +112,7 @@ def preflight(config: Config, console: Console) -> LM | None:
         raise UserError(
             field="stages", value=["report"], allowed="report after another stage", hint="posbench report DIR redraws a run"
         )
-    with console.status(f"loading {config.model.name}"):
-        lm = load(config.model, device=config.runtime.device)
+    lm = load_model(config, console)
     config.trial().check(lm)
     task, reserve = config.task, config.task.max_new_tokens
     if "search" in config.stages:
@@ -121,14 +121,32 @@ def preflight(config: Config, console: Console) -> LM | None:
         lm.encode(longest.prompt)
     if {"intervene", "evaluate"} & set(config.stages):
         longest = max(task.examples("evaluation"), key=lambda e: len(e.prompt))
-        lm.encode(longest.prompt, truncation=task.truncation, reserve=reserve)
+        _check_overflow(lm, lm.encode(longest.prompt, truncation=task.truncation, reserve=reserve).ids)
     return lm
+
+
+def _check_overflow(lm: LM, ids: list[int]) -> None:
+    """Refuse float16 where it overflows on the longest prompt: the answers would be noise, and nothing else would say so.
+
+    Raises:
+        UserError: The next-token logits are not finite.
+    """
+    if lm.model.dtype != torch.float16:
+        return
+    with torch.inference_mode():
+        finite = torch.isfinite(lm.model(**lm.pad([ids]), logits_to_keep=1, use_cache=False).logits).all()
+    if not finite:
+        raise UserError(
+            field="model.dtype",
+            value="float16",
+            allowed=f"bfloat16 or float32: {lm.name} overflows in float16",
+            hint="set model.dtype=bfloat16",
+        )
 
 
 def identity(config: Config) -> dict[str, Any]:
     """What, beside the method and the task, can move a number: weights, kernel, precision, batch size, device kind."""
-    model, device = config.model, config.runtime.device
-    kind = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device.split(":")[0]
+    model, kind = config.model, torch_device(config.runtime.device).type
     return {
         "weights": fingerprint(model),
         "dtype": model.dtype,
@@ -143,10 +161,11 @@ def identity(config: Config) -> dict[str, Any]:
 
 
 def fingerprint(model: ModelConfig) -> str:
-    """Identity of a checkpoint: content of a local folder's small files and edges of its weights, or hub id and revision."""
-    folder = Path(paths.model_path(model.path))
-    if not folder.is_dir():
-        return f"{model.path}@{model.revision or 'default'}"
+    """Identity of a checkpoint: content of a local folder's small files and edges of its weights, or hub id and commit."""
+    source = sources.checkpoint(model.path, model.revision)
+    if source.kind == "model":
+        return f"{source.id}@{sources.commit(source)}"
+    folder = sources.local(source)
     total = hashlib.sha256()
     for file in sorted(p for p in folder.iterdir() if p.is_file() and p.suffix != ".md" and not p.name.startswith(".")):
         total.update(f"{file.name} {file.stat().st_size}".encode())

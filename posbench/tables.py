@@ -57,6 +57,16 @@ def headline(metrics: pd.DataFrame | None) -> str:
     return " ".join(sentences)
 
 
+def shortened(rows: Iterable[Mapping[str, Any]]) -> str:
+    """How many prompts lost tokens in the middle, from rows with ``id`` and ``dropped``; empty where none did."""
+    dropped = {row["id"]: row.get("dropped", 0) for row in rows}
+    cut = [tokens for tokens in dropped.values() if tokens]
+    if not cut:
+        return ""
+    mean = f"mean {np.mean(cut):.0f} tokens removed from the middle"
+    return f"{len(cut)} of {len(dropped)} prompts were shortened to the context window ({mean})."
+
+
 def applied(method: Mapping[str, Any]) -> str:
     """The method as it ran, from ``method.json``: its name and every parameter."""
     return f"{method['name']}: " + ", ".join(f"{k} {v}" for k, v in method.items() if k != "name" and v is not None)

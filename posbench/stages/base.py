@@ -49,8 +49,7 @@ class Run:
     @cached_property
     def lm(self) -> LM:
         """The model, loaded when a stage first needs it."""
-        with self.console.status(f"loading {self.config.model.name}"):
-            return load(self.config.model, device=self.config.runtime.device)
+        return load_model(self.config, self.console)
 
     @cached_property
     def evaluation(self) -> list[Example]:
@@ -79,6 +78,13 @@ class Run:
         with bar:
             task = bar.add_task(label, total=total)
             yield lambda n: bar.advance(task, n)
+
+
+def load_model(config: Config, console: Console) -> LM:
+    """The model of a config, where its runtime wants it."""
+    runtime = config.runtime
+    with console.status(f"loading {config.model.name}"):
+        return load(config.model, device=runtime.device, device_map=runtime.device_map, max_memory=runtime.max_memory)
 
 
 def complete(

@@ -50,9 +50,6 @@ def run(run: Run) -> None:
             )  # fmt: skip
         if name == UNMODIFIED:
             run.out.mark(FILE, key=unmodified, done=True)
-    dropped = sum(bool(row["dropped"]) for row in rows)
-    if dropped:
-        run.console.print(f"{dropped} of {len(rows)} prompts were cut in the middle to fit the context window")
     write_metrics(run.config, run.out, rows)
 
 

@@ -40,6 +40,8 @@ def show(folder: Path, console: Console) -> None:
         method = _json(folder / "method.json") or {}
         if len(method) > 1:
             console.print(f"as applied: {tables.applied(method)}")
+        if report.shortened(folder):
+            console.print(report.shortened(folder))
         show_reference(metrics, folder, console)
     page = folder / "report.html"
     console.print(f"report: {page}" if page.is_file() else f"run: {folder}", soft_wrap=True)

@@ -5,6 +5,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
+from posbench.sources import Source
+
 Split = Literal["evaluation", "calibration"]
 
 
@@ -59,6 +61,10 @@ class Task(ABC):
         Raises:
             UserError: A file is missing or malformed, or a position does not exist.
         """
+
+    def files(self) -> tuple[Source, ...]:
+        """The files that :meth:`examples` reads, for ``posbench fetch``; open them with :func:`posbench.sources.local`."""
+        return ()
 
     @abstractmethod
     def score(self, example: Example, text: str) -> dict[str, float]:

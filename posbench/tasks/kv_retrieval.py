@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal, NoReturn
 
 from posbench.errors import UserError
+from posbench.sources import Source
 from posbench.tasks.base import Example, Split, Task
 
 Record = tuple[str, str]
@@ -136,6 +137,11 @@ class KVRetrieval(Task):
         if split == "calibration":
             return self._finished_prompts() if self.calibration_path else list(self._calibration())
         return list(self._from_file() if self.path else self._generated())
+
+    def files(self) -> tuple[Source, ...]:
+        """The official file and the calibration prompts, where they are given."""
+        given = {"task.path": self.path, "task.calibration_path": self.calibration_path}
+        return tuple(Source(kind="path", id=path, field=field) for field, path in given.items() if path)
 
     def score(self, example: Example, text: str) -> dict[str, float]:
         """1 if the value occurs in the reply, letter case ignored."""

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.conftest import Result, run_folders
 
@@ -72,7 +73,7 @@ BARE = [
     ("unknown task", ["task=kv"], ["task", "'kv'", "kv_retrieval", "task=kv_retrieval"]),
     ("unknown method", ["method=scale"], ["method", "'scale'", "none, scale_channel"]),
     ("unknown search", ["search=x"], ["search", "'x'", "channel, exhaustive, official"]),
-    ("unknown runtime", ["runtime=x"], ["runtime", "'x'", "auto"]),
+    ("unknown runtime", ["runtime=x"], ["runtime", "'x'", "auto, gpu"]),
     ("unknown experiment", ["experiment=yu2025_fig66"], ["experiment", "'yu2025_fig66'", "yu2025_fig6"]),
     ("model=hf without a path", ["model=hf"], ["model.path", "None", "posbench model=hf model.path=DIR"]),
     ("unknown dtype", ["model.dtype=int8"], ["model.dtype", "'int8'", "bfloat16"]),
@@ -101,6 +102,16 @@ BARE = [
     ("no strings", ["search.strings=0"], ["search.strings", "0", "from 1 up"]),
     ("no factors", ["search.factors=[]"], ["search.factors", "[]", "at least one"]),
     ("no threads", ["runtime.threads=0"], ["runtime.threads", "0", "from 1 up"]),
+    ("unknown device map", ["runtime.device_map=spread"], ["runtime.device_map", "'spread'", "auto | balanced"]),
+    ("device map on one device", ["runtime.device=cpu", "runtime.device_map=auto"],
+     ["runtime.device_map", "'auto'", "null with runtime.device=cpu", "CUDA_VISIBLE_DEVICES"]),
+    ("memory without a device map", ["runtime.max_memory={cpu:1GiB}"],
+     ["runtime.max_memory", "{'cpu': '1GiB'}", "runtime.device_map=auto"]),
+    ("memory without a unit", ["runtime.device_map=auto", "runtime.max_memory={0:70}"], ["runtime.max_memory", "70"]),
+    ("memory that is no size", ["runtime.device_map=auto", "runtime.max_memory={0:lots}"],
+     ["runtime.max_memory", "{0: 'lots'}", "KiB, MiB or GiB"]),
+    ("memory of no device", ["runtime.device_map=auto", "runtime.max_memory={gpu:1GiB}"],
+     ["runtime.max_memory", "{'gpu': '1GiB'}", "GPU numbers and cpu"]),
     ("empty batches", ["runtime.batch_size=0"], ["runtime.batch_size", "0", "from 1 up"]),
     ("unfinished list", ["method.factor=[1"], ["method.factor", "'method.factor=[1'", "key=value"]),
     ("no equals sign", ["foo"], ["foo", "'foo'", "key=value"]),
@@ -191,6 +202,23 @@ def test_refused_before_the_folder(
     _expect(posbench(*small, *(a.replace("{files}", str(files)) for a in args)), words, outputs)
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_gpu_on_a_machine_without_one(
+    posbench: Callable[..., Result], outputs: Path, small: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rest = [a for a in small if not a.startswith("runtime.device=")]
+    for extra in ([], ["runtime.device_map=auto"]):
+        words = ["runtime.device", "'cuda'", "no CUDA device", "leave out runtime=gpu"]
+        _expect(posbench("runtime=gpu", *rest, *extra), words, outputs)
+    # A folder that a GPU has begun is not touched either.
+    with monkeypatch.context() as patch:
+        patch.setattr("posbench.runner.torch_device", lambda name: torch.device("cuda"))
+        assert posbench(*small).status == 0
+    before = {p: p.read_bytes() for p in outputs.rglob("*") if p.is_file()}
+    assert posbench(*small, "runtime.device=cuda").status == 2
+    assert {p: p.read_bytes() for p in outputs.rglob("*") if p.is_file()} == before
+
+
 @pytest.mark.parametrize(
     ("args", "words"),
     [
@@ -201,6 +229,10 @@ def test_refused_before_the_folder(
         (["rescore", "/nowhere"], ["DIR", "'/nowhere'", "run folder"]),
         (["report", "{here}"], ["DIR", "run folder"]),
         (["rescore", "{here}"], ["DIR", "run folder"]),
+        (["fetch", "model=nope"], ["model", "'nope'", "tiny"]),
+        (["fetch", "task.pairs=1"], ["task.pairs", "1", "from 2 up"]),
+        (["fetch", "task.path=/nowhere.jsonl", "task.prompt=compact"], ["task.path", "'/nowhere.jsonl'", "no such file"]),
+        (["fetch", "--wet-run"], ["flag", "'--wet-run'"]),
         (["validate", "model=nope"], ["model", "'nope'", "tiny"]),
     ],
 )

@@ -11,8 +11,11 @@ import pandas as pd
 import pytest
 import yaml
 
-from posbench import __version__, paths, report, tables
+from posbench import __version__, load, paths, report, tables
+from posbench.cli import GROUPS
 from posbench.errors import choices
+from posbench.schema import build
+from posbench.tasks import KVRetrieval
 from tests.conftest import Result, run_folders
 
 FIXED = ["method.channel=3", "method.factor=0.5", "method.layers=[1,2]", "stages=[evaluate]"]
@@ -28,7 +31,7 @@ def test_help_and_version(posbench: Callable[..., Result]) -> None:
 def test_ls_names_every_file(posbench: Callable[..., Result]) -> None:
     everything = posbench("ls", verb=True)
     assert everything.status == 0
-    for group, verb in (("model", "models"), ("method", "methods"), ("task", "tasks"), ("search", "searches")):
+    for verb, group in GROUPS.items():
         listed = posbench("ls", verb, verb=True).out
         names = {line.split()[0] for line in listed.splitlines()[2:] if not line.startswith(" ") and line.strip()}
         assert set(choices(paths.CONF / group)) <= names
@@ -43,7 +46,7 @@ def test_validate_checks_everything_and_runs_nothing(
     result = posbench("validate", verb=True)
     assert result.status == 0, result.err
     lines = result.out.splitlines()
-    groups = [f"{g}={n}" for g in ("model", "task", "method", "search") for n in choices(paths.CONF / g)]
+    groups = [f"{g}={n}" for g in GROUPS.values() for n in choices(paths.CONF / g)]
     for name in [*groups, *(f"experiment={n}" for n in choices(paths.EXPERIMENTS))]:
         assert any(line.startswith("ok ") and name in line.split() for line in lines), name
     assert list(tmp_path.iterdir()) == []
@@ -119,6 +122,30 @@ def test_a_paper_is_compared_with_the_runs_in_its_setting_only(
     average = {row[1]: row[4] for row in rows if row[2] == "all"}
     for method, value in zip(fits["method"], fits["value"], strict=True):
         assert average[method].startswith(f"{100 * value:.1f} [")
+
+
+def test_shortened_prompts_are_counted(posbench: Callable[..., Result], small: list[str], outputs: Path) -> None:
+    args = [*small, *FIXED, "stages=[intervene,evaluate,report]", "task.positions=[0,11]", "model.context_window=41"]
+    refused = posbench(*args)
+    assert refused.status == 2 and "task.truncation=middle" in refused.err and run_folders(outputs) == []
+    result = posbench(*args, "task.truncation=middle")
+    assert result.status == 0, result.err
+    (folder,) = run_folders(outputs)
+    config = yaml.safe_load((folder / "config.yaml").read_text())
+    lm = load(config["model"]["path"])
+    task = build(KVRetrieval, {k: v for k, v in config["task"].items() if k != "_target_"}, "task")
+    lengths = {e.id: len(lm.encode(e.prompt).ids) for e in task.examples("evaluation")}
+    over = {name: length - 40 for name, length in lengths.items() if length > 40}
+    rows = [json.loads(line) for line in (folder / "predictions.jsonl").read_text().splitlines()]
+    assert len(rows) == 48 and all(row["dropped"] == over.get(row["id"], 0) for row in rows)
+    mean = sum(over.values()) / len(over)
+    sentence = f"{len(over)} of 24 prompts were shortened to the context window (mean {mean:.0f} tokens removed from the middle)."
+    assert sentence in " ".join(result.out.split()) and sentence in (folder / "report.html").read_text()
+    assert "intervene: " in result.out
+    # A prompt counts once, whatever the number of methods, and the mean is over the shortened ones.
+    rows = [{"id": name, "dropped": n, "method": method} for method in "ab" for name, n in (("x", 0), ("y", 10), ("z", 20))]
+    assert tables.shortened(rows).startswith("2 of 3 prompts were shortened to the context window (mean 15 tokens")
+    assert tables.shortened(rows[:1]) == ""
 
 
 def test_a_typed_channel_is_the_only_one_searched(posbench: Callable[..., Result], small: list[str], outputs: Path) -> None:
