@@ -105,3 +105,24 @@ def rotate(attention: nn.Module, x: Tensor, rotary: tuple[Tensor, Tensor]) -> Te
     """
     apply = sys.modules[type(attention).__module__].apply_rotary_pos_emb
     return apply(x, x, *rotary)[1]
+
+
+def remove_rope(model: PreTrainedModel) -> None:
+    """Make a model position-free for good: its rotary embedding yields cos = 1 and sin = 0.
+
+    For checkpoints trained without position embeddings under the name of a family that rotates
+    (AntNLP/TinyLlama-NoPE-1.1B): their config does not say so, and a stock model would rotate silently.
+
+    Raises:
+        UserError: The family does not hand one rotary embedding to all layers.
+    """
+    rotary = getattr(model.base_model, "rotary_emb", None)
+    if rotary is None:
+        raise UserError(
+            field="model.rope",
+            value="none",
+            allowed=f"checkpoint (a {model.config.model_type} model has no rotary embedding to remove)",
+            hint="set model.rope=checkpoint",
+        )
+    # A hook keeps the shape, dtype and device of whatever the family's own module returns.
+    rotary.register_forward_hook(lambda module, args, out: (torch.ones_like(out[0]), torch.zeros_like(out[1])))

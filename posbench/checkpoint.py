@@ -43,6 +43,7 @@ class ModelConfig:
         revision: Hub revision; None takes the default branch.
         dtype: Weight type; ``auto`` is the checkpoint's own on a GPU and float32 on a CPU.
         attention: Attention kernel.
+        rope: ``checkpoint``, or ``none`` for a checkpoint trained without position embeddings whose config does not say so.
         chat_template: ``auto`` applies the tokenizer's template where it has one; ``none`` never does.
         context_window: Tokens the model reads; None takes the checkpoint's ``max_position_embeddings``.
         threads: CPU threads; None leaves torch's choice.
@@ -59,6 +60,7 @@ class ModelConfig:
     revision: str | None = None
     dtype: Dtype = "auto"
     attention: Kernel = "sdpa"
+    rope: Literal["checkpoint", "none"] = "checkpoint"
     chat_template: Literal["auto", "none"] = "auto"
     context_window: int | None = None
     threads: int | None = None
@@ -155,6 +157,8 @@ def _load_checkpoint(config: ModelConfig, device: str) -> LM:
             allowed="a local directory with config.json, tokenizer files and *.safetensors, or a reachable hub id",
             hint=f"set model.path=DIR to a local checkpoint ({reason})",
         ) from error
+    if config.rope == "none":
+        arch.remove_rope(model)
     window = config.context_window or getattr(hf_config, "max_position_embeddings", None) or 2**31
     return LM(model.to(where).eval(), tokenizer, config.name, window, config.chat_template)
 

@@ -244,7 +244,8 @@ def _validate(args: list[str]) -> int:
     status = 0
     for job in jobs:
         job = [*job, "model.path=."] if "model=hf" in job and not any(a.startswith("model.path=") for a in job) else job
-        job = [*job, "stages=[search]"] if job[0] == "model=hf" and not args else job
+        # A model without published constants is a model to search on.
+        job = [*job, "stages=[search]"] if job[0].startswith("model=") and not args else job
         problems: list[str] = []
 
         def check(config: Any) -> None:
