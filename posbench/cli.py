@@ -18,7 +18,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from posbench import __version__, paths
+from posbench import __version__, paths, versions
 from posbench.errors import UserError, choices, from_hydra, near
 
 HELP = """posbench finds, explains and removes position bias in language models.
@@ -54,6 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args and args[0] == "--version":
             print(f"posbench {__version__}")
             return 0
+        versions.check()
         if args and args[0] in verbs:
             return verbs[args[0]](args[1:])
 
