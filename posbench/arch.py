@@ -114,14 +114,15 @@ def remove_rope(model: PreTrainedModel) -> None:
     (AntNLP/TinyLlama-NoPE-1.1B): their config does not say so, and a stock model would rotate silently.
 
     Raises:
-        UserError: The family does not hand one rotary embedding to all layers.
+        UserError: The model has no rotary embedding that serves all its layers.
     """
     rotary = getattr(model.base_model, "rotary_emb", None)
-    if rotary is None:
+    # A Falcon with ALiBi holds a rotary embedding that it does not use.
+    if rotary is None or getattr(model.config, "alibi", False):
         raise UserError(
             field="model.rope",
             value="none",
-            allowed=f"checkpoint (a {model.config.model_type} model has no rotary embedding to remove)",
+            allowed=f"checkpoint (this {model.config.model_type} model has no rotary embedding to remove)",
             hint="set model.rope=checkpoint",
         )
     # A hook keeps the shape, dtype and device of whatever the family's own module returns.

@@ -8,7 +8,17 @@ import pandas as pd
 import pytest
 import torch
 import yaml
-from transformers import LlamaConfig, LlamaForCausalLM, MptConfig, MptForCausalLM, SmolLM3Config, SmolLM3ForCausalLM
+from transformers import (
+    FalconConfig,
+    FalconForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MptConfig,
+    MptForCausalLM,
+    PreTrainedModel,
+    SmolLM3Config,
+    SmolLM3ForCausalLM,
+)
 
 import posbench
 from posbench import arch, checkpoint, paths
@@ -121,7 +131,14 @@ def test_a_checkpoint_without_rope_is_loaded_so(checkpoint: Path) -> None:
     assert posbench.checkpoint.model_config("tinyllama_nope").rope == "none"
 
 
-def test_what_does_not_rotate_is_refused() -> None:
-    model = MptForCausalLM(MptConfig(d_model=16, n_heads=2, n_layers=1, vocab_size=20))
-    with pytest.raises(UserError, match=r"model\.rope = 'none'.*a mpt model has no rotary embedding"):
+@pytest.mark.parametrize(
+    "model",
+    [
+        MptForCausalLM(MptConfig(d_model=16, n_heads=2, n_layers=1, vocab_size=20)),
+        FalconForCausalLM(FalconConfig(hidden_size=16, num_attention_heads=2, num_hidden_layers=1, vocab_size=20, alibi=True)),
+    ],
+    ids=["mpt", "falcon with alibi"],
+)
+def test_what_does_not_rotate_is_refused(model: PreTrainedModel) -> None:
+    with pytest.raises(UserError, match=rf"model\.rope = 'none'.*this {model.config.model_type} model has no rotary embedding"):
         arch.remove_rope(model)
