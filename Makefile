@@ -3,12 +3,13 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+OLDEST := $(VENV)-oldest
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-fast lint format tiny tiny-seeds figure figures docs bench precision wheel clean
+.PHONY: help setup run test test-fast test-versions lint format tiny tiny-seeds figure figures docs bench precision wheel clean
 
 help: ## list the targets
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-13s %s\n", $$1, $$2}'
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -22,6 +23,15 @@ run: setup ## the main job on the embedded model: search, intervene, evaluate, r
 
 test: setup ## all tests
 	$(BIN)/python -m pytest -n 2
+
+$(OLDEST)/.ready: pyproject.toml constraints.txt constraints-oldest.txt
+	$(PYTHON) -m venv $(OLDEST)
+	$(OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	$(OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check --requirement constraints-oldest.txt
+	@touch $@
+
+test-versions: test $(OLDEST)/.ready ## all tests on the newest and on the oldest supported transformers
+	$(OLDEST)/bin/python -m pytest -n 2
 
 test-fast: setup ## tests without the slow ones
 	$(BIN)/python -m pytest -n 2 -m 'not slow'
@@ -60,4 +70,4 @@ wheel: setup ## build the wheel
 	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .
 
 clean: ## remove the environment and build products; outputs/ stays
-	rm -rf $(VENV) dist build *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(OLDEST) dist build *.egg-info .pytest_cache .mypy_cache .ruff_cache

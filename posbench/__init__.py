@@ -17,6 +17,7 @@ def __getattr__(name: str) -> Any:
     # torch and transformers take seconds to import: the command line's help and listings do without them.
     homes = {"LM": "posbench.lm", "load": "posbench.checkpoint"}
     if name in homes:
+        importlib.import_module("posbench.versions").check()
         return getattr(importlib.import_module(homes[name]), name)
     if name == "methods":
         return importlib.import_module("posbench.methods")

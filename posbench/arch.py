@@ -293,3 +293,25 @@ def _fused_rows(model: PreTrainedModel, layer: int, width: int) -> tuple[Tensor,
 
 def _key_rows(model: PreTrainedModel, layer: int, width: int) -> Tensor | None:
     return None if family_of(model).fused is None else _fused_rows(model, layer, width)[1]
+
+
+def remove_rope(model: PreTrainedModel) -> None:
+    """Make a model position-free for good: its rotary embedding yields cos = 1 and sin = 0.
+
+    For checkpoints trained without position embeddings under the name of a family that rotates
+    (AntNLP/TinyLlama-NoPE-1.1B): their config does not say so, and a stock model would rotate silently.
+
+    Raises:
+        UserError: The model has no rotary embedding that serves all its layers.
+    """
+    rotary = getattr(model.base_model, "rotary_emb", None)
+    # A Falcon with ALiBi holds a rotary embedding that it does not use.
+    if rotary is None or getattr(model.config, "alibi", False):
+        raise UserError(
+            field="model.rope",
+            value="none",
+            allowed=f"checkpoint (this {model.config.model_type} model has no rotary embedding to remove)",
+            hint="set model.rope=checkpoint",
+        )
+    # A hook keeps the shape, dtype and device of whatever the family's own module returns.
+    rotary.register_forward_hook(lambda module, args, out: (torch.ones_like(out[0]), torch.zeros_like(out[1])))

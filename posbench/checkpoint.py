@@ -40,6 +40,7 @@ class ModelConfig:
         revision: Hub branch, tag or commit; None takes the default branch, as cached if a complete copy is cached.
         dtype: Weight type; ``auto`` is the checkpoint's own on a GPU (float32 stays float32) and float32 on a CPU.
         attention: Attention kernel; ``auto`` is sdpa where the family has it, else eager (Gemma 2, MPT).
+        rope: ``checkpoint``, or ``none`` for a checkpoint trained without position embeddings whose config does not say so.
         chat_template: ``auto`` applies the tokenizer's template where it has one; ``none`` never does.
         context_window: Tokens the model reads; None takes the checkpoint's ``max_position_embeddings``.
         threads: CPU threads; None leaves torch's choice.
@@ -56,6 +57,7 @@ class ModelConfig:
     revision: str | None = None
     dtype: Dtype = "auto"
     attention: Kernel = "auto"
+    rope: Literal["checkpoint", "none"] = "checkpoint"
     chat_template: Literal["auto", "none"] = "auto"
     context_window: int | None = None
     threads: int | None = None
@@ -172,6 +174,8 @@ def _load_checkpoint(
             allowed="a local directory with config.json, tokenizer files and *.safetensors, or a reachable hub id",
             hint=f"set model.path=DIR to a local checkpoint ({reason})",
         ) from error
+    if config.rope == "none":
+        arch.remove_rope(model)
     window = config.context_window or arch.context_window(hf_config) or 2**31
     return LM(model.eval(), tokenizer, config.name, window, config.chat_template)
 

@@ -18,7 +18,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from posbench import __version__, paths
+from posbench import __version__, paths, versions
 from posbench.errors import UserError, choices, from_hydra, near
 
 HELP = """posbench finds, explains and removes position bias in language models.
@@ -58,6 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args and args[0] == "--version":
             print(f"posbench {__version__}")
             return 0
+        versions.check()
         if args and args[0] in verbs:
             return verbs[args[0]](args[1:])
 
@@ -282,7 +283,8 @@ def _validate(args: list[str]) -> int:
     status = 0
     for job in jobs:
         job = [*job, "model.path=."] if "model=hf" in job and not any(a.startswith("model.path=") for a in job) else job
-        job = [*job, "stages=[search]"] if job[0] == "model=hf" and not args else job
+        # A model without published constants is a model to search on.
+        job = [*job, "stages=[search]"] if job[0].startswith("model=") and not args else job
         problems: list[str] = []
 
         def check(config: Any) -> None:

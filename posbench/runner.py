@@ -151,6 +151,7 @@ def identity(config: Config) -> dict[str, Any]:
         "weights": fingerprint(model),
         "dtype": model.dtype,
         "attention": model.attention,
+        "rope": model.rope,
         "chat_template": model.chat_template,
         "context_window": model.context_window,
         "batch_size": config.runtime.batch_size,

@@ -68,8 +68,9 @@ def shortened(rows: Iterable[Mapping[str, Any]]) -> str:
 
 
 def applied(method: Mapping[str, Any]) -> str:
-    """The method as it ran, from ``method.json``: its name and every parameter."""
-    return f"{method['name']}: " + ", ".join(f"{k} {v}" for k, v in method.items() if k != "name" and v is not None)
+    """The method as it ran, from ``method.json``: its name, every parameter, and where published constants come from."""
+    values = ", ".join(f"{k} {v}" for k, v in method.items() if k not in ("name", "source") and v is not None)
+    return f"{method['name']}: {values}" + (f"; constants: {method['source']}" if "source" in method else "")
 
 
 def _verdict(rows: pd.DataFrame, average: Any, method: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -63,11 +64,19 @@ class Run:
     def methods(self) -> dict[str, Method]:
         """The unmodified model and the method under test, by the name that tables show."""
         method = self.config.method(self.found)
-        self.out.write_json("method.json", {"name": self.config.method_name, **asdict(method)})
+        self.out.write_json("method.json", {"name": self.config.method_name, **asdict(method), **self._origin(method)})
         both: dict[str, Method] = {UNMODIFIED: Unmodified()}
         if not isinstance(method, Unmodified):
             both[self.config.method_name] = method
         return both
+
+    def _origin(self, method: Method) -> dict[str, str]:
+        """The ``source`` of the model's block for the method, where the method runs with the constants of that block."""
+        model, name = self.config.model, self.config.method_name
+        block = (model.scale_channel if name == "scale_channel" else model.blocks.get(name)) or {}
+        ran = json.loads(json.dumps(asdict(method)))
+        published = all(ran.get(key) == value for key, value in block.items() if key != "source")
+        return {"source": str(block["source"])} if published and "source" in block else {}
 
     @contextmanager
     def progress(self, label: str, total: int) -> Iterator[Callable[[int], None]]:

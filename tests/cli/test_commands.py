@@ -268,3 +268,39 @@ def test_an_experiment_with_a_config_dir_of_the_user(own: Path, posbench: Callab
     result = posbench("--config-dir", str(own), "experiment=yu2025_fig6", "model=mine", "--cfg", "job")
     assert result.status == 0, result.err
     assert "name: mine" in result.out and "name: yu2025_fig6" in result.out and not outputs.exists()
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        ("llama2_13b", ["Open question", "channel 4923", "cannot settle it"]),
+        ("vicuna_13b_16k", ["Open question", "channel 4283", "cannot settle it"]),
+        ("mpt_30b", ["Open questions", "plot channel 1942 of this model, not 6926", "method.last=all"]),
+    ],
+)
+def test_open_questions_about_published_constants_are_read_by_who_uses_them(
+    posbench: Callable[..., Result], small: list[str], outputs: Path, checkpoint: Path, model: str, words: list[str]
+) -> None:
+    """The files' own text, on a small checkpoint that stands in for the weights."""
+    rest = [o for o in small if not o.startswith(("model", "stages"))]
+    fits = ["model.scale_channel.channel=3", "model.scale_channel.layers=[1,2]", "model.revision=null"]
+    stand_in = [f"model={model}", f"model.path={checkpoint}", "model.dtype=float32", *fits, "stages=[evaluate,report]"]
+    result = posbench(*rest, *stand_in)
+    assert result.status == 0, result.err
+    (folder,) = run_folders(outputs)
+    page = " ".join((folder / "report.html").read_text().split("<h2>Config</h2>")[0].split())
+    for text in (" ".join(result.out.split()), page):
+        assert "constants: Yu et al. 2025, Table 4" in text
+        assert all(word in text for word in words)
+    # Other constants are not the paper's, and nothing is said about them.
+    other = posbench(*rest, *stand_in, "method.channel=5")
+    assert other.status == 0 and "channel 5" in other.out and "constants:" not in other.out
+
+
+def test_a_model_without_positions_is_another_run(posbench: Callable[..., Result], small: list[str], outputs: Path) -> None:
+    rest = [o for o in small if not o.startswith("stages")]
+    for rope in ("checkpoint", "none"):
+        result = posbench(*rest, *FIXED, f"model.rope={rope}")
+        assert result.status == 0, result.err
+    plain, without = run_folders(outputs)
+    assert (plain / "predictions.jsonl").read_text() != (without / "predictions.jsonl").read_text()

@@ -1,0 +1,29 @@
+"""Is the installed transformers one that posbench supports? The range is stated once, in pyproject.toml."""
+
+from importlib.metadata import PackageNotFoundError, requires, version
+
+from packaging.requirements import Requirement
+
+from posbench.errors import UserError
+
+
+def check() -> None:
+    """Refuse an unsupported transformers before its import fails in a place that says nothing.
+
+    Raises:
+        UserError: The installed version lies outside the range in posbench's package metadata.
+    """
+    try:
+        needed = [Requirement(line) for line in requires("posbench") or ()]
+    except PackageNotFoundError:
+        return  # a checkout that was never installed has no metadata
+    for requirement in needed:
+        if requirement.name == "transformers":
+            installed = version("transformers")
+            if not requirement.specifier.contains(installed, prereleases=True):
+                raise UserError(
+                    field="transformers",
+                    value=installed,
+                    allowed=f"version {requirement.specifier}",
+                    hint=f"pip install '{requirement}'",
+                )

@@ -1,0 +1,144 @@
+"""The constants in conf/model against the paper's table, and checkpoints trained without position embeddings."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pandas as pd
+import pytest
+import torch
+import yaml
+from transformers import (
+    FalconConfig,
+    FalconForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MptConfig,
+    MptForCausalLM,
+    PreTrainedModel,
+    SmolLM3Config,
+    SmolLM3ForCausalLM,
+)
+
+import posbench
+from posbench import arch, checkpoint, paths
+from posbench.errors import UserError, choices
+from posbench.methods import ScaleChannel
+from posbench.studies.latency import Reprojection
+from tests.models import BUILDERS, LAYERS, SHAPE, VOCABULARY, build
+
+TABLE4 = pd.read_csv(paths.EXPERIMENTS / "reference/yu2025_table4_parameters.csv", dtype=str)
+FILES = {
+    "LLaMA-2-7b-chat": ("llama2_7b", "meta-llama/Llama-2-7b-chat-hf"),
+    "LLaMA-2-13b-chat": ("llama2_13b", "meta-llama/Llama-2-13b-chat-hf"),
+    "Vicuna-7b-v1.5-16k": ("vicuna_7b_16k", "lmsys/vicuna-7b-v1.5-16k"),
+    "Vicuna-13b-v1.5-16k": ("vicuna_13b_16k", "lmsys/vicuna-13b-v1.5-16k"),
+    "Mistral-7B-Instruct-v0.2": ("mistral7b", "mistralai/Mistral-7B-Instruct-v0.2"),
+    "Gemma-1.1-7b-it": ("gemma_7b", "google/gemma-1.1-7b-it"),
+    "Qwen1.5-7b-chat": ("qwen1_5_7b", "Qwen/Qwen1.5-7B-Chat"),
+    "MPT-30b-chat": ("mpt_30b", "mosaicml/mpt-30b-chat"),
+}
+
+
+def test_the_table_has_these_models() -> None:
+    assert set(TABLE4["model"]) == set(FILES) and len(TABLE4) == 3 * len(FILES)
+
+
+@pytest.mark.parametrize("printed", FILES)
+def test_published_constants_are_those_of_table_4(printed: str) -> None:
+    name, path = FILES[printed]
+    row = TABLE4[TABLE4["model"] == printed].set_index("metric")["value"]
+    config = checkpoint.model_config(name)
+    assert config.path == path and config.scale_channel is not None
+    assert config.scale_channel["channel"] == int(row["channel_index"].replace(",", ""))
+    assert config.scale_channel["factor"] == float(row["scale_factor"])
+    assert config.scale_channel["layers"] == [int(layer) for layer in row["applied_layers"].split("~")]
+    assert "Yu et al. 2025, Table 4" in config.scale_channel["source"]
+
+
+@pytest.mark.parametrize("name", choices(paths.CONF / "model"))
+def test_every_constant_says_where_it_comes_from(name: str) -> None:
+    data = yaml.safe_load((paths.CONF / "model" / f"{name}.yaml").read_text())
+    assert data["source"]
+    for block in checkpoint.with_blocks(data)["blocks"].values():
+        assert block["source"]
+    if data["scale_channel"]:
+        assert set(data["scale_channel"]) == {"channel", "factor", "layers", "source"}
+    # The paper prints a channel of TinyLlama-NoPE, but no factor; LPES prints no control points of any model.
+    known = {name for name, _ in FILES.values()} | {"tiny", "tiny_b"}
+    assert bool(data["scale_channel"]) == (name in known)
+
+
+# Models without position embeddings
+
+
+def _positions() -> tuple[torch.Tensor, torch.Tensor]:
+    torch.manual_seed(1)
+    return torch.randint(1, VOCABULARY, (2, 20)), torch.stack([torch.randperm(20), torch.randperm(20) * 7])
+
+
+@pytest.mark.parametrize("name", BUILDERS)
+def test_without_rope_positions_change_nothing(name: str) -> None:
+    model, (ids, shuffled) = build(name), _positions()
+    if not hasattr(model.base_model, "rotary_emb"):
+        pytest.skip("the family has no rotary embedding")
+    with torch.no_grad():
+        rotated = model(ids).logits
+        assert (rotated - model(ids, position_ids=shuffled).logits).abs().max() > 0.1
+        arch.remove_rope(model)
+        plain = model(ids).logits
+        assert torch.equal(plain, model(ids, position_ids=shuffled).logits)
+    assert (plain - rotated).abs().max() > 0.1
+
+
+def test_without_rope_a_llama_equals_an_architecture_that_has_none() -> None:
+    shape = dict(SHAPE, num_key_value_heads=2)
+    torch.manual_seed(0)
+    llama = LlamaForCausalLM(LlamaConfig(**shape, initializer_range=0.2)).eval()
+    nope = SmolLM3ForCausalLM(SmolLM3Config(**shape, no_rope_layers=[0] * LAYERS, tie_word_embeddings=False)).eval()
+    nope.load_state_dict(llama.state_dict())
+    ids, _ = _positions()
+    with torch.no_grad():
+        expected = nope(ids).logits
+        assert (llama(ids).logits - expected).abs().max() > 1e-2
+        arch.remove_rope(llama)
+        assert (llama(ids).logits - expected).abs().max() < 1e-5
+
+
+def test_scale_channel_on_a_model_without_rope() -> None:
+    model, (ids, _) = build("llama-gqa"), _positions()
+    arch.remove_rope(model)
+    lm = posbench.load(model)
+    found = []
+    for cls in (ScaleChannel, Reprojection):
+        with torch.no_grad(), cls(channel=(5, 9), factor=-1.0, layers=(1, 3)).applied(lm):
+            out = lm.model.generate(
+                ids, attention_mask=torch.ones_like(ids), max_new_tokens=4, do_sample=False, return_dict_in_generate=True,
+                output_logits=True,
+            )  # fmt: skip
+        found.append(torch.stack(out.logits))
+    assert (found[0] - found[1]).abs().max() < 5e-5
+
+
+def test_a_checkpoint_without_rope_is_loaded_so(checkpoint: Path) -> None:
+    ids, shuffled = _positions()
+    ids = ids % 20
+    for rope, equal in (("none", True), ("checkpoint", False)):
+        model = posbench.load(checkpoint, rope=rope, device="cpu").model
+        with torch.no_grad():
+            same = torch.equal(model(ids).logits, model(ids, position_ids=shuffled).logits)
+        assert same == equal, rope
+    assert posbench.checkpoint.model_config("tinyllama_nope").rope == "none"
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        MptForCausalLM(MptConfig(d_model=16, n_heads=2, n_layers=1, vocab_size=20)),
+        FalconForCausalLM(FalconConfig(hidden_size=16, num_attention_heads=2, num_hidden_layers=1, vocab_size=20, alibi=True)),
+    ],
+    ids=["mpt", "falcon with alibi"],
+)
+def test_what_does_not_rotate_is_refused(model: PreTrainedModel) -> None:
+    with pytest.raises(UserError, match=rf"model\.rope = 'none'.*this {model.config.model_type} model has no rotary embedding"):
+        arch.remove_rope(model)

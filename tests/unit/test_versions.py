@@ -1,0 +1,70 @@
+"""The supported range of transformers: stated in pyproject.toml, tested by two environments, refused outside in words."""
+
+from __future__ import annotations
+
+import tomllib
+from importlib.metadata import PackageNotFoundError
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+import posbench
+from posbench import versions
+from posbench.cli import main
+from posbench.errors import UserError
+
+ROOT = Path(__file__).parents[2]
+DEPENDENCIES = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+(SUPPORTED,) = (Requirement(line).specifier for line in DEPENDENCIES if Requirement(line).name == "transformers")
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch):
+    """Pretend that a version of transformers is installed beside this checkout's metadata."""
+
+    def pretend(number: str) -> None:
+        monkeypatch.setattr(versions, "requires", lambda name: DEPENDENCIES)
+        monkeypatch.setattr(versions, "version", lambda name: number)
+
+    return pretend
+
+
+def _pin(file: str, name: str) -> str:
+    (line,) = (line for line in (ROOT / file).read_text().splitlines() if line.startswith(f"{name}=="))
+    return line.partition("==")[2]
+
+
+def test_the_two_test_environments_span_the_supported_range() -> None:
+    lowest = [bound.version for bound in SUPPORTED if bound.operator == ">="]
+    oldest = _pin("constraints-oldest.txt", "transformers")
+    assert len(lowest) == 1 and SUPPORTED.contains(oldest) and oldest.startswith(f"{lowest[0]}.")
+    assert SUPPORTED.contains(_pin("constraints.txt", "transformers"))
+
+
+@pytest.mark.parametrize("number", ["5.6.0", "5.23.0", "5.99.0.dev0"])
+def test_supported(number: str, installed) -> None:
+    installed(number)
+    versions.check()
+
+
+@pytest.mark.parametrize("number", ["4.57.6", "5.5.4", "6.0.0.dev0", "6.1.0"])
+def test_unsupported_is_one_line(number: str, installed, capsys: pytest.CaptureFixture[str]) -> None:
+    installed(number)
+    assert main(["ls"]) == 2
+    told = capsys.readouterr()
+    assert told.out == "" and told.err.count("\n") == 1
+    assert told.err.startswith(f"posbench: transformers = '{number}': allowed: version ") and "pip install" in told.err
+    assert all(str(bound) in told.err for bound in SUPPORTED)
+    with pytest.raises(UserError, match="transformers = "):
+        posbench.load("tiny")
+    assert main(["--version"]) == 0
+
+
+def test_a_checkout_without_metadata_is_not_checked(installed, monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> list[str]:
+        raise PackageNotFoundError(name)
+
+    installed("4.0.0")
+    monkeypatch.setattr(versions, "requires", missing)
+    versions.check()
