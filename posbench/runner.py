@@ -31,6 +31,7 @@ PACKAGES = (
     "torch",
     "transformers",
     "tokenizers",
+    "accelerate",
     "hydra-core",
     "omegaconf",
     "numpy",

@@ -48,7 +48,7 @@ class Source:
         kind: ``model`` or ``dataset`` (hub repositories), ``url``, or ``path`` (on this machine).
         id: Hub id, URL, or path of a file or folder.
         field: The config key that named it, for errors.
-        files: Names or patterns of the files wanted from a repository or a folder; in subfolders only for a data set.
+        files: Wanted files of a data set, as paths in its repository; of a checkpoint, patterns in its top folder.
         revision: Hub branch, tag or commit; None is the default branch.
     """
 
@@ -188,17 +188,19 @@ def fetch(sources: Iterable[Source], *, dry_run: bool, console: Console) -> None
         try:
             sha, files = listing(source)
         except UserError as error:
-            here = cached(source) if source.kind != "path" else None
+            # Without a cause it was reached, and does not hold what is wanted.
+            here = cached(source) if source.kind != "path" and error.__cause__ else None
             if here is None:
                 problems.append(error)
                 table.add_row(source.field.partition(".")[0], source.id, "", "", "missing")
                 continue
-            console.print(f"{source.id}: not reachable, but a complete copy is cached and will be used", soft_wrap=True)
+            reason = type(error.__cause__).__name__
+            console.print(f"{source.id}: not reachable ({reason}), but a complete copy is cached", soft_wrap=True)
             sha, files = "" if source.kind == "url" else here.name, _on_disk(source, here)
         if sha:
             commits[source] = sha
         for file in files:
-            tokenizer = source.files is CHECKPOINT and any(fnmatch(file.name, pattern) for pattern in TOKENIZER)
+            tokenizer = source.files == CHECKPOINT and any(fnmatch(file.name, pattern) for pattern in TOKENIZER)
             what = "tokenizer" if tokenizer else source.field.partition(".")[0]
             state = "missing" if not file.here else "here" if source.kind == "path" else "cached"
             table.add_row(what, source.id, file.name, "?" if file.size is None else decimal(file.size), state)
@@ -237,14 +239,15 @@ def _wanted(source: Source) -> dict[str, Any]:
 
 
 def _matches(source: Source, name: str) -> bool:
-    deep = source.kind == "model" and "/" in name
-    return not deep and any(fnmatch(name, pattern) for pattern in source.files)
+    if source.kind == "dataset":
+        return name in source.files
+    return "/" not in name and any(fnmatch(name, pattern) for pattern in source.files)
 
 
 def _on_disk(source: Source, folder: Path | None = None) -> list[File]:
     """The files of a path, or of a cached repository."""
     path = folder or Path(paths.model_path(source.id))
-    if path.is_dir() and source.files is CHECKPOINT and lacking(path):
+    if path.is_dir() and source.files == CHECKPOINT and lacking(path):
         raise _refused(source, FileNotFoundError(f"it lacks {lacking(path)}"))
     if path.is_dir() and source.files:
         found = [p for pattern in source.files for p in path.glob(pattern) if p.is_file()]
@@ -280,9 +283,9 @@ def _refused(source: Source, error: Exception) -> UserError:
         "dataset": "a reachable data set of the hub",
         "url": "a reachable URL",
         "path": "a file on this machine",
-    }["model" if source.files is CHECKPOINT else source.kind]
+    }["model" if source.files == CHECKPOINT else source.kind]
     field, value, reason = source.field, source.id, (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
-    own = f"set {field}=DIR to a local checkpoint" if source.files is CHECKPOINT else f"check {field}"
+    own = f"set {field}=DIR to a local checkpoint" if source.files == CHECKPOINT else f"check {field}"
     page = f"https://huggingface.co/{'datasets/' if source.kind == 'dataset' else ''}{source.id}"
     if isinstance(error, GatedRepoError):
         hint = f"accept its licence at {page}, then `hf auth login` (or set HF_TOKEN)"

@@ -7,7 +7,7 @@ import json
 import shutil
 import socket
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from threading import Thread
@@ -44,12 +44,11 @@ def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
 
 
-def _put(cache: Path, repo: str, commit: str, name: str, data: bytes) -> None:
+def _put(root: Path, commit: str, name: str, data: bytes) -> None:
     """A file in the layout of the hub's cache: a blob, and a link to it in the commit's snapshot."""
-    folder = cache / ("models--" + repo.replace("/", "--"))
-    blob = folder / "blobs" / hashlib.sha256(data).hexdigest()
-    link = folder / "snapshots" / commit / name
-    for path in (blob.parent, link.parent, folder / "refs"):
+    blob = root / "blobs" / hashlib.sha256(data).hexdigest()
+    link = root / "snapshots" / commit / name
+    for path in (blob.parent, link.parent, root / "refs"):
         path.mkdir(parents=True, exist_ok=True)
     blob.write_bytes(data)
     link.unlink(missing_ok=True)
@@ -83,10 +82,10 @@ class Hub:
         if self.error:
             raise self.error
         names = [p.relative_to(self.folder).as_posix() for p in self.folder.rglob("*") if p.is_file()]
+        root = self.cache / f"{kwargs['repo_type']}s--{repo.replace('/', '--')}"
         for name in filter_repo_objects(names, **{k: kwargs[k] for k in ("allow_patterns", "ignore_patterns")}):
             self.downloads.append(name)
-            _put(self.cache, repo, self.commit, name, (self.folder / name).read_bytes())
-        root = self.cache / ("models--" + repo.replace("/", "--"))
+            _put(root, self.commit, name, (self.folder / name).read_bytes())
         if kwargs["revision"] != self.commit:
             (root / "refs" / (kwargs["revision"] or "main")).write_text(self.commit)
         return str(root / "snapshots" / self.commit)
@@ -198,7 +197,7 @@ def test_an_unreachable_hub(posbench: Callable[..., Result], hub: Hub) -> None:
     assert posbench(*FETCH, verb=True).status == 0
     hub.error = httpx2.ConnectError("no route to host")
     result = posbench(*FETCH, verb=True)
-    assert result.status == 0 and "not reachable, but a complete copy is cached" in result.out
+    assert result.status == 0 and "not reachable (ConnectError), but a complete copy is cached" in result.out
 
 
 @pytest.mark.parametrize(
@@ -248,6 +247,20 @@ def test_files_of_the_task_must_be_there(posbench: Callable[..., Result], tmp_pa
     _expect_refusal(posbench("fetch", "model=hf", f"model.path={tmp_path}", verb=True), "model.path", "it lacks config.json")
     _expect_refusal(posbench("fetch", "model=hf", verb=True), "model.path", "None")
     _expect_refusal(posbench("fetch", "model=nope", verb=True), "model", "'nope'")
+
+
+def test_files_of_a_data_set(hub: Hub) -> None:
+    """What a later task names: single files of a repository, subfolders included."""
+    (hub.folder / "data").mkdir()
+    (hub.folder / "data" / "qa.jsonl").write_text("{}\n")
+    source = Source(kind="dataset", id="some/set", field="task.source", files=("data/qa.jsonl",))
+    assert sources.listing(source) == (OLD, [sources.File("data/qa.jsonl", 3, False)])
+    assert sources.cached(source) is None
+    assert (sources.local(source) / "data" / "qa.jsonl").read_text() == "{}\n" and hub.downloads == ["data/qa.jsonl"]
+    with pytest.raises(UserError, match=r"task\.source = 'some/set': .*gone\.jsonl"):
+        sources.local(replace(source, files=("data/gone.jsonl",)))
+    hub.error = RuntimeError("the hub was asked")
+    assert (sources.local(source) / "data" / "qa.jsonl").is_file()
 
 
 def test_a_url_is_downloaded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
