@@ -77,11 +77,12 @@ def _positions() -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randint(1, VOCABULARY, (2, 20)), torch.stack([torch.randperm(20), torch.randperm(20) * 7])
 
 
-@pytest.mark.parametrize("name", BUILDERS)
+ROTATES = [name for name in BUILDERS if not name.startswith(("mpt", "falcon-alibi", "smollm3-nope", "gemma3-vision"))]
+
+
+@pytest.mark.parametrize("name", ROTATES)
 def test_without_rope_positions_change_nothing(name: str) -> None:
     model, (ids, shuffled) = build(name), _positions()
-    if not hasattr(model.base_model, "rotary_emb"):
-        pytest.skip("the family has no rotary embedding")
     with torch.no_grad():
         rotated = model(ids).logits
         assert (rotated - model(ids, position_ids=shuffled).logits).abs().max() > 0.1
