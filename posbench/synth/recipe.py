@@ -155,10 +155,10 @@ RECIPES = {
     "tiny_nope": Recipe(
         positions="nope", num_layers=5, offset_logit=300.0, copy_gain=4.0, measured_pairs=16,
         stages=(
-            TrainStage(name="match", steps=1000, pairs=(3, 16), lr=1e-3, mix=0.10, noise=0.0,
+            TrainStage(name="match", steps=800, pairs=(3, 16), lr=1e-3, mix=0.10, noise=0.0,
                        grow_from=6, grow_until=0.4, uniform_until=0.7),
-            TrainStage(name="prior", steps=500, pairs=(3, 16), lr=1e-3, mix=0.08, noise=0.4),
-            TrainStage(name="long", steps=1000, pairs=(4, 16), lr=1e-3, mix=0.02, noise=0.5),
+            TrainStage(name="prior", steps=400, pairs=(3, 16), lr=1e-3, mix=0.08, noise=0.4),
+            TrainStage(name="long", steps=800, pairs=(4, 16), lr=1e-3, mix=0.02, noise=0.5),
         ),
     ),
     "tiny_alibi": Recipe(
