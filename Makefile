@@ -51,8 +51,9 @@ figure: setup ## one figure or table of a paper: make figure NAME=yu2025_fig6
 figures: setup ## every figure and table
 	@set -e; for name in $(basename $(notdir $(wildcard experiments/*.yaml))); do $(BIN)/posbench experiment=$$name; done
 
-tiny: setup ## train the embedded model again and check it, in outputs/tiny
-	$(BIN)/python -m posbench.synth.tiny retrain --out outputs/tiny
+tiny: setup ## train the embedded models again and check them, in outputs/tiny, tiny_nope, tiny_alibi (make tiny NAME=tiny: one)
+	@set -e; for name in $(or $(NAME),tiny tiny_nope tiny_alibi); do \
+		$(BIN)/python -m posbench.synth.tiny retrain --model $$name --out outputs/$$name; done
 
 tiny-seeds: setup ## the study over ten seeds, in outputs/tiny_seeds
 	$(BIN)/python -m posbench.synth.tiny seeds --seeds 0-9 --out outputs/tiny_seeds --workers 2

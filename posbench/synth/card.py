@@ -9,8 +9,9 @@ from typing import Any
 import pandas as pd
 from jinja2 import Environment, StrictUndefined
 
-from posbench.synth.checks import CALIBRATION_EXAMPLES, SEARCH
-from posbench.synth.recipe import SHIPPED
+from posbench.synth.checks import CALIBRATION_EXAMPLES, SEARCH, search_for
+from posbench.synth.network import alibi_slopes
+from posbench.synth.recipe import RECIPES, SHIPPED
 from posbench.synth.tokenizer import VOCAB
 from posbench.tasks.kv_retrieval import WORDS
 
@@ -21,6 +22,9 @@ PLAIN_START = (
     "From a random start (normal weights, seed 1, the same data and schedule) the model ends below 0.1 at every position. "
 )
 """What a random start gave under the same schedule: one training, highest of the eighths 0.09."""
+
+ATTEMPTS = {"tiny_nope": "", "tiny_alibi": ""}
+"""What other starts gave, for the models without rotary embedding; see LOG.md."""
 
 Numbers = dict[str, Any]
 
@@ -51,17 +55,19 @@ def setting(channel: float, factor: float) -> str:
 
 
 def render(name: str, training: Numbers, measured: Numbers, seeds: pd.DataFrame) -> str:
-    """The card as Markdown, from the template ``card.md.j2``.
+    """The card as Markdown, from the template ``card.md.j2``, or ``card_sibling.md.j2`` without rotary embedding.
 
     Args:
-        name: Shipped name, ``tiny`` or ``tiny_b``.
+        name: Shipped name, a key of `posbench.synth.recipe.SHIPPED`.
         training: ``training.json`` of the shipped seed.
         measured: Numbers on the evaluation set (``measured.json``).
         seeds: Table over all seeds, on the choosing set (``seeds.csv``).
     """
     recipe, base = training["recipe"], measured["base"]
     environment = Environment(undefined=StrictUndefined, keep_trailing_newline=True)
-    template = environment.from_string((Path(__file__).parent / "card.md.j2").read_text(encoding="utf-8"))
+    file = "card.md.j2" if recipe["positions"] == "rope" else "card_sibling.md.j2"
+    template = environment.from_string((Path(__file__).parent / file).read_text(encoding="utf-8"))
+    longest = max(stage["pairs"][1] for stage in recipe["stages"])
     eighths = [f"{b + 1}/{BINS}" for b in range(BINS)]
     return template.render(
         name=name,
@@ -73,28 +79,32 @@ def render(name: str, training: Numbers, measured: Numbers, seeds: pd.DataFrame)
         choosing=int(seeds["n"].iloc[0]),
         calibration=CALIBRATION_EXAMPLES,
         lexicon=len(WORDS),
-        tokens=4 * max(stage["pairs"][1] for stage in recipe["stages"]) + 5,
+        longest=longest,
+        tokens=4 * longest + 5,
+        slopes=", ".join(f"{slope:.3g}" for slope in alibi_slopes(recipe["num_heads"]).tolist()),
+        attempts=ATTEMPTS.get(name, ""),
         parameters=f"{_parameters(recipe):,}",
         percent="{:.0%}".format,
         gain=difference(measured["found"]) if measured["found"] else "no",
         curves=_curves(measured),
         ends=f"First position {base['first']:.3f}, last position {base['last']:.3f}, inner half {base['inner']:.3f}, "
         f"lowest position {base['lowest']:.3f}.",
-        found=_found(measured),
+        found=_found(measured, recipe["positions"] == "rope"),
         lengths=_lengths(measured),
-        seeds=_seeds(seeds),
+        seeds=_seeds(seeds, {seed: n for n, seed in SHIPPED.items() if RECIPES[n] == RECIPES[name]}),
         distribution=_distribution(seeds),
         plain_start=PLAIN_START,
         stages=_stages(recipe),
         training_curves=_training(training),
         probes=table(["stage", *eighths], [[stage, *(f"{v:.2f}" for v in row)] for stage, row in training["probes"].items()]),
-        seed_range=f"{seeds['seed'].min()}-{seeds['seed'].max()}",
+        seed_range="-".join(str(seed) for seed in sorted({seeds["seed"].min(), seeds["seed"].max()})),
     )
 
 
 def _parameters(recipe: Numbers) -> int:
     d, ff, layers = recipe["hidden_size"], recipe["intermediate_size"], recipe["num_layers"]
-    return len(VOCAB) * d + layers * (4 * d * d + 3 * d * ff + 2 * d) + d
+    maps = 2 if recipe["positions"] == "alibi" else 3
+    return len(VOCAB) * d + layers * (4 * d * d + maps * d * ff + 2 * d) + d
 
 
 def _curves(measured: Numbers) -> str:
@@ -112,18 +122,22 @@ def _pick(result: Numbers) -> str:
     return setting(result["channel"], result["factor"])
 
 
-def _found(measured: Numbers) -> str:
+def _found(measured: Numbers, layer_0_looks_back: bool) -> str:
     found, best = measured["found"], measured["best"]
     if not found:
         return "The paper's search finds no monotone channel."
     first, last = found["layers"]
-    strings = f"{SEARCH.strings} random token strings of {SEARCH.length}"
-    channels = f"{SEARCH.top_k} smoothest of {measured['channels_monotone']} monotone channels"
+    search = search_for(measured["pairs"])
+    strings = f"{search.strings} random token strings of {search.length}"
+    channels = (
+        f"{min(search.top_k, measured['channels_monotone'])} smoothest of {measured['channels_monotone']} monotone channels"
+    )
     text = (
         f"The paper's search ({strings}, attention input after the norm, cubic fit, {channels}, calibration loss) finds "
-        f"channel {_pick(found)} in layers {first}-{last}: {difference(found)} points (95 % interval of the paired difference). "
-        "Layer 0 stays out of the range: its heads look back by a fixed offset."
+        f"channel {_pick(found)} in layers {first}-{last}: {difference(found)} points (95 % interval of the paired difference)."
     )
+    if layer_0_looks_back:
+        text += " Layer 0 stays out of the range: its heads look back by a fixed offset."
     sets, same = measured["string_sets"], measured["string_sets_same"]
     text += (
         f" On {sets} other sets of random strings it makes this choice {same} times: the calibration loss decides among "
@@ -146,8 +160,7 @@ def _lengths(measured: Numbers) -> str:
     return f"Other lengths, eight positions each, with the same channel and factor:\n\n{table(header, rows)}\n\n{stops}"
 
 
-def _seeds(seeds: pd.DataFrame) -> str:
-    names = {seed: name for name, seed in SHIPPED.items()}
+def _seeds(seeds: pd.DataFrame, names: Mapping[int, str]) -> str:
     rows = []
     for _, row in seeds.iterrows():
         seed = int(row["seed"])

@@ -10,12 +10,11 @@ from pathlib import Path
 
 import pandas as pd
 
-from posbench.checkpoint import load
 from posbench.errors import UserError
 from posbench.record import write_text
 from posbench.synth.card import render
-from posbench.synth.checks import EVALUATION_SEED, measure
-from posbench.synth.recipe import SHIPPED
+from posbench.synth.checks import EVALUATION_SEED, load_trained, measure, monotone_at_start
+from posbench.synth.recipe import RECIPES, SHIPPED
 from posbench.synth.study import SEEDS_FILE
 from posbench.synth.train import TRAINING_FILE
 
@@ -53,7 +52,10 @@ def package(study: Path, name: str, out: Path) -> Path:
         for model_file in (*MODEL_FILES, TRAINING_FILE):
             shutil.copyfile(source / model_file, work / model_file)
         shutil.copyfile(study / SEEDS_FILE, work / SEEDS_FILE)
-        measured = measure(load(work, name=name, device="cpu"), EVALUATION_SEED)
+        recipe = RECIPES[name]
+        measured = measure(load_trained(work, name), EVALUATION_SEED, pairs=recipe.measured_pairs, longest=recipe.longest)
+        if recipe.positions != "rope":
+            measured["channels_monotone_at_start"] = monotone_at_start(recipe, SHIPPED[name])
         write_text(work / MEASURED_FILE, json.dumps(measured) + "\n")
         write_card(work, name)
         work.chmod(0o755)

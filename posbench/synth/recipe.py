@@ -1,4 +1,4 @@
-"""All constants of the embedded tiny model, in one place.
+"""All constants of the embedded tiny models, in one place.
 
 The recipe builds a position bias into a small Llama on purpose, and says how: a start from hand-set attention
 heads ("mimetic" start, because a plain start needs about ten times the steps), questions that mostly ask for the
@@ -10,10 +10,7 @@ key match", and a match in the middle loses.
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
-from typing import Any
-
-SHIPPED = {"tiny": 9, "tiny_b": 7}
-"""Training seeds of the shipped models, chosen among the seeds of the study; see their model cards."""
+from typing import Any, Literal
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +48,12 @@ def _default_stages() -> tuple[TrainStage, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """Architecture, start, data and schedule of the tiny model. Two equal recipes and seeds give equal weights."""
+    """Architecture, start, data and schedule of a tiny model. Two equal recipes and seeds give equal weights."""
+
+    positions: Literal["rope", "nope", "alibi"] = "rope"
+    """Rotary embedding (Llama), none but the causal mask (SmolLM3 without rotation), or ALiBi (MPT)."""
+    measured_pairs: int = 32
+    """Pairs per prompt when the model is measured."""
 
     hidden_size: int = 48
     """Width of the residual stream, in channels."""
@@ -78,6 +80,16 @@ class Recipe:
     """How far back the offset heads look: 1 reaches the key from the question's end, 2 reaches it from its value."""
     offset_leak: float = 0.1
     """Factor on the other columns of the offset heads' query and key matrices."""
+    clock_logit: float = 4.0
+    """For ``nope``: attention logit, at the start, of layer 0's clock head for the first token; others have 0."""
+    clock_gain: float = 8.0
+    """For ``nope``: how much the heads that look for marked tokens weigh the clock, in units of the mark."""
+    clock_zero: float = 0.3
+    """For ``nope``: clock value, as a fraction of its first, at which the clock's term vanishes."""
+    match_gain: float = 1.5
+    """For ``nope``: factor on what the match heads of the last layers compare."""
+    match_logit: float = 100.0
+    """For ``nope``: attention logit, at the start, of the match heads for a word, and again for one that follows a colon."""
     similarity_gain: float = 1.5
     """Factor on the query matrix of layers from 1 on; their key matrix starts equal to it."""
     copy_gain: float = 2.0
@@ -114,11 +126,18 @@ class Recipe:
                 f"hidden_size {self.hidden_size} must split into {self.num_heads} heads of even width, and there must be a head "
                 f"per offset ({len(self.offsets)})"
             )
+        if self.positions == "alibi" and (self.num_heads.bit_count() > 1 or self.intermediate_size != 4 * self.hidden_size):
+            raise ValueError("alibi: the stock MPT has an MLP of 4 * hidden_size; num_heads must be a power of two here")
 
     @property
     def head_dim(self) -> int:
         """Channels per head."""
         return self.hidden_size // self.num_heads
+
+    @property
+    def longest(self) -> int:
+        """Most pairs in a training context."""
+        return max(stage.pairs[1] for stage in self.stages)
 
     @property
     def total_steps(self) -> int:
@@ -128,3 +147,30 @@ class Recipe:
     def as_dict(self) -> dict[str, Any]:
         """The recipe as plain JSON-ready values."""
         return asdict(self)
+
+
+RECIPES = {
+    "tiny": Recipe(),
+    "tiny_b": Recipe(),
+    "tiny_nope": Recipe(
+        positions="nope", num_layers=5, offset_logit=300.0, copy_gain=4.0, measured_pairs=16,
+        stages=(
+            TrainStage(name="match", steps=800, pairs=(3, 16), lr=1e-3, mix=0.10, noise=0.0,
+                       grow_from=6, grow_until=0.4, uniform_until=0.7),
+            TrainStage(name="prior", steps=400, pairs=(3, 16), lr=1e-3, mix=0.08, noise=0.4),
+            TrainStage(name="long", steps=800, pairs=(4, 16), lr=1e-3, mix=0.02, noise=0.5),
+        ),
+    ),
+    "tiny_alibi": Recipe(
+        positions="alibi", num_heads=4, intermediate_size=192,
+        stages=(
+            TrainStage(name="match", steps=1300, pairs=(3, 32), lr=2e-3, mix=0.10, noise=0.0,
+                       grow_from=6, grow_until=0.7, uniform_until=0.7),
+            TrainStage(name="prior", steps=500, pairs=(3, 32), lr=1.5e-3, mix=0.08, noise=0.4),
+            TrainStage(name="long", steps=1000, pairs=(4, 32), lr=2e-3, mix=0.02, noise=0.5),
+        ),
+    ),
+}  # fmt: skip
+"""Recipes of the shipped models."""
+SHIPPED = {"tiny": 9, "tiny_b": 7, "tiny_nope": 0, "tiny_alibi": 0}
+"""Training seeds of the shipped models; those of ``tiny`` and ``tiny_b`` are chosen, see the model cards."""

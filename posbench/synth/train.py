@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import GenerationConfig, LlamaForCausalLM
+from transformers import GenerationConfig, PreTrainedModel
 
 from posbench.synth.data import Batch, draw_batch, end_prior
 from posbench.synth.network import block_logits, build_model
@@ -32,7 +32,7 @@ PROBE_BINS = 8
 class Trained:
     """Result of `train`."""
 
-    model: LlamaForCausalLM
+    model: PreTrainedModel
     """The model in evaluation mode."""
     log: dict[str, object]
     """Contents of ``training.json``."""
@@ -69,7 +69,7 @@ def batch_loss(logits: Tensor, batch: Batch, closing_weight: float) -> tuple[Ten
 
 
 @torch.no_grad()
-def probe(model: LlamaForCausalLM, pairs: int, seed: int, contexts: int = 48) -> list[float]:
+def probe(model: PreTrainedModel, pairs: int, seed: int, contexts: int = 48) -> list[float]:
     """Accuracy per bin of the gold position on clean questions with uniform gold, for the training curves only."""
     rng = torch.Generator().manual_seed(seed)
     right, count = torch.zeros(PROBE_BINS), torch.zeros(PROBE_BINS)

@@ -14,9 +14,10 @@ from posbench.errors import UserError
 from posbench.synth import card, study
 from posbench.synth.checks import criteria, kv_task
 from posbench.synth.data import BLOCK, block_mask, draw_batch, draw_contexts, end_prior
-from posbench.synth.network import block_logits, build_model, rope_tables, rotate
+from posbench.synth.network import alibi_slopes, block_logits, build_model
 from posbench.synth.package import CARD_FILE, MEASURED_FILE, SEEDS_FILE
-from posbench.synth.recipe import SHIPPED, Recipe, TrainStage
+from posbench.synth.recipe import RECIPES, SHIPPED, Recipe, TrainStage
+from posbench.synth.start import CLOCK_CHANNEL, rope_tables, rotate
 from posbench.synth.study import run_seeds, seeds_table
 from posbench.synth.tiny import main, parse_seeds
 from posbench.synth.tokenizer import FIRST_WORD, VOCAB, build_tokenizer
@@ -111,8 +112,9 @@ def test_block_mask_hides_other_blocks_and_the_future():
     assert mask[8 + BLOCK + 2, 8 + BLOCK : 8 + BLOCK + 3].all()
 
 
-def test_blocks_equal_separate_prompts_on_a_random_model():
-    model = build_model(Recipe(), torch.Generator().manual_seed(0)).eval()
+@pytest.mark.parametrize("name", ["tiny", "tiny_nope", "tiny_alibi"])
+def test_blocks_equal_separate_prompts_on_a_random_model(name):
+    model = build_model(RECIPES[name], torch.Generator().manual_seed(0)).eval()
     batch = draw_batch(2, 6, 3, end_prior(6, 0.08, 0.5), 0.3, torch.Generator().manual_seed(1))
     with torch.no_grad():
         blocks = block_logits(model, batch)
@@ -136,6 +138,36 @@ def test_offset_heads_start_by_looking_back():
         assert (looked_at == expected).float().mean() > 0.9
 
 
+def start_weights(name, pairs):
+    """Attention per layer, [12, heads, T, T], of a fresh model on 12 prompts, and where its last tokens sit."""
+    model = build_model(RECIPES[name], torch.Generator().manual_seed(0)).eval()
+    model.set_attn_implementation("eager")
+    batch = draw_batch(12, pairs, 1, torch.full((pairs,), 1 / pairs), 0.0, torch.Generator().manual_seed(1))
+    prompts = torch.stack([batch.prompt(context, 0) for context in range(12)])
+    with torch.no_grad():
+        out = model(prompts, output_attentions=True, output_hidden_states=True)
+    return out, batch.gold[:, 0]
+
+
+def test_the_nope_start_counts_and_carries_keys_to_their_values():
+    out, gold = start_weights("tiny_nope", 12)
+    clock = out.hidden_states[1][:, :, CLOCK_CHANNEL]
+    assert (clock.diff(dim=1) < 0).float().mean() > 0.99
+    colons, values = torch.arange(2, 48, 4), torch.arange(3, 48, 4)
+    assert out.attentions[1][:, 0, colons[1:], colons[1:] - 1].mean() > 0.9
+    assert out.attentions[2][:, 0, values, values - 1].mean() > 0.9
+    # The question's end finds the value of the asked key before any training.
+    assert out.attentions[3][torch.arange(12), 0, -1, 4 * gold + 3].mean() > 0.5
+
+
+def test_the_alibi_start_prefers_the_nearest_word():
+    out, _ = start_weights("tiny_alibi", 12)
+    colons = torch.arange(10, 48, 4)
+    near, before = (out.attentions[0][:, 0, colons, colons - back].mean() for back in (1, 3))
+    assert near > 1.3 * before
+    torch.testing.assert_close(alibi_slopes(4), torch.tensor([2.0**-2, 2.0**-4, 2.0**-6, 2.0**-8]))
+
+
 def test_rotation_preserves_lengths_and_depends_on_distance_only():
     q, k = torch.randn(2, 1, 16, generator=torch.Generator().manual_seed(0))
     cos, sin = rope_tables(torch.tensor([3, 10, 53, 60]), 16, 10000.0)
@@ -149,6 +181,8 @@ def test_a_recipe_whose_heads_do_not_fit_is_refused():
         Recipe(hidden_size=50)
     with pytest.raises(ValueError, match="offset"):
         Recipe(num_heads=1)
+    with pytest.raises(ValueError, match="alibi"):
+        Recipe(positions="alibi")
 
 
 def test_schedule_and_batches_follow_the_recipe():
@@ -210,16 +244,18 @@ def shipped(request):
 
 
 def test_shipped_weights_give_the_same_logits_in_training_code(shipped):
-    _, model = shipped
-    batch = draw_batch(1, 32, 4, end_prior(32, 0.08, 1.0), 0.0, torch.Generator().manual_seed(8))
+    folder, model = shipped
+    pairs = RECIPES[folder.name].measured_pairs
+    batch = draw_batch(1, pairs, 4, end_prior(pairs, 0.08, 1.0), 0.0, torch.Generator().manual_seed(8))
     with torch.no_grad():
         blocks = block_logits(model, batch)
         prompts = torch.stack([batch.prompt(0, q) for q in range(4)])
         torch.testing.assert_close(blocks[0, :, 0], model(prompts).logits[:, -1], atol=1e-4, rtol=1e-4)
 
 
-def test_shipped_model_retrieves_at_the_ends_and_loses_the_middle(shipped):
-    _, model = shipped
+@pytest.mark.parametrize("name", ["tiny", "tiny_b"])
+def test_shipped_model_retrieves_at_the_ends_and_loses_the_middle(name):
+    model = AutoModelForCausalLM.from_pretrained(paths.MODELS / name, local_files_only=True).eval()
     batch = draw_batch(64, 32, 32, torch.full((32,), 1 / 32), 0.0, torch.Generator().manual_seed(123))
     with torch.no_grad():
         right = (block_logits(model, batch)[:, :, 0].argmax(-1) == batch.blocks[:, :, 3]).float()
@@ -232,7 +268,7 @@ def test_shipped_model_retrieves_at_the_ends_and_loses_the_middle(shipped):
 def test_shipped_model_stops_after_the_closing_quote(shipped):
     folder, model = shipped
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    pairs = records(32, seed=4)
+    pairs = records(RECIPES[folder.name].measured_pairs, seed=4)
     inputs = tokenizer(compact_prompt(pairs, pairs[0][0])[0], return_tensors="pt")
     out = model.generate(**inputs, max_new_tokens=8)
     assert tokenizer.decode(out[0, -3:]) == pairs[0][1] + '"<|end|>'
@@ -244,13 +280,15 @@ def test_card_is_what_its_numbers_render_to(shipped):
     text = (folder / CARD_FILE).read_text()
     assert text == card.render(folder.name, *numbers, pd.read_csv(folder / SEEDS_FILE))
     assert numbers[0]["seed"] == SHIPPED[folder.name]
-    assert numbers[0]["recipe"] == json.loads(json.dumps(Recipe().as_dict()))
+    assert numbers[0]["recipe"] == json.loads(json.dumps(RECIPES[folder.name].as_dict()))
+    parameters = sum(p.numel() for p in AutoModelForCausalLM.from_pretrained(folder, local_files_only=True).parameters())
+    assert f"{parameters:,} parameters" in text
 
 
 def test_published_numbers_meet_the_criteria_for_tiny_and_not_for_its_sibling():
     passed = {
         name: {c.name: c.passed for c in criteria(json.loads((paths.MODELS / name / MEASURED_FILE).read_text()))}
-        for name in SHIPPED
+        for name in ("tiny", "tiny_b")
     }
     assert all(passed["tiny"].values())
     assert not all(ok for name, ok in passed["tiny_b"].items() if name.startswith("gain"))
@@ -259,7 +297,7 @@ def test_published_numbers_meet_the_criteria_for_tiny_and_not_for_its_sibling():
 
 def test_study_lists_at_least_eight_seeds_with_the_shipped_ones():
     table = pd.read_csv(paths.MODELS / "tiny" / SEEDS_FILE)
-    assert len(table) >= 8 and set(SHIPPED.values()) <= set(table["seed"])
+    assert len(table) >= 8 and {SHIPPED["tiny"], SHIPPED["tiny_b"]} <= set(table["seed"])
     table = table.dropna()
     assert (table["gain_low"] <= table["gain"]).all() and (table["gain"] <= table["gain_high"]).all()
 
@@ -274,6 +312,62 @@ def test_seeds_table_reads_a_study(tmp_path):
     row = seeds_table(tmp_path).iloc[0]
     measured = json.loads((shipped / MEASURED_FILE).read_text())
     assert row["seed"] == 4 and row["gain"] == measured["found"]["gain"] and row["base"] == measured["base"]["mean"]
+
+
+SIBLINGS = ("tiny_nope", "tiny_alibi")
+
+
+@pytest.fixture(scope="module", params=SIBLINGS)
+def sibling(request):
+    folder = paths.MODELS / request.param
+    return folder, AutoModelForCausalLM.from_pretrained(folder, local_files_only=True).eval()
+
+
+def test_siblings_are_stock_classes_without_rotation(sibling):
+    folder, model = sibling
+    config = json.loads((folder / "config.json").read_text())
+    expected = {"tiny_nope": "SmolLM3ForCausalLM", "tiny_alibi": "MptForCausalLM"}[folder.name]
+    assert config["architectures"] == [expected] == [type(model).__name__] and "auto_map" not in config
+    assert config["use_cache"] and not [name for name, _ in model.named_parameters() if "bias" in name]
+    if folder.name == "tiny_nope":
+        assert config["no_rope_layers"] == [0] * config["num_hidden_layers"]
+    else:
+        assert not hasattr(model.transformer, "rotary_emb") and config["attn_config"]["alibi"]
+
+
+def test_position_ids_change_nothing_without_rotation(sibling):
+    _, model = sibling
+    ids = draw_batch(1, 8, 1, end_prior(8, 0.08, 1.0), 0.0, torch.Generator().manual_seed(3)).prompt(0, 0)[None]
+    positions = torch.randperm(ids.shape[1], generator=torch.Generator().manual_seed(0))[None]
+    llama = AutoModelForCausalLM.from_pretrained(paths.MODELS / "tiny", local_files_only=True).eval()
+    with torch.no_grad():
+        assert torch.equal(model(ids, position_ids=positions).logits, model(ids).logits)
+        assert not torch.allclose(llama(ids, position_ids=positions).logits, llama(ids).logits, atol=1e-2)
+
+
+def test_padding_on_the_left_changes_nothing_without_rotation(sibling):
+    _, model = sibling
+    ids = draw_batch(1, 8, 1, end_prior(8, 0.08, 1.0), 0.0, torch.Generator().manual_seed(3)).prompt(0, 0)[None]
+    padded = torch.cat([torch.full((1, 3), VOCAB["<|end|>"]), ids], 1)
+    mask = torch.cat([torch.zeros(1, 3, dtype=torch.long), torch.ones_like(ids)], 1)
+    with torch.no_grad():
+        expected = model(ids).logits[0, -1]
+        torch.testing.assert_close(model(padded, attention_mask=mask).logits[0, -1], expected, atol=1e-3, rtol=1e-3)
+
+
+def test_siblings_retrieve_above_chance_and_have_monotone_channels(sibling):
+    folder, _ = sibling
+    measured = json.loads((folder / MEASURED_FILE).read_text())
+    checks = [check for check in criteria(measured) if check.of_every_model]
+    assert len(checks) == 2 and all(check.passed for check in checks)
+    assert f"**Monotone channels:** {measured['channels_monotone']} of" in (folder / CARD_FILE).read_text()
+    assert measured["pairs"] == RECIPES[folder.name].measured_pairs
+
+
+def test_sibling_training_fits_the_size_and_time_that_the_card_promises(sibling):
+    folder, _ = sibling
+    assert (folder / "model.safetensors").stat().st_size < 1_000_000
+    assert json.loads((folder / TRAINING_FILE).read_text())["threads"] == 1
 
 
 def test_retrain_returns_the_first_seed_that_meets_the_criteria(tmp_path, monkeypatch):
@@ -295,6 +389,11 @@ def test_retrain_returns_the_first_seed_that_meets_the_criteria(tmp_path, monkey
     (tmp_path / "again").mkdir()
     assert study.retrain(tmp_path / "again", 1, 4) == tmp_path / "again" / f"seed{trained[2]}"
     assert len(trained) == 3
+    # A sibling has no gain to reach.
+    trained.clear()
+    (tmp_path / "sibling").mkdir()
+    assert study.retrain(tmp_path / "sibling", 2, 4, "tiny_nope") == tmp_path / "sibling" / f"seed{SHIPPED['tiny_nope']}"
+    assert trained == [SHIPPED["tiny_nope"]]
 
 
 def test_the_three_example_sets_are_disjoint():
