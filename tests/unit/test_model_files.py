@@ -65,7 +65,7 @@ def test_every_constant_says_where_it_comes_from(name: str) -> None:
     if data["scale_channel"]:
         assert set(data["scale_channel"]) == {"channel", "factor", "layers", "source"}
     # The paper prints a channel of TinyLlama-NoPE, but no factor; LPES prints no control points of any model.
-    known = {name for name, _ in FILES.values()} | {"tiny", "tiny_b"}
+    known = {name for name, _ in FILES.values()} | {"tiny", "tiny_b", "tiny_nope", "tiny_alibi"}
     assert bool(data["scale_channel"]) == (name in known)
 
 
