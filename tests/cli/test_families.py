@@ -5,6 +5,7 @@ import json
 import pandas as pd
 import pytest
 
+from posbench import arch
 from tests.conftest import run_folders
 from tests.models import BUILDERS, LAYERS, build
 
@@ -22,8 +23,16 @@ def _tokenizer(model_type: str):
     return Qwen2Tokenizer(vocab=letters | {"<|endoftext|>": len(letters)}, merges=[])
 
 
+FAMILIES = {arch.family_of(build(name)).name: name for name in reversed(BUILDERS)}
+"""One model of every family, the first of ``BUILDERS``."""
+
+
+def test_every_family_is_here():
+    assert set(FAMILIES) == {family.name for family in arch.FAMILIES}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", BUILDERS)
+@pytest.mark.parametrize("name", reversed(FAMILIES.values()))
 def test_every_stage_runs_on_a_checkpoint_of_the_family(name, tmp_path, posbench, small, outputs):
     folder, model = tmp_path / name, build(name)
     model.save_pretrained(folder)
