@@ -97,6 +97,8 @@ def load(
     """
     if isinstance(source, PreTrainedModel):
         arch.family_of(source)
+        if _capped(source.config):
+            _refuse_sdpa(arch.text_config(source)._attn_implementation)
         window = arch.context_window(source.config) or 2**31
         return LM(source.eval(), tokenizer, name or "model", window, fields.get("chat_template", "auto"))
     if isinstance(source, ModelConfig):
@@ -146,10 +148,15 @@ def _load_checkpoint(
         if facts:
             arch.family_of_type(facts.get("model_type"))
         hf_config = AutoConfig.from_pretrained(path, **origin)
+        kernel = None if config.attention == "auto" else config.attention
+        if _capped(hf_config):
+            # Some transformers versions run sdpa all the same, and leave the cap out.
+            kernel = kernel or "eager"
+            _refuse_sdpa(kernel)
         tokenizer = AutoTokenizer.from_pretrained(path, **origin)
         dtype = config.dtype if config.dtype != "auto" else ("float32" if where.type == "cpu" else "auto")
         model = AutoModelForCausalLM.from_pretrained(
-            path, dtype=dtype, attn_implementation=None if config.attention == "auto" else config.attention, use_safetensors=True,
+            path, dtype=dtype, attn_implementation=kernel, use_safetensors=True,
             device_map=device_map or {"": where}, max_memory=max_memory, **origin,
         )  # fmt: skip
     except torch.OutOfMemoryError as error:
@@ -178,6 +185,21 @@ def _load_checkpoint(
         arch.remove_rope(model)
     window = config.context_window or arch.context_window(hf_config) or 2**31
     return LM(model.eval(), tokenizer, config.name, window, config.chat_template)
+
+
+def _capped(config: PreTrainedConfig) -> bool:
+    """Whether attention scores are soft-capped (Gemma 2), which sdpa cannot do."""
+    return bool(getattr(config.get_text_config(), "attn_logit_softcapping", None))
+
+
+def _refuse_sdpa(kernel: str | None) -> None:
+    if kernel == "sdpa":
+        raise UserError(
+            field="model.attention",
+            value=kernel,
+            allowed="auto or eager: sdpa would leave out the soft-cap of this model's attention scores",
+            hint="set model.attention=auto (a model object: attn_implementation='eager')",
+        )
 
 
 def torch_device(device: str) -> torch.device:

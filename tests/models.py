@@ -52,7 +52,9 @@ BUILDERS: dict[str, Callable[[], PreTrainedModel]] = {
     ),
     "gemma": lambda: hf.GemmaForCausalLM(hf.GemmaConfig(**SHAPE, num_key_value_heads=1, head_dim=20)),
     "gemma2": lambda: hf.Gemma2ForCausalLM(
-        hf.Gemma2Config(**GROUPED, head_dim=20, **LOCAL, attn_logit_softcapping=2.0, query_pre_attn_scalar=12)
+        hf.Gemma2Config(
+            **GROUPED, head_dim=20, **LOCAL, attn_logit_softcapping=2.0, query_pre_attn_scalar=12, attn_implementation="eager"
+        )
     ),
     "gemma3": lambda: hf.Gemma3ForCausalLM(hf.Gemma3TextConfig(**GROUPED, head_dim=20, **LOCAL)),
     "gemma3-vision": _gemma3_with_vision,

@@ -95,6 +95,20 @@ def test_rope_that_changes_with_the_length_is_announced(caplog):
     assert "dynamic" in caplog.text
 
 
+def test_a_soft_cap_is_never_left_out(tmp_path):
+    from posbench.synth.tokenizer import build_tokenizer
+
+    model = build("gemma2")
+    model.save_pretrained(tmp_path)
+    build_tokenizer().save_pretrained(tmp_path)
+    assert posbench.load(tmp_path).model.config._attn_implementation == "eager"
+    with pytest.raises(UserError, match="soft-cap"):
+        posbench.load(tmp_path, attention="sdpa")
+    model.config._attn_implementation_internal = "sdpa"
+    with pytest.raises(UserError, match="soft-cap"):
+        posbench.load(model)
+
+
 def test_the_vision_model_reads_its_text_config():
     model = build("gemma3-vision")
     assert arch.text_config(model).model_type == "gemma3_text"
