@@ -21,6 +21,14 @@ class Example:
         gold_position: 0-based place of the gold item among the items; None where the task has no positions.
         items: Character span (start, end) in the prompt of every item (document, key-value pair), in order.
         cluster: Examples that share a question; intervals resample these, not single prompts.
+        subset: Data set or subject, in a benchmark of several; scored apart in ``subsets.csv``.
+        choices: Continuations of which the most likely one is the reply, as in ``answers``; empty: the model generates.
+        chat: Whether a chat template may surround the prompt.
+        system: System message, where a chat template surrounds the prompt.
+        max_new_tokens: Tokens to generate at most, instead of the task's.
+        stop: Texts that end the reply.
+        document: Character span of the prompt from whose end ``truncation=document`` cuts.
+        separator: Text put where the document was cut.
         meta: Anything else worth a column.
     """
 
@@ -30,6 +38,14 @@ class Example:
     gold_position: int | None = None
     items: tuple[tuple[int, int], ...] = ()
     cluster: str = ""
+    subset: str = ""
+    choices: tuple[str, ...] = ()
+    chat: bool = True
+    system: str = ""
+    max_new_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    document: tuple[int, int] | None = None
+    separator: str = ""
     meta: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -37,22 +53,33 @@ class Example:
 class Task(ABC):
     """A benchmark. The dataclass fields are the keys of ``conf/task/<name>.yaml``.
 
-    ``version`` increases when a number can move; ``metric`` is the column that "best" refers to.
+    ``version`` increases when a number can move; ``metric`` is the score that tables and "best" refer to, in 0..1;
+    ``size`` says in a few words how much there is; ``overall`` says whether the total is the mean over examples or over
+    the means of the subsets.
+
+    Truncation of prompts over the context window: ``refuse``; ``middle`` cuts the middle of the task's prompt, before any
+    chat template (LongBench); ``document`` cuts the end of ``Example.document`` (ZeroSCROLLS, L-Eval).
     """
 
     version: ClassVar[str]
     metric: ClassVar[str]
     source: ClassVar[str]
     licence: ClassVar[str]
+    size: ClassVar[str]
+    overall: ClassVar[Literal["examples", "subsets"]] = "examples"
 
     name: str
     max_new_tokens: int
-    truncation: Literal["refuse", "middle"] = "refuse"
+    truncation: Literal["refuse", "middle", "document"] = "refuse"
 
     @property
-    @abstractmethod
     def chance(self) -> float | None:
         """Accuracy of a guess among the items, where that means something."""
+        return None
+
+    def averages(self) -> Mapping[str, tuple[str, ...]]:
+        """Named means over the means of subsets or of earlier averages, such as a benchmark's categories."""
+        return {}
 
     @abstractmethod
     def examples(self, split: Split) -> list[Example]:

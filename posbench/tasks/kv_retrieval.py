@@ -1,19 +1,16 @@
 """Key-value retrieval (Liu et al. 2023): find the value of one key among n pairs, the gold pair moved over positions."""
 
-import gzip
-import json
 import random
 import re
 import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import product
-from pathlib import Path
-from typing import Any, ClassVar, Literal, NoReturn
+from typing import Any, ClassVar, Literal
 
-from posbench.errors import UserError
 from posbench.sources import Source
 from posbench.tasks.base import Example, Split, Task
+from posbench.tasks.reading import refuse, refuse_line, rows
 
 Record = tuple[str, str]
 
@@ -75,6 +72,7 @@ class KVRetrieval(Task):
     metric: ClassVar[str] = "accuracy"
     source: ClassVar[str] = "Liu et al. 2023, github.com/nelson-liu/lost-in-the-middle, kv_retrieval_data/"
     licence: ClassVar[str] = "MIT"
+    size: ClassVar[str] = "500 questions at 75, 140 or 300 pairs, or generated"
 
     name: str = "kv_retrieval"
     max_new_tokens: int = 100
@@ -93,15 +91,15 @@ class KVRetrieval(Task):
         limits = {"pairs": 2, "examples_per_position": 1, "calibration_examples": 1, "calibration_pairs": 2, "max_new_tokens": 1}
         for name, low in limits.items():
             if getattr(self, name) < low:
-                _refuse(name, getattr(self, name), f"a whole number from {low} up", f"set task.{name}={low} or more")
+                refuse(name, getattr(self, name), f"a whole number from {low} up", f"set task.{name}={low} or more")
         for name in ("pairs", "calibration_pairs"):
             if self.records == "words" and not self.path and getattr(self, name) > len(WORDS):
-                _refuse(name, getattr(self, name), f"at most {len(WORDS)} with records=words", f"set task.{name}={len(WORDS)}")
+                refuse(name, getattr(self, name), f"at most {len(WORDS)} with records=words", f"set task.{name}={len(WORDS)}")
         if not self.positions:
-            _refuse("positions", [], "at least one gold position", 'set task.positions=["0%","50%","100%"]')
+            refuse("positions", [], "at least one gold position", 'set task.positions=["0%","50%","100%"]')
         if len(set(self.gold_positions)) != len(self.positions):
             places = f"different gold positions (task.pairs={self.pairs} puts these at {self.gold_positions})"
-            _refuse("positions", list(self.positions), places, "set task.positions=[...] or raise task.pairs")
+            refuse("positions", list(self.positions), places, "set task.positions=[...] or raise task.pairs")
 
     @property
     def gold_positions(self) -> list[int]:
@@ -124,7 +122,7 @@ class KVRetrieval(Task):
         except ValueError:
             index = -1
         if not 0 <= index < self.pairs:
-            _refuse("positions", position, allowed, "put the gold pair inside the list")
+            refuse("positions", position, allowed, "put the gold pair inside the list")
         return index
 
     def examples(self, split: Split) -> list[Example]:
@@ -168,9 +166,9 @@ class KVRetrieval(Task):
         return self._example(name, list(zip(keys, values, strict=True)), position, name)
 
     def _from_file(self) -> Iterator[Example]:
-        lines = list(_read_lines("path", str(self.path)))
+        lines = list(rows("path", str(self.path)))
         if len(lines) < self.examples_per_position:
-            _refuse(
+            refuse(
                 "examples_per_position", self.examples_per_position, f"at most {len(lines)}, the questions in {self.path}",
                 f"set task.examples_per_position={len(lines)}",
             )  # fmt: skip
@@ -178,9 +176,7 @@ class KVRetrieval(Task):
             records, gold = _records(str(self.path), line, row)
             others = [pair for pair in records if pair != gold]
             if len(records) < self.pairs:
-                _refuse(
-                    "pairs", self.pairs, f"at most {len(records)}, the pairs in {self.path}", f"set task.pairs={len(records)}"
-                )
+                refuse("pairs", self.pairs, f"at most {len(records)}, the pairs in {self.path}", f"set task.pairs={len(records)}")
             for position in self.gold_positions:
                 moved = [*others[:position], gold, *others[position:]][: self.pairs]
                 yield self._example(f"{position}-{number}", moved, position, str(number))
@@ -191,17 +187,17 @@ class KVRetrieval(Task):
         return Example(id=name, prompt=prompt, answers=(value,), gold_position=position, items=tuple(spans), cluster=cluster)
 
     def _finished_prompts(self) -> list[Example]:
-        rows = list(_read_lines("calibration_path", str(self.calibration_path)))[: self.calibration_examples]
-        if not rows:
-            _refuse("calibration_path", self.calibration_path, "at least one prompt", "fill the file")
+        given = list(rows("calibration_path", str(self.calibration_path)))[: self.calibration_examples]
+        if not given:
+            refuse("calibration_path", self.calibration_path, "at least one prompt", "fill the file")
         evaluation = {example.prompt for example in self.examples("evaluation")} if self.path else set()
         questions = {_question(prompt) for prompt in evaluation}
         out = []
-        for line, row in rows:
+        for line, row in given:
             if not isinstance(row.get("input"), str) or not isinstance(row.get("output"), str):
-                _refuse_line("calibration_path", str(self.calibration_path), line, 'text fields "input" and "output"')
+                refuse_line("calibration_path", str(self.calibration_path), line, 'text fields "input" and "output"')
             if _question(row["input"]) in questions:
-                _refuse_line("calibration_path", str(self.calibration_path), line, "questions that the evaluation does not ask")
+                refuse_line("calibration_path", str(self.calibration_path), line, "questions that the evaluation does not ask")
             out.append(Example(id=f"c{line}", prompt=row["input"], answers=(row["output"],), cluster=f"c{line}"))
         return out
 
@@ -217,35 +213,7 @@ def _records(path: str, line: int, row: dict[str, Any]) -> tuple[list[Record], R
         records = [(str(k), str(v)) for k, v in row["ordered_kv_records"]]
         gold = (str(row["key"]), str(row["value"]))
     except (KeyError, TypeError, ValueError):
-        _refuse_line("path", path, line, "fields ordered_kv_records (list of [key, value]), key and value")
+        refuse_line("path", path, line, "fields ordered_kv_records (list of [key, value]), key and value")
     if gold not in records:
-        _refuse_line("path", path, line, "a gold key and value that occur in ordered_kv_records")
+        refuse_line("path", path, line, "a gold key and value that occur in ordered_kv_records")
     return records, gold
-
-
-def _read_lines(field: str, path: str) -> Iterator[tuple[int, dict[str, Any]]]:
-    """(line number, object) of a JSON-lines file, plain or gzip."""
-    file = Path(path).expanduser()
-    opener = gzip.open if file.suffix == ".gz" else open
-    number = 0
-    try:
-        with opener(file, "rt", encoding="utf-8") as stream:
-            for number, text in enumerate(stream, start=1):
-                if text.strip():
-                    row = json.loads(text)
-                    if not isinstance(row, dict):
-                        raise ValueError("not an object")
-                    yield number, row
-    except (OSError, EOFError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        _refuse(field, path, "a readable .jsonl or .jsonl.gz file", f"check the path and the file ({reason})")
-    except ValueError as error:
-        _refuse_line(field, path, number, f"one JSON object in UTF-8 per line ({error})")
-
-
-def _refuse(field: str, value: object, allowed: str, hint: str) -> NoReturn:
-    raise UserError(field=f"task.{field}", value=value, allowed=allowed, hint=hint)
-
-
-def _refuse_line(field: str, path: str, line: int, allowed: str) -> NoReturn:
-    raise UserError(field=f"task.{field}", value=f"{path} line {line}", allowed=allowed, hint="mend or remove that line")
