@@ -25,6 +25,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from posbench import arch
 from posbench.errors import UserError
 from posbench.hooks import replaced
+from posbench.tasks.base import Truncation
 
 log = logging.getLogger(__name__)
 
@@ -85,7 +86,7 @@ class LM:
         messages = [{"role": "user", "content": prompt}]
         return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
 
-    def encode(self, prompt: str, *, truncation: Literal["refuse", "middle"] = "refuse", reserve: int = 0) -> Encoded:
+    def encode(self, prompt: str, *, truncation: Truncation = "refuse", reserve: int = 0) -> Encoded:
         """Tokenise a prompt once, the beginning-of-sequence token exactly once.
 
         Args:

@@ -121,7 +121,7 @@ def preflight(config: Config, console: Console) -> LM | None:
         longest = max(task.examples("calibration"), key=lambda e: len(e.prompt))
         lm.encode(longest.prompt)
     if {"intervene", "evaluate"} & set(config.stages):
-        longest = max(task.examples("evaluation"), key=lambda e: len(e.prompt))
+        longest = max(task.evaluation(), key=lambda e: len(e.prompt))
         _check_overflow(lm, lm.encode(longest.prompt, truncation=task.truncation, reserve=reserve).ids)
     return lm
 

@@ -50,6 +50,7 @@ class Source:
         field: The config key that named it, for errors.
         files: Wanted files of a data set, as paths in its repository; of a checkpoint, patterns in its top folder.
         revision: Hub branch, tag or commit; None is the default branch.
+        sha256: Checksum that a URL's content must have; empty: not known.
     """
 
     kind: Literal["model", "dataset", "url", "path"]
@@ -57,6 +58,7 @@ class Source:
     field: str
     files: tuple[str, ...] = ()
     revision: str | None = None
+    sha256: str = ""
 
 
 @dataclass(frozen=True)
@@ -81,12 +83,19 @@ def local(source: Source) -> Path:
     What is complete in the cache is used as it is and no network is touched; :func:`fetch` looks for something newer.
 
     Raises:
-        UserError: It is not here and cannot be downloaded.
+        UserError: It is not here and cannot be downloaded, or its content is not what it was.
     """
     here = cached(source)
     if here is None:
         listing(source)
         here = _download(source)
+    if source.sha256 and (found := hashlib.sha256(here.read_bytes()).hexdigest()) != source.sha256:
+        raise UserError(
+            field=source.field,
+            value=f"{here} with sha256 {found[:12]}",
+            allowed=f"the content of {source.id} with sha256 {source.sha256[:12]}",
+            hint=f"delete that file and run posbench fetch again, or set {source.field} to a copy of your own",
+        )
     return here
 
 

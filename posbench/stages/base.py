@@ -55,7 +55,7 @@ class Run:
     @cached_property
     def evaluation(self) -> list[Example]:
         """The evaluation examples."""
-        return self.config.task.examples("evaluation")
+        return self.config.task.evaluation()
 
     def examples(self, split: Split) -> list[Example]:
         """Examples of a split."""

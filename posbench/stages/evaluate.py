@@ -72,7 +72,7 @@ def write_metrics(config: Config, out: RunDir, rows: Sequence[Row]) -> None:
 
 def rescore(config: Config, out: RunDir) -> int:
     """Score the saved outputs again, without a model; returns how many rows changed their score."""
-    examples = {e.id: e for e in config.task.examples("evaluation")}
+    examples = {e.id: e for e in config.task.evaluation()}
     rows: list[dict[str, Any]] = []
     changed = 0
     for row in out.rows(FILE):
