@@ -69,10 +69,9 @@ def measure(lm: LM, name: str, pairs: int, count: int, new_tokens: int, repeats:
     Raises:
         RuntimeError: The two ways disagree in an output.
     """
-    task = KVRetrieval(
-        pairs=pairs, positions=(0, pairs // 2, pairs - 1), examples_per_position=-(-count // 3), records="words", prompt="compact",
-        max_new_tokens=new_tokens,
-    )  # fmt: skip
+    places = (0, pairs // 2, pairs - 1)
+    made = {"records": "words", "prompt": "compact", "examples_per_position": -(-count // len(places))}
+    task = KVRetrieval(pairs=pairs, positions=places, max_new_tokens=new_tokens, **made)  # type: ignore[arg-type]
     generated = task.examples("evaluation")[:count]
     values = [e.answers[0] for e in generated]
     chosen = [replace(e, choices=tuple(values[(i + k) % count] for k in range(CHOICES))) for i, e in enumerate(generated)]
