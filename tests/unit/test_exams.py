@@ -8,6 +8,7 @@ import os
 import zipfile
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -60,12 +61,12 @@ def ceval(tmp_path: Path) -> Path:
     return tmp_path / "ceval"
 
 
-def _mmlu(path: Path, **fields: Any) -> MMLU:
-    return MMLU(path=str(path), **{"subjects": ("us_foreign_policy",), **fields})
+def _mmlu(path: Path, **given: Any) -> MMLU:
+    return MMLU(path=str(path), **{"subjects": ("us_foreign_policy",), **given})
 
 
-def _ceval(path: Path, **fields: Any) -> CEval:
-    return CEval(path=str(path), **{"subjects": ("law",), **fields})
+def _ceval(path: Path, **given: Any) -> CEval:
+    return CEval(path=str(path), **{"subjects": ("law",), **given})
 
 
 def test_the_mmlu_prompt_character_by_character(mmlu: Path) -> None:
@@ -235,6 +236,7 @@ def test_the_mean_is_a_choice() -> None:
 def test_the_yaml_has_the_defaults_of_the_class(task: type[Exam]) -> None:
     written = yaml.safe_load((paths.CONF / f"task/{task.name}.yaml").read_text())
     assert written.pop("_target_") == f"{task.__module__}.{task.__name__}"
+    assert set(written) == {field.name for field in fields(task)}
     for key, value in written.items():
         default = yaml.safe_load(value[:-1].split(",")[1]) if str(value).startswith("${") else value
         assert default == getattr(task(), key), key
@@ -347,7 +349,7 @@ def test_bad_files(mmlu: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "named"),
+    ("given", "named"),
     [
         ({"shots": 6}, "task.shots"),
         ({"shots": -1}, "task.shots"),
@@ -357,9 +359,9 @@ def test_bad_files(mmlu: Path, tmp_path: Path) -> None:
         ({"subjects": ("anatomy", "anatomy")}, "different subjects"),
     ],
 )
-def test_bad_fields(fields: dict[str, Any], named: str) -> None:
+def test_bad_fields(given: dict[str, Any], named: str) -> None:
     with pytest.raises(UserError, match=named):
-        MMLU(**fields)
+        MMLU(**given)
 
 
 def test_the_ceval_test_files_make_a_submission(ceval: Path) -> None:
