@@ -96,6 +96,11 @@ class KVRetrieval(Task):
         return gold_indices("positions", self.positions, "pairs", self.pairs)
 
     @property
+    def items(self) -> int:
+        """Pairs per prompt."""
+        return self.pairs
+
+    @property
     def chance(self) -> float:
         """One pair guessed at random."""
         return 1 / self.pairs
