@@ -89,13 +89,12 @@ class LEvalClosed(Task):
 
     SFiction asks every question twice: by the story, with the document (subset ``sci_fi_loyalty``), and by the real
     world, without it (``sci_fi_fact``); L-Eval's number is the mean of both (``sci_fi``). The prompt without a document
-    begins at ``Question:`` and keeps the system message.
+    begins at ``Question:`` and keeps the system message. A model without chat template reads that message in front of
+    the prompt.
 
     Args:
         path: Folder or ``.zip`` with the benchmark's files (``coursera.jsonl``, ...); None downloads them once.
         subsets: Which of the four.
-        system: Where the instruction goes: ``message`` is the system message of a chat template, which a model without
-            one never sees; ``prompt`` puts it in front of the prompt, a line break between them.
 
     Score: Equal letters 1, a part of the gold letters 0.25 (Coursera), else 0.
     """
@@ -112,7 +111,6 @@ class LEvalClosed(Task):
     truncation: Truncation = "words"
     path: str | None = None
     subsets: tuple[Benchmark, ...] = ("coursera", "quality", "tpo", "sci_fi")
-    system: Literal["message", "prompt"] = "message"
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
@@ -192,20 +190,15 @@ class LEvalClosed(Task):
     def _example(
         self, name: str, benchmark: Benchmark, subset: str, question: str, gold: str, document: str, cluster: str = ""
     ) -> Example:
-        system = SYSTEM[benchmark]
-        head = f"{system}\n" if self.system == "prompt" else ""
-        start = len(head)
-        if document:
-            head += "Document is as follows. "
-            start = len(head)
-            head += f"{document} \n"
+        head = f"Document is as follows. {document} \n" if document else ""
+        start = len("Document is as follows. ")
         return Example(
             id=name,
             prompt=f"{head}Question: {question}.  Please directly give the answer without any additional output or explanation",
             answers=(gold,),
             cluster=cluster,
             subset=subset,
-            system=system if self.system == "message" else "",
+            system=SYSTEM[benchmark],
             prefill="\nAnswer:",
             document=(start, start + len(document)) if document else None,
         )

@@ -137,6 +137,11 @@ class NQMultiDoc(Task):
         """The gold positions as 0-based indices."""
         return gold_indices("positions", self.positions, "documents", self.documents)
 
+    @property
+    def items(self) -> int:
+        """Documents per prompt."""
+        return self.documents
+
     def files(self) -> tuple[Source, ...]:
         """The given file, or the official one with the least documents that are enough."""
         if self.path:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import zipfile
-from dataclasses import fields
 from itertools import permutations
 from pathlib import Path
 from typing import Any
@@ -227,9 +226,8 @@ def test_the_official_sample_asks_as_the_official_output_does() -> None:
         assert words(question) == words(row["question"])
 
 
-def test_the_yaml_holds_every_field_with_its_default() -> None:
+def test_the_defaults_of_the_yaml_are_those_of_the_class() -> None:
     given = OmegaConf.to_container(OmegaConf.load(paths.CONF / "task/loogle_timeline_reorder.yaml"), resolve=True)
     assert isinstance(given, dict)
     assert given.pop("_target_") == "posbench.tasks.loogle_timeline_reorder.LooGLETimelineReorder"
-    assert set(given) == {field.name for field in fields(LooGLETimelineReorder)}
     assert build(LooGLETimelineReorder, {str(k): v for k, v in given.items()}, "task") == LooGLETimelineReorder()
