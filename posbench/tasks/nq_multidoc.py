@@ -216,9 +216,9 @@ class NQMultiDoc(Task):
         gold: list[Document] = []
         others: list[Document] = []
         for number, entry in enumerate(take("path", shown, line, row, "ctxs", list), start=1):
-            if not isinstance(entry, dict):
-                refuse_line("path", shown, line, 'a field "ctxs" (list of objects)')
-            document = Document(number, *(take("path", shown, line, entry, name) for name in ("title", "text")))
+            if not isinstance(entry, dict) or not all(isinstance(entry.get(name), str) for name in ("title", "text")):
+                refuse_line("path", shown, line, 'a field "ctxs" (list of objects with texts "title" and "text")')
+            document = Document(number, entry["title"], entry["text"])
             (gold if take("path", shown, line, entry, "isgold", bool) else others).append(document)
         if len(gold) != 1:
             refuse_line("path", shown, line, f'one document with "isgold": true in "ctxs" ({len(gold)} have it)')

@@ -160,6 +160,7 @@ def test_calibration_passes_over_questions_that_the_evaluation_asks(tmp_path: Pa
         ({"answers": "yes"}, r'line 1.*"answers"'),
         ({"ctxs": []}, r'line 1.*"ctxs"'),
         ({"ctxs": ["text"]}, r'line 1.*"ctxs"'),
+        ({"ctxs": [{"text": "b", "isgold": True}]}, r'line 1.*"title"'),
         ({"ctxs": [{"title": "a", "text": "b"}]}, r'line 1.*"isgold"'),
         ({"ctxs": [{"title": "a", "text": 3, "isgold": True}]}, r'line 1.*"text"'),
         ({"ctxs": [{"title": "a", "text": "b", "isgold": False}] * 20}, r'line 1.*one document with "isgold": true.*0 have it'),
