@@ -5,11 +5,24 @@ Each function follows the benchmark's released evaluation, whose quirks are part
 
 from __future__ import annotations
 
+import logging
 import re
 import string
+import sys
+import warnings
+from collections import Counter
 from collections.abc import Sequence
+from itertools import combinations
 
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
+
+_PUNCTUATION_ZH = str.maketrans(
+    "",
+    "",
+    string.punctuation
+    + "！？｡。＂＃＄％＆＇（）＊＋，－／：；＜＝＞＠［＼］＾＿｀｛｜｝～｟｠｢｣､、"
+    + "〃》「」『』【】〔〕〖〗〘〙〚〛〜〝〞〟〰〾〿–—‘’‛“”„‟…‧﹏",
+)
 
 
 def normalize_answer(text: str) -> str:
@@ -34,3 +47,178 @@ def best_subspan_em(reply: str, answers: Sequence[str], *, strip_first: bool = T
     """
     line = normalize_answer((reply.strip() if strip_first else reply).split("\n", 1)[0])
     return float(any(normalize_answer(answer) in line for answer in answers))
+
+
+def qa_f1(reply: str, gold: str) -> float:
+    """F1 of the two bags of words after :func:`normalize_answer` (LongBench; SQuAD's token F1)."""
+    return _f1(normalize_answer(reply).split(), normalize_answer(gold).split())
+
+
+def qa_f1_zh(reply: str, gold: str) -> float:
+    """F1 of the two bags of words that jieba cuts Chinese text into (LongBench).
+
+    The raw text is cut first; then each word is put in lower case and loses punctuation and white space, and words of which
+    nothing is left go. The benchmark's set of Chinese punctuation lacks ``《``, so that one counts as a word.
+    """
+    ours, theirs = ([w for w in map(_bare, _cut(text)) if w] for text in (reply, gold))
+    return _f1(ours, theirs)
+
+
+def _bare(word: str) -> str:
+    return "".join(word.lower().translate(_PUNCTUATION_ZH).split())
+
+
+def _f1(ours: Sequence[str], theirs: Sequence[str]) -> float:
+    common = sum((Counter(ours) & Counter(theirs)).values())
+    if not common:
+        return 0.0
+    precision, recall = common / len(ours), common / len(theirs)
+    return 2 * precision * recall / (precision + recall)
+
+
+def _cut(text: str) -> list[str]:
+    """Words of a Chinese text, in jieba's default mode and with its own dictionary."""
+    with warnings.catch_warnings():
+        # Its source has escapes that newer Pythons warn about, and it asks for pkg_resources.
+        warnings.simplefilter("ignore")
+        import jieba
+
+    jieba.setLogLevel(logging.WARNING)
+    return list(jieba.cut(text, cut_all=False))
+
+
+def rouge_l(reply: str, gold: str) -> float:
+    """F of ROUGE-L as LongBench takes it: summary level, split at full stops, no stemming, letter case kept.
+
+    This is PyPI ``rouge`` 1.0.1; Google's ``rouge_score`` gives other numbers. Where nothing but full stops stands on one
+    side the package raises, and the score is 0 as in the benchmark. The package also recurses once per word of a sentence:
+    the official program scores 0 where that exceeds Python's limit (two sentences of about 1000 words together), this one
+    raises the limit, so that a score never depends on how deep the caller is.
+    """
+    from rouge import Rouge
+
+    limit = sys.getrecursionlimit()
+    sys.setrecursionlimit(limit + len(reply.split()) + len(gold.split()))
+    try:
+        return float(Rouge(metrics=["rouge-l"]).get_scores([reply], [gold], avg=True)["rouge-l"]["f"])
+    except ValueError:
+        return 0.0
+    finally:
+        sys.setrecursionlimit(limit)
+
+
+def rouge_l_zh(reply: str, gold: str) -> float:
+    """:func:`rouge_l` of the words that jieba finds, joined by spaces (LongBench)."""
+    return rouge_l(" ".join(_cut(reply)), " ".join(_cut(gold)))
+
+
+def classification(reply: str, gold: str, classes: Sequence[str]) -> float:
+    """1 over the number of classes that the reply names, if the gold class is among them, else 0 (LongBench).
+
+    Named means contained. A named class that is part of the gold class's name does not count, except right after another
+    such one: the benchmark removes from the list that it walks through and so skips the next entry.
+    """
+    named = [name for name in classes if name in reply]
+    at = 0
+    while at < len(named):
+        if named[at] in gold and named[at] != gold:
+            named.remove(named[at])
+        at += 1
+    return 1.0 / len(named) if gold in named else 0.0
+
+
+def retrieval(reply: str, gold: str, *, label: str = "Paragraph ") -> float:
+    """Share of the numbers in the reply that are the number after ``label`` in the gold text; 0 without any (LongBench).
+
+    Raises:
+        ValueError: The gold text has no such number.
+    """
+    found = re.search(rf"{label}(\d+)", gold)
+    if not found:
+        raise ValueError(f"no {label!r} with a number in {gold!r}")
+    return count(reply, found[1])
+
+
+def retrieval_zh(reply: str, gold: str) -> float:
+    """:func:`retrieval` with the Chinese word for paragraph."""
+    return retrieval(reply, gold, label="段落")
+
+
+def count(reply: str, gold: str) -> float:
+    """Share of the numbers in the reply that are the gold one; 0 without any (LongBench)."""
+    numbers = re.findall(r"\d+", reply)
+    return sum(number == gold for number in numbers) / len(numbers) if numbers else 0.0
+
+
+def code_similarity(reply: str, gold: str) -> float:
+    """Indel similarity of the gold line and the first line of code in the reply, in whole percent (LongBench).
+
+    The line is the first one, after leading line breaks, without a backtick, ``#`` or ``//``; an empty line counts as one.
+    Rounding to whole percent is what fuzzywuzzy with python-Levenshtein does; without that package its numbers differ.
+    """
+    from rapidfuzz import fuzz
+
+    lines = reply.lstrip("\n").split("\n")
+    line = next((line for line in lines if not any(mark in line for mark in ("`", "#", "//"))), "")
+    return round(fuzz.ratio(line, gold)) / 100
+
+
+def rouge_triple(reply: str, gold: str) -> tuple[float, float, float]:
+    """F of ROUGE-1, ROUGE-2 and ROUGE-L with Google's ``rouge_score``, no stemming (ZeroSCROLLS)."""
+    from rouge_score.rouge_scorer import RougeScorer
+
+    scores = RougeScorer(["rouge1", "rouge2", "rougeL"], use_stemmer=False).score(gold, reply)
+    return scores["rouge1"].fmeasure, scores["rouge2"].fmeasure, scores["rougeL"].fmeasure
+
+
+def ascii_f1(reply: str, gold: str) -> float:
+    """:func:`qa_f1` of the two texts transliterated to ASCII (ZeroSCROLLS).
+
+    The benchmark transliterates with Unidecode (GPL), this does with anyascii (ISC). They agree on accented Latin letters and
+    on typographic quotes and dashes; they differ on rare characters, and on Chinese, where Unidecode puts a space after every
+    syllable and anyascii none.
+    """
+    from anyascii import anyascii
+
+    return qa_f1(anyascii(reply), anyascii(gold))
+
+
+def letter(text: str) -> str:
+    """The first of A, B, C, D that stands alone as a word; empty if none does (ZeroSCROLLS QuALITY)."""
+    found = re.search(r"\b[ABCD]\b", text)
+    return found[0] if found else ""
+
+
+def percentage(text: str) -> float | None:
+    """The first percentage, as a fraction; None if there is none."""
+    found = re.search(r"(\d+(?:\.\d+)?)\s*%", text)
+    return float(found[1]) / 100 if found else None
+
+
+def exponential_similarity(reply: str, gold: str) -> float:
+    """2 to the power of -10 times the distance of the two percentages as fractions: 10 points off score 0.5 (ZeroSCROLLS).
+
+    0 where the reply names no percentage.
+
+    Raises:
+        ValueError: The gold text has none.
+    """
+    ours, theirs = percentage(reply), percentage(gold)
+    if theirs is None:
+        raise ValueError(f"no percentage in {gold!r}")
+    return 0.0 if ours is None else float(2 ** (-10 * abs(ours - theirs)))
+
+
+def order(text: str) -> list[int]:
+    """The whole numbers of a list such as ``2, 1, 3``, whatever else but digits, commas and spaces stands around them."""
+    return [int(number) for number in re.findall(r"[0-9]+", re.sub(r"[^0-9, ]", "", text))]
+
+
+def concordance_index(reply: str, gold: str) -> float:
+    """Share of the pairs of items that the reply has in the gold order; 0 where it is no permutation of them (ZeroSCROLLS)."""
+    ours, theirs = order(reply), order(gold)
+    if sorted(ours) != sorted(theirs) or len(theirs) < 2:
+        return 0.0
+    place = {item: at for at, item in enumerate(ours)}
+    pairs = list(combinations(theirs, 2))
+    return sum(place[first] < place[second] for first, second in pairs) / len(pairs)
