@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -76,12 +76,12 @@ def parity(folder: Path) -> list[Row]:
     return table
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     """Print the table; exit with status 1 when any score differs."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--data", type=Path, required=True, help="folder of the outputs with official scores")
     parser.add_argument("--out", type=Path, help="also write the table to this file")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     try:
         table = parity(args.data)
     except UserError as error:
