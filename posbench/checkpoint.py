@@ -23,7 +23,7 @@ from transformers.utils import is_flash_attn_2_available
 
 from posbench import arch, paths, sources
 from posbench.errors import UserError
-from posbench.lm import LM
+from posbench.lm import CHAT_TEMPLATES, LM
 from posbench.schema import build
 
 Kernel = Literal["auto", "sdpa", "eager", "flash_attention_2"]
@@ -41,7 +41,8 @@ class ModelConfig:
         dtype: Weight type; ``auto`` is the checkpoint's own on a GPU (float32 stays float32) and float32 on a CPU.
         attention: Attention kernel; ``auto`` is sdpa where the family has it, else eager (Gemma 2, MPT).
         rope: ``checkpoint``, or ``none`` for a checkpoint trained without position embeddings whose config does not say so.
-        chat_template: ``auto`` applies the tokenizer's template where it has one; ``none`` never does.
+        chat_template: ``auto`` applies the tokenizer's template where it has one; ``none`` never does; or the name of one in
+            ``posbench/templates/chat``, for a checkpoint that was trained with a template it does not carry.
         context_window: Tokens the model reads; None takes the checkpoint's ``max_position_embeddings``.
         threads: CPU threads; None leaves torch's choice.
         stages: Stages that run when the user names none.
@@ -58,7 +59,7 @@ class ModelConfig:
     dtype: Dtype = "auto"
     attention: Kernel = "auto"
     rope: Literal["checkpoint", "none"] = "checkpoint"
-    chat_template: Literal["auto", "none"] = "auto"
+    chat_template: str = "auto"
     context_window: int | None = None
     threads: int | None = None
     stages: tuple[str, ...] = ("intervene", "evaluate", "report")
@@ -67,6 +68,16 @@ class ModelConfig:
     blocks: dict[str, dict[str, Any]] = field(default_factory=dict)
     tasks: dict[str, dict[str, Any]] = field(default_factory=dict)
     search: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        names = ("auto", "none", *CHAT_TEMPLATES)
+        if self.chat_template not in names:
+            raise UserError(
+                field="model.chat_template",
+                value=self.chat_template,
+                allowed=" | ".join(names),
+                hint="set model.chat_template=auto",
+            )
 
 
 def load(

@@ -34,7 +34,8 @@ class Runtime:
         device_map: Shards the model's layers over all visible GPUs, then memory, then disk; None puts all on ``device``.
             ``auto`` and ``balanced`` share evenly, ``balanced_low_0`` spares the first GPU, ``sequential`` fills in order.
         max_memory: For ``device_map``: memory per GPU number and ``cpu``, such as ``{0: 70GiB, cpu: 100GiB}``.
-        batch_size: Prompts per forward (moves rounding, so it is part of a run's identity).
+        batch_size: Prompts per forward at most (moves rounding, so it is part of a run's identity).
+        batch_tokens: Tokens per forward at most, padding and reply counted; None: no such limit. Out of memory halves a batch.
         threads: CPU threads; None leaves torch's choice.
         outputs: Folder that receives the runs.
         intervene_examples: Examples per gold position whose attention is measured.
@@ -44,14 +45,15 @@ class Runtime:
     device: str = "auto"
     device_map: Literal["auto", "balanced", "balanced_low_0", "sequential"] | None = None
     max_memory: dict[int | str, str] | None = None
-    batch_size: int = 8
+    batch_size: int = 64
+    batch_tokens: int | None = 16384
     threads: int | None = None
     outputs: str = "outputs"
     intervene_examples: int = 20
     resamples: int = 2000
 
     def __post_init__(self) -> None:
-        for name in ("batch_size", "intervene_examples", "resamples", "threads"):
+        for name in ("batch_size", "batch_tokens", "intervene_examples", "resamples", "threads"):
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise UserError(
                     field=f"runtime.{name}",

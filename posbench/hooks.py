@@ -1,8 +1,11 @@
-"""Change a model inside a block and restore it on the way out, also after an exception."""
+"""Change a model inside a block and restore it on the way out, also after an exception; branch its cache."""
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+
+from transformers import DynamicCache
 
 
 @contextmanager
@@ -21,3 +24,10 @@ def replaced(target: object, name: str, value: Any) -> Iterator[None]:
             setattr(target, name, before)
         else:
             delattr(target, name)
+
+
+def fork(cache: DynamicCache) -> DynamicCache:
+    """A cache that grows on its own; what it holds already is shared, not copied."""
+    other = copy.copy(cache)
+    other.layers = [copy.copy(layer) for layer in cache.layers]
+    return other

@@ -1,17 +1,27 @@
-"""From scored rows to a tidy table with intervals; pure functions."""
+"""From scored rows to tidy tables with intervals; pure functions."""
 
-from collections.abc import Mapping, Sequence
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
+from posbench.tasks.base import Task
+
 COLUMNS = ("model", "method", "task", "position", "depth", "metric", "value", "n", "ci_low", "ci_high", "seed")
-"""Columns of ``metrics.csv``: position is a 0-based gold index or ``all``; depth is index / (items - 1); values lie in
-0..1; n counts prompts; the interval is 95 %: Wilson for an accuracy, paired bootstrap for a difference."""
+"""Columns of ``metrics.csv``. The first metric is the task's own, in 0..1; position is a 0-based gold index or ``all``; depth is
+index / (items - 1); n counts prompts; the interval is 95 %: Wilson for right-or-wrong scores, else a bootstrap over questions,
+paired for a difference."""
+
+SUBSET_COLUMNS = ("model", "method", "task", "subset", "kind", "metric", "value", "n", "ci_low", "ci_high", "seed")
+"""Columns of ``subsets.csv``: kind is ``subset`` or ``average`` (a named mean over subsets); the rest as in ``metrics.csv``."""
 
 Z95 = 1.959963984540054
+CHUNK = 1 << 22  # resampled entries held at once
 
 
 def wilson(successes: float, n: int) -> tuple[float, float]:
@@ -27,98 +37,221 @@ def wilson(successes: float, n: int) -> tuple[float, float]:
     return float(max(centre - half, 0)), float(min(centre + half, 1))
 
 
-def paired_interval(
-    difference: NDArray[np.float64], clusters: Sequence[str], *, resamples: int, seed: int
-) -> tuple[float, float]:
-    """Percentile bootstrap (95 %) of a mean paired difference; whole clusters are resampled.
+def mean_interval(values: NDArray[np.float64], clusters: Sequence[str], *, resamples: int, seed: int) -> tuple[float, float]:
+    """Percentile bootstrap (95 %) of a mean, of scores or of paired differences; whole clusters are resampled.
 
     Args:
-        difference: Method minus unmodified, per prompt, [n].
+        values: Score, or method minus unmodified, per prompt, [n].
         clusters: The question each prompt belongs to, [n]; prompts of one question are not independent.
         resamples: Bootstrap draws.
         seed: Seed of the draws.
     """
     _, member = np.unique(np.asarray(clusters), return_inverse=True)
-    totals = np.bincount(member, weights=difference)
-    sizes = np.bincount(member)
+    totals, sizes = np.bincount(member, weights=values), np.bincount(member)
+    means = np.concatenate([totals[d].sum(1) / sizes[d].sum(1) for d in _draws(len(totals), resamples, seed)])
+    return _quantiles(means)
+
+
+def _draws(clusters: int, resamples: int, seed: int) -> Iterator[NDArray[np.int64]]:
+    """Drawn cluster numbers, [r, clusters] at a time."""
     rng = np.random.default_rng(seed)
-    drawn = rng.integers(0, len(totals), size=(resamples, len(totals)))
-    means = totals[drawn].sum(1) / sizes[drawn].sum(1)
-    low, high = np.quantile(means, [0.025, 0.975])
+    step = max(CHUNK // clusters, 1)
+    for start in range(0, resamples, step):
+        yield rng.integers(0, clusters, size=(min(step, resamples - start), clusters))
+
+
+def _quantiles(means: NDArray[np.float64]) -> tuple[float, float]:
+    low, high = np.nanquantile(means, [0.025, 0.975])
     return float(low), float(high)
 
 
 def tidy(
-    rows: Sequence[Mapping[str, Any]],
-    *,
-    model: str,
-    task: str,
-    metric: str,
-    unmodified: str,
-    items: int | None,
-    resamples: int,
-    seed: int,
+    rows: Sequence[Mapping[str, Any]], task: Task, *, model: str, unmodified: str, resamples: int, seed: int
 ) -> pd.DataFrame:
     """The metrics table of a run.
 
     Args:
-        rows: Prediction rows with ``method``, ``id``, ``gold_position``, ``cluster`` and ``scores``.
+        rows: Prediction rows with ``method``, ``id``, ``gold_position``, ``cluster``, ``subset`` and ``scores``; rows without
+            scores (no gold answer is known) are left out.
+        task: The task, for its name, its metric and its means over subsets.
         model: Model name.
-        task: Task name.
-        metric: The score to tabulate, in 0..1.
         unmodified: Method name of the unmodified model; others are compared with it on the same prompts.
-        items: Items per prompt, for the depth column.
-        resamples: Bootstrap draws per difference.
+        resamples: Bootstrap draws per interval.
         seed: Seed of the draws and the ``seed`` column.
 
     Returns:
         Frame with :data:`COLUMNS`.
 
     Raises:
-        ValueError: There are no rows.
+        ValueError: There are no scored rows.
     """
-    frame = pd.DataFrame(
+    frame, names = _scored(rows, task)
+    out: list[dict[str, Any]] = []
+
+    def add(method: str, position: Any, name: str, value: float, n: int, interval: tuple[float, float]) -> None:
+        depth = position / (task.items - 1) if position != "all" and task.items and task.items > 1 else np.nan
+        cells = (model, method, task.name, str(position), depth, name, value, n, *interval, seed)
+        out.append(dict(zip(COLUMNS, cells, strict=True)))
+
+    whole = _whole(frame, names, task, unmodified, resamples, seed)
+    methods = list(dict.fromkeys(frame["method"]))
+    for name in names:
+        for method in methods:
+            part = frame[frame["method"] == method].dropna(subset=[name])
+            for position, group in part.groupby("position", sort=True) if name == task.metric else ():
+                value, interval = _mean(group, name, resamples, seed)
+                add(method, int(position), name, value, len(group), interval)
+            if (method, name) in whole:
+                add(method, "all", name, *whole[method, name])
+            means = part.groupby("position")[name].mean().sort_index()
+            if name == task.metric and len(means) > 2:
+                drop = (means.iloc[0] + means.iloc[-1]) / 2 - means.iloc[1:-1].min()
+                add(method, "all", "middle_drop", float(drop), len(part), (np.nan, np.nan))
+        for method in methods:
+            both = _paired(frame, method, unmodified, name)
+            for position, group in both.groupby("position", sort=True) if name == task.metric else ():
+                value, interval = _mean(group, "difference", resamples, seed)
+                add(method, int(position), f"{name}_difference", value, len(group), interval)
+            if (method, f"{name}_difference") in whole:
+                add(method, "all", f"{name}_difference", *whole[method, f"{name}_difference"])
+    return pd.DataFrame(out, columns=list(COLUMNS))
+
+
+def by_subset(
+    rows: Sequence[Mapping[str, Any]], task: Task, *, model: str, unmodified: str, resamples: int, seed: int
+) -> pd.DataFrame:
+    """Every subset and every named average, for a task that has several subsets.
+
+    Args:
+        rows: As in :func:`tidy`, like all other arguments.
+
+    Returns:
+        Frame with :data:`SUBSET_COLUMNS`; no rows where there are no subsets. Subsets have all metrics, averages the task's own.
+    """
+    frame, names = _scored(rows, task)
+    out: list[dict[str, Any]] = []
+    if frame["subset"].nunique() > 1:
+        for method, kind, where, name, value, n, interval in _subsets(frame, names, task, unmodified, resamples, seed):
+            out.append(
+                dict(zip(SUBSET_COLUMNS, (model, method, task.name, where, kind, name, value, n, *interval, seed), strict=True))
+            )
+    return pd.DataFrame(out, columns=list(SUBSET_COLUMNS))
+
+
+def _scored(rows: Sequence[Mapping[str, Any]], task: Task) -> tuple[pd.DataFrame, list[str]]:
+    """One row per scored reply (method, id, position, cluster, subset and a column per metric), and the metrics."""
+    kept = [r for r in rows if r["scores"]]
+    if not kept:
+        raise ValueError("no scored rows to tabulate")
+    names = list(dict.fromkeys([task.metric, *(name for r in kept for name in r["scores"])]))
+    return pd.DataFrame(
         [
             {
                 "method": r["method"],
                 "id": r["id"],
                 "position": r["gold_position"],
-                "cluster": r["cluster"],
-                "score": r["scores"][metric],
+                "cluster": r["cluster"] or r["id"],
+                "subset": r.get("subset", ""),
+                **{name: r["scores"].get(name, np.nan) for name in names},
             }
-            for r in rows
+            for r in kept
         ]
-    )
-    if frame.empty:
-        raise ValueError("no scored rows to tabulate")
-    out: list[dict[str, Any]] = []
+    ), names
 
-    def add(method: str, position: Any, name: str, value: float, n: int, interval: tuple[float, float] | None) -> None:
-        low, high = interval or (np.nan, np.nan)
-        depth = position / (items - 1) if position != "all" and items and items > 1 else np.nan
-        out.append(dict(zip(COLUMNS, (model, method, task, str(position), depth, name, value, n, low, high, seed), strict=True)))
 
-    def groups(part: pd.DataFrame) -> list[tuple[Any, pd.DataFrame]]:
-        by_position = [(int(p), g) for p, g in part.groupby("position", sort=True)]  # type: ignore[call-overload]
-        return [*by_position, ("all", part)] if by_position else [("all", part)]
+def _paired(frame: pd.DataFrame, method: str, unmodified: str, name: str) -> pd.DataFrame:
+    """Prompts that both the method and the unmodified model answered, with their ``difference``."""
+    base = frame.loc[frame["method"] == unmodified, ["id", name]]
+    both = frame[(frame["method"] == method) & (method != unmodified)].merge(base, on="id", suffixes=("", "_base"))
+    return both.assign(difference=both[name] - both[f"{name}_base"]).dropna(subset=["difference"])
 
+
+def _mean(group: pd.DataFrame, name: str, resamples: int, seed: int) -> tuple[float, tuple[float, float]]:
+    """A mean with its interval."""
+    values = group[name].to_numpy(dtype=np.float64)
+    if name != "difference" and np.isin(values, (0, 1)).all():
+        return float(values.mean()), wilson(float(values.sum()), len(values))
+    return float(values.mean()), mean_interval(values, list(group["cluster"]), resamples=resamples, seed=seed)
+
+
+def _whole(
+    frame: pd.DataFrame, names: Sequence[str], task: Task, unmodified: str, resamples: int, seed: int
+) -> dict[tuple[str, str], tuple[float, int, tuple[float, float]]]:
+    """(method, metric or metric_difference) -> value, n and interval over all prompts."""
+    out: dict[tuple[str, str], tuple[float, int, tuple[float, float]]] = {}
+    if frame["subset"].nunique() > 1 or type(task).total is not Task.total:
+        for method, _, where, name, value, n, interval in _subsets(frame, names[:1], task, unmodified, resamples, seed):
+            if where == "all":
+                out[method, name] = (value, n, interval)
+    for method in dict.fromkeys(frame["method"]):
+        for name in names:
+            for key, column, rows in (
+                ((method, name), name, frame[frame["method"] == method].dropna(subset=[name])),
+                ((method, f"{name}_difference"), "difference", _paired(frame, method, unmodified, name)),
+            ):
+                if key not in out and len(rows):
+                    value, interval = _mean(rows, column, resamples, seed)
+                    out[key] = (value, len(rows), interval)
+    return out
+
+
+Line = tuple[str, str, str, str, float, int, tuple[float, float]]
+
+
+def _subsets(frame: pd.DataFrame, names: Sequence[str], task: Task, unmodified: str, resamples: int, seed: int) -> Iterator[Line]:
+    """Method, kind, subset or average, metric, value, n and interval; questions are resampled within their subset."""
+    subsets = list(dict.fromkeys(frame["subset"]))
+    averages = {"all": tuple(subsets)} | dict(task.averages())
+    # An average that is made of other averages comes after them, and the total last.
+    averages["all"] = averages.pop("all")
+    exact: dict[tuple[str, str], tuple[float, NDArray[np.float64], int]] = {}
     methods = list(dict.fromkeys(frame["method"]))
     for method in methods:
         part = frame[frame["method"] == method]
-        for position, group in groups(part):
-            n, total = len(group), float(group["score"].sum())
-            add(method, position, metric, total / n, n, wilson(total, n))
-        means = part.groupby("position")["score"].mean().sort_index()
-        if len(means) > 2:
-            drop = (means.iloc[0] + means.iloc[-1]) / 2 - means.iloc[1:-1].min()
-            add(method, "all", "middle_drop", float(drop), len(part), None)
-    base = frame[frame["method"] == unmodified]
-    for method in methods:
-        if method == unmodified or base.empty:
-            continue
-        both = frame[frame["method"] == method].merge(base[["id", "score"]], on="id", suffixes=("", "_base"))
-        for position, group in groups(both):
-            difference = (group["score"] - group["score_base"]).to_numpy(dtype=np.float64)
-            interval = paired_interval(difference, list(group["cluster"]), resamples=resamples, seed=seed)
-            add(method, position, f"{metric}_difference", float(difference.mean()), len(group), interval)
-    return pd.DataFrame(out, columns=list(COLUMNS))
+        for subset in subsets:
+            here = part[part["subset"] == subset].sort_values("id")
+            means, draws, counts = _resample(here, names, resamples, seed + zlib.crc32(subset.encode()))
+            if task.metric in means:
+                value = float(task.total(subset, {k: np.array(v) for k, v in means.items()}))
+                means[task.metric], draws[task.metric] = value, task.total(subset, draws)
+            for name in means:
+                exact[method, f"{subset}/{name}"] = (means[name], draws[name], counts[name])
+    for kind, where, name in [("subset", s, n) for s in subsets for n in names] + [("average", a, task.metric) for a in averages]:
+        for method in methods:
+            if kind == "average":
+                parts = [exact[method, f"{p}/{name}"] for p in averages[where] if (method, f"{p}/{name}") in exact]
+                if not parts:
+                    continue
+                counts_ = np.array([n for _, _, n in parts])
+                weights = counts_ / counts_.sum() if task.average == "examples" else np.full(len(parts), 1 / len(parts))
+                value = float(sum(w * v for w, (v, _, _) in zip(weights, parts, strict=True)))
+                drawn = np.sum([w * d for w, (_, d, _) in zip(weights, parts, strict=True)], axis=0)
+                exact[method, f"{where}/{name}"] = (value, drawn, int(counts_.sum()))
+            found = exact.get((method, f"{where}/{name}"))
+            if found is None:
+                continue
+            value, drawn, n = found
+            yield method, kind, where, name, value, n, _quantiles(drawn)
+            base = exact.get((unmodified, f"{where}/{name}"))
+            if method != unmodified and base is not None:
+                yield method, kind, where, f"{name}_difference", value - base[0], n, _quantiles(drawn - base[1])
+
+
+def _resample(
+    rows: pd.DataFrame, names: Sequence[str], resamples: int, seed: int
+) -> tuple[dict[str, float], dict[str, NDArray[np.float64]], dict[str, int]]:
+    """Mean, resampled means and count of every metric that occurs; equal questions and seed give equal draws."""
+    _, member = np.unique(rows["cluster"], return_inverse=True)
+    size = int(member.max()) + 1
+    drawn = np.concatenate(list(_draws(size, resamples, seed)))
+    means, draws, counts = {}, {}, {}
+    for name in names:
+        values = rows[name].to_numpy(dtype=np.float64)
+        there = ~np.isnan(values)
+        if there.any():
+            totals = np.bincount(member, weights=np.where(there, values, 0), minlength=size)
+            sizes = np.bincount(member, weights=there, minlength=size)
+            means[name], counts[name] = float(values[there].mean()), int(there.sum())
+            with np.errstate(invalid="ignore"):
+                draws[name] = totals[drawn].sum(1) / sizes[drawn].sum(1)
+    return means, draws, counts

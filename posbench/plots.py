@@ -98,7 +98,7 @@ def _band(axes: Axes, rows: pd.DataFrame, label: str, style: dict[str, Any]) -> 
 
 
 def percent_axes(axes: Axes, ylabel: str = "accuracy (%)", xlabel: str = DEPTH_LABEL) -> None:
-    """Label axes of accuracy in percent over the gold position, from 0 to 100."""
+    """Label axes of a score in percent over the gold position, from 0 to 100."""
     axes.set(xlabel=xlabel, ylabel=ylabel, ylim=(-3, 103), yticks=range(0, 101, 20))
 
 
@@ -109,24 +109,47 @@ def from_zero(axes: Axes) -> None:
     axes.ticklabel_format(axis="y", scilimits=(-3, 3))
 
 
-def at_positions(metrics: pd.DataFrame, metric: str = "accuracy") -> pd.DataFrame:
+def own_metric(metrics: pd.DataFrame) -> pd.Series:
+    """For each row the metric that its task is judged by: the first one in the task's table."""
+    task = metrics["task"] if "task" in metrics else pd.Series("", index=metrics.index)
+    derived = metrics["metric"].str.endswith("_difference") | (metrics["metric"] == "middle_drop")
+    return metrics["metric"].mask(derived).groupby(task, sort=False).transform("first")
+
+
+def metric_name(metrics: pd.DataFrame) -> str:
+    """The task's own metric in words; `score` where several tasks have different ones."""
+    names = own_metric(metrics).unique()
+    return str(names[0]).replace("_", " ") if len(names) == 1 else "score"
+
+
+def _of(metrics: pd.DataFrame, metric: str) -> pd.DataFrame:
+    own = own_metric(metrics)
+    name = {"": own, "difference": own + "_difference"}.get(metric, metric)
+    return metrics[metrics["metric"] == name]
+
+
+def at_positions(metrics: pd.DataFrame, metric: str = "") -> pd.DataFrame:
     """Rows of one metric that belong to a gold position (not `all`), with `depth` as a number in 0..1.
+
+    The metric is the task's own, or `difference` for its paired differences, or a name.
 
     A task that does not say how many items its prompts hold has no depth; the largest position then counts as 1.
     """
-    rows = metrics[(metrics["metric"] == metric) & (metrics["position"].astype(str) != "all")]
+    rows = _of(metrics, metric)
+    rows = rows[rows["position"].astype(str) != "all"]
     index = pd.to_numeric(rows["position"])
     return rows.assign(depth=pd.to_numeric(rows["depth"]).fillna(index / max(index.max(), 1)))
 
 
-def overall(metrics: pd.DataFrame, metric: str = "accuracy") -> pd.DataFrame:
-    """Rows of one metric over all gold positions (position `all`)."""
-    return metrics[(metrics["metric"] == metric) & (metrics["position"].astype(str) == "all")]
+def overall(metrics: pd.DataFrame, metric: str = "") -> pd.DataFrame:
+    """Rows of one metric over all gold positions (position `all`); see :func:`at_positions` for the metric."""
+    rows = _of(metrics, metric)
+    return rows[rows["position"].astype(str) == "all"]
 
 
 @styled
 def accuracy_by_position(metrics: pd.DataFrame, chance: float | None = None) -> Figure:
-    """Accuracy over the gold position, one line per method with its 95 % band.
+    """The task's score over the gold position, one line per method with its 95 % band.
 
     Args:
         metrics: metrics.csv rows; model, method, task, position, depth, metric, value, ci_low, ci_high, seed are used.
@@ -134,14 +157,14 @@ def accuracy_by_position(metrics: pd.DataFrame, chance: float | None = None) -> 
         chance: accuracy of guessing (0..1), drawn as a dotted line.
 
     Returns:
-        A figure of single-column width; x is depth in % of the context, y accuracy in %.
+        A figure of single-column width; x is depth in % of the context, y the score in %.
 
     Raises:
-        UserError: a column is missing, or no accuracy is given per position.
+        UserError: a column is missing, or no score is given per position.
     """
     need(metrics, "metrics", "model", "method", "position", "depth", "metric", "value", "ci_low", "ci_high")
     rows = at_positions(metrics)
-    need(rows, "metrics (accuracy per position)", "value")
+    need(rows, "metrics (score per position)", "value")
     by = ["method", *(c for c in ("model", "task", "seed") if c in rows and rows[c].nunique() > 1)]
     figure = new_figure(COLUMN, 2.5)
     axes = figure.subplots()
@@ -154,7 +177,43 @@ def accuracy_by_position(metrics: pd.DataFrame, chance: float | None = None) -> 
         counts[unmodified] += 1
     if chance is not None:
         axes.axhline(100 * chance, color="0.5", linestyle=":", linewidth=1, label="chance")
-    percent_axes(axes)
+    percent_axes(axes, f"{metric_name(metrics)} (%)")
+    legend_below(figure, axes)
+    return figure
+
+
+@styled
+def by_subset(subsets: pd.DataFrame) -> Figure:
+    """The task's score on every subset, then on every average: a point per method with its 95 % interval.
+
+    Args:
+        subsets: subsets.csv rows of one model and task.
+
+    Returns:
+        A double-column figure, as high as the number of subsets asks for; x is the score in %.
+
+    Raises:
+        UserError: a column is missing, or several models or tasks are mixed.
+    """
+    need(subsets, "subsets", "model", "method", "task", "subset", "kind", "metric", "value", "ci_low", "ci_high")
+    need_one(subsets, "subsets", "model", "task")
+    rows = _of(subsets, "")
+    names = list(dict.fromkeys(zip(rows["kind"], rows["subset"], strict=True)))
+    methods = sorted(rows["method"].unique(), key=lambda m: m != UNMODIFIED)
+    figure = new_figure(PAGE, 0.9 + 0.16 * len(names))
+    axes = figure.subplots()
+    for index, method in enumerate(methods):
+        here = rows[rows["method"] == method].set_index(["kind", "subset"]).reindex(names)
+        value, low, high = (100 * here[column].to_numpy(dtype=float) for column in ("value", "ci_low", "ci_high"))
+        y = np.arange(len(names)) + 0.3 * (index - (len(methods) - 1) / 2)
+        style = line_style(max(index - (UNMODIFIED in methods), 0), method == UNMODIFIED) | {"linestyle": "none"}
+        error = np.clip([value - low, high - value], 0, None)
+        axes.errorbar(value, y, xerr=error, label="unmodified" if method == UNMODIFIED else method, elinewidth=0.8, **style)
+    first = sum(kind == "subset" for kind, _ in names)
+    if first < len(names):
+        axes.axhline(first - 0.5, color="0.5", linewidth=0.6)
+    axes.set_yticks(range(len(names)), [name.replace("_", " ") for _, name in names])
+    axes.set(xlabel=f"{metric_name(subsets)} (%)", ylim=(len(names) - 0.5, -0.5), xlim=(-3, 103))
     legend_below(figure, axes)
     return figure
 

@@ -16,15 +16,18 @@ from matplotlib.figure import Figure
 from posbench import paths, plots, sweep_plots, tables
 from posbench.errors import UserError
 from posbench.metrics import COLUMNS as METRICS
+from posbench.metrics import SUBSET_COLUMNS
 from posbench.plots import UNMODIFIED, at_positions, overall
 from posbench.record import RunDir, write_bytes
 
 TEXT_COLUMNS = ("run", "model", "method", "task", "position", "metric", "channel", "site")
 SEARCH = ("channel", "factor", "layer_first", "layer_last", "loss", "loss_unmodified", "n", "monotone_layers", "smoothness")
 ATTENTION = ("model", "method", "task", "gold_position", "layer", "pair", "attention")
+SHOWN = 8000  # characters of a prompt in the report
 NEEDED = {
     "metrics": METRICS,
     "summary": METRICS,
+    "subsets": SUBSET_COLUMNS,
     "attention": ATTENTION,
     "attention_summary": ATTENTION,
     "search": (*SEARCH, "selected"),
@@ -60,19 +63,34 @@ def render_run(folder: Path) -> Path:
     """
     names = ("config.yaml", "metrics.csv", "search.csv", "attention.csv", "channels.csv")
     _check_folder(folder, "a run folder (it holds config.yaml)", names)
-    metrics, attention, search, channels = (read_csv(folder / f"{n}.csv") for n in ("metrics", "attention", "search", "channels"))
+    metrics, attention, search, channels, subsets = (
+        read_csv(folder / f"{n}.csv") for n in ("metrics", "attention", "search", "channels", "subsets")
+    )
     sections = []
     if metrics is not None:
         header, rows = tables.position_table(metrics)
         ran = _json(folder / "method.json") or {}
         ran = f"As applied: {tables.applied(ran)}. " if len(ran) > 1 else ""
-        text = ran + "Accuracy in % with its 95 % Wilson interval; difference in points with its paired bootstrap 95 % interval."
+        what = plots.metric_name(metrics)
+        text = ran + f"{what.capitalize()} in % and paired difference in points, each with its 95 % interval."
         text = " ".join(filter(None, (text + _middle_drop(metrics), shortened(folder))))
-        sections.append(Section("Accuracy by gold position", text, header, rows))
-        if len(at_positions(metrics)):
-            caption = "Accuracy over the position of the answer. Bands: 95 % Wilson intervals."
+        positions = bool(len(at_positions(metrics)))
+        sections.append(Section(f"{what.capitalize()} by gold position" if positions else what.capitalize(), text, header, rows))
+        if positions:
+            caption = f"{what.capitalize()} over the position of the answer. Bands: 95 % intervals."
             sections[-1].figures.append(_figure(folder, "accuracy", plots.accuracy_by_position(metrics), caption))
         sections += _experiment(folder, metrics)
+        others = tables.other_scores(metrics)
+        if len(others):
+            header, rows = tables.subset_table(others)
+            sections.append(
+                Section("Other scores", "In their own unit, over all examples that have them.", header[1:], [r[1:] for r in rows])
+            )
+    if subsets is not None:
+        header, rows = tables.subset_table(subsets)
+        text = "The task's own metric in % and points, others in their own unit; 95 % intervals over questions within subsets."
+        figure = _figure(folder, "subsets", plots.by_subset(subsets), "Every subset, and below the line every average.")
+        sections.append(Section("By subset", text, header, rows, [figure]))
     if attention is not None:
         caption = "Left: attention of the last prompt token to the answer's pair. Right: what the method changes in each layer."
         if attention["method"].nunique() == 1:
@@ -93,6 +111,16 @@ def render_run(folder: Path) -> Path:
         sections.append(Section("Positional channel", figures=figures))
     if (folder / "found.yaml").is_file():
         sections.append(Section("Found constants", "Paste into the model's YAML.", block=_text(folder / "found.yaml")))
+    prompts = _json(folder / "prompts.json") or {}
+    for subset, first in prompts.get("first", {}).items():
+        every = f"all {prompts['prompts']} prompts: {prompts['sha256'][:16]}"
+        text = f"{first['tokens']} tokens, sha256 {first['sha256'][:16]}; {every}."
+        shown = (
+            first["text"]
+            if len(first["text"]) <= SHOWN
+            else first["text"][: SHOWN // 2] + "\n[...]\n" + first["text"][-SHOWN // 2 :]
+        )
+        sections.append(Section(f"First prompt {subset}".strip(), text, block=shown, folded=True))
     provenance = _json(folder / "provenance.json") or {}
     sections += _origin(folder, provenance)
     page = _html(folder.name, tables.headline(metrics), _warning(folder), sections)
@@ -122,12 +150,12 @@ def render_sweep(folder: Path) -> Path:
     if sweep_plots.with_setting(accuracy, axes)[0]["setting"].duplicated().any():
         axes.append("run")
     header, rows, sentence = tables.sweep_table(summary, axes)
-    caption = "Left: accuracy over all positions with 95 % intervals. Right: accuracy over the position of the answer."
+    caption = "Left: score over all positions with 95 % intervals. Right: score over the position of the answer."
     figures = [_figure(folder, "sweep", sweep_plots.factor_sweep(summary, axes), caption)]
     if attention is not None:
         caption = "Attention of the last prompt token to the answer's pair over its position, for each setting."
         figures.append(_figure(folder, "attention", sweep_plots.attention_sweep(attention, axes), caption))
-    text = "Accuracy over all positions in % with its 95 % interval; difference from the unmodified model in points."
+    text = "Score over all positions in % with its 95 % interval; difference from the unmodified model in points."
     sections = [Section("Settings", text, header, rows, figures), *_experiment(folder, summary)]
     return _write(folder, _html(folder.name, sentence, "", sections))
 

@@ -25,7 +25,7 @@ from posbench.errors import UserError
 from posbench.lm import LM
 from posbench.record import claim, digest, find
 from posbench.stages import report as stage_report
-from posbench.stages.base import IncompleteRun, Run, load_model
+from posbench.stages.base import IncompleteRun, Run, encode, load_model
 
 PACKAGES = (
     "torch",
@@ -115,14 +115,14 @@ def preflight(config: Config, console: Console) -> LM | None:
         )
     lm = load_model(config, console)
     config.trial().check(lm)
-    task, reserve = config.task, config.task.max_new_tokens
+    task = config.task
     if "search" in config.stages:
         importlib.import_module("posbench.stages.search").check(config, lm)
         longest = max(task.examples("calibration"), key=lambda e: len(e.prompt))
         lm.encode(longest.prompt)
     if {"intervene", "evaluate"} & set(config.stages):
         longest = max(task.evaluation(), key=lambda e: len(e.prompt))
-        _check_overflow(lm, lm.encode(longest.prompt, truncation=task.truncation, reserve=reserve).ids)
+        _check_overflow(lm, encode(lm, task, longest).ids)
     return lm
 
 
@@ -156,6 +156,7 @@ def identity(config: Config) -> dict[str, Any]:
         "chat_template": model.chat_template,
         "context_window": model.context_window,
         "batch_size": config.runtime.batch_size,
+        "batch_tokens": config.runtime.batch_tokens,
         "threads": config.runtime.threads,
         "device": kind,
         "code": source_digest(config),

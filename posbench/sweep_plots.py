@@ -23,9 +23,11 @@ from posbench.plots import (
     gold_attention,
     layer_title,
     line_style,
+    metric_name,
     need,
     new_figure,
     overall,
+    own_metric,
     percent_axes,
     strongest_layer,
     styled,
@@ -90,7 +92,7 @@ def _setting_lines(axes: Axes, rows: pd.DataFrame, settings: list[str], y: str, 
 
 @styled
 def factor_sweep(summary: pd.DataFrame, axis: str | Sequence[str] = "method.factor") -> Figure:
-    """Accuracy over the swept values: overall with intervals (left), and per gold position (right).
+    """Score over the swept values: overall with intervals (left), and per gold position (right).
 
     Args:
         summary: summary.csv rows (run, the swept columns, then those of metrics.csv).
@@ -100,10 +102,10 @@ def factor_sweep(summary: pd.DataFrame, axis: str | Sequence[str] = "method.fact
         A double-column figure. The unmodified model is a horizontal band where it is the same in all runs.
 
     Raises:
-        UserError: a column is missing, no accuracy is given, or one setting has several overall rows.
+        UserError: a column is missing, no score is given, or one setting has several overall rows.
     """
     need(summary, "summary", "model", "method", "position", "depth", "metric", "value", "ci_low", "ci_high")
-    rows, settings, label = with_setting(summary[summary["metric"] == "accuracy"], axis)
+    rows, settings, label = with_setting(summary[summary["metric"] == own_metric(summary)], axis)
     modified = rows if (rows["method"] == UNMODIFIED).all() else rows[rows["method"] != UNMODIFIED]
     points = overall(modified)
     if points["setting"].duplicated().any():
@@ -136,10 +138,10 @@ def factor_sweep(summary: pd.DataFrame, axis: str | Sequence[str] = "method.fact
             left.set_xlabel("setting (numbered in the legend)")
         left.set_xticks(x, [str(i + 1) for i in range(len(settings))] if long else settings)
         left.set_xlim(-0.5, len(settings) - 0.5)
-    percent_axes(left, "accuracy, all positions (%)", left.get_xlabel())
+    percent_axes(left, f"{metric_name(summary)}, all positions (%)", left.get_xlabel())
     if len(distinct):
         left.set_title("blue: method; black: unmodified")
-    percent_axes(right)
+    percent_axes(right, f"{metric_name(summary)} (%)")
     figure.legend(handles, labels, loc="outside right center", title=label)
     return figure
 

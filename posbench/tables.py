@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from posbench import sweep_plots
-from posbench.plots import UNMODIFIED, at_positions, overall
+from posbench.plots import UNMODIFIED, at_positions, metric_name, overall, own_metric
 
 GROUP = ["model", "task", "seed"]
 NUMBER_COLUMNS = ("value", "ci_low", "ci_high")
@@ -36,13 +36,14 @@ def headline(metrics: pd.DataFrame | None) -> str:
         Text. A method is said to raise or lower the average only if the 95 % interval of the difference excludes zero.
     """
     if metrics is None or overall(metrics).empty:
-        return "No accuracy was measured in this run."
+        return "Nothing was scored in this run."
     many = [c for c in GROUP if metrics[c].nunique() > 1]
     sentences = []
     for key, rows in metrics.groupby(GROUP, sort=False, dropna=False):
         where = "".join(f"{c} {v}: " for c, v in zip(GROUP, key, strict=True) if c in many)
         average: Any = overall(rows).drop_duplicates("method").set_index("method")
         parts = []
+        verb = "answers" if metric_name(rows) == "accuracy" else "scores"
         if UNMODIFIED in average.index:
             base = at_positions(rows)
             base = base[base["method"] == UNMODIFIED].sort_values("depth")
@@ -51,8 +52,8 @@ def headline(metrics: pd.DataFrame | None) -> str:
                 ends, worst = (base["value"].iloc[0] + base["value"].iloc[-1]) / 2, base["value"].iloc[1:-1].min()
                 curve = f"{_pct(ends)} at the ends and {_pct(worst)} at its worst inner position"
                 mean = f"{curve}, {mean}" if len(average) == 1 else curve
-            parts.append(f"The unmodified model answers {mean}")
-        parts += [_verdict(rows, average, str(method)) for method in average.index if method != UNMODIFIED]
+            parts.append(f"The unmodified model {verb} {mean}")
+        parts += [_verdict(rows, average, str(method), verb) for method in average.index if method != UNMODIFIED]
         sentences.append(where + "; ".join(parts) + ".")
     return " ".join(sentences)
 
@@ -73,13 +74,13 @@ def applied(method: Mapping[str, Any]) -> str:
     return f"{method['name']}: {values}" + (f"; constants: {method['source']}" if "source" in method else "")
 
 
-def _verdict(rows: pd.DataFrame, average: Any, method: str) -> str:
+def _verdict(rows: pd.DataFrame, average: Any, method: str, verb: str) -> str:
     """What a method does to the average, as far as the interval of the difference allows to say."""
     after = _pct(average.at[method, "value"])
-    difference = overall(rows, "accuracy_difference")
+    difference = overall(rows, "difference")
     difference = difference[difference["method"] == method].dropna(subset="ci_low")
     if UNMODIFIED not in average.index or difference.empty:
-        return f"{method} answers {after} on average (n = {average.at[method, 'n']}; no paired comparison was recorded)"
+        return f"{method} {verb} {after} on average (n = {average.at[method, 'n']}; no paired comparison was recorded)"
     change = difference.iloc[0]
     low, high = 100 * change["ci_low"], 100 * change["ci_high"]
     facts = f"{points(change['value'])} points, 95 % interval {low:.1f} to {high:.1f}, n = {change['n']}"
@@ -90,19 +91,21 @@ def _verdict(rows: pd.DataFrame, average: Any, method: str) -> str:
 
 
 def position_table(metrics: pd.DataFrame) -> tuple[list[str], list[list[str]]]:
-    """Accuracy per gold position as text: a header, and one row per position with `all` last.
+    """The task's score per gold position as text: a header, and one row per position with `all` last.
 
     Args:
         metrics: metrics.csv rows.
 
     Returns:
-        Columns: position (depth in %), accuracy of each method in % with its interval, difference of each modified one
+        Columns: position (depth in %), score of each method in % with its interval, difference of each modified one
         in points with its interval, n. Where model, task or seed vary, they stand in front of the position.
     """
-    rows = metrics[metrics["metric"].isin(["accuracy", "accuracy_difference"])]
+    own = own_metric(metrics)
+    kind = metrics["metric"].where(metrics["metric"] != own, "score").where(metrics["metric"] != own + "_difference", "change")
+    rows = metrics.assign(kind=kind)[kind.isin(["score", "change"])]
     many = [c for c in GROUP if rows[c].nunique() > 1]
     methods = sorted(rows["method"].unique(), key=lambda m: m != UNMODIFIED)
-    changed = [m for m in methods if ((rows["method"] == m) & (rows["metric"] == "accuracy_difference")).any()]
+    changed = [m for m in methods if ((rows["method"] == m) & (rows["kind"] == "change")).any()]
     header = [*many, "position", *("unmodified" if m == UNMODIFIED else str(m) for m in methods)]
     header += ["difference" if len(changed) == 1 else f"{m}: difference" for m in changed] + ["n"]
     table = []
@@ -111,11 +114,48 @@ def position_table(metrics: pd.DataFrame) -> tuple[list[str], list[list[str]]]:
         depth = at_positions(group).sort_values("depth").drop_duplicates("position").set_index("position")["depth"]
         for position in [*depth.index, "all"]:
             here = group[group["position"].astype(str) == str(position)]
-            cells = {(r.method, r.metric): r for r in here.itertuples()}
+            cells = {(r.method, r.kind): r for r in here.itertuples()}
             line = [*front, "all" if position == "all" else f"{100 * depth[position]:.3g} %"]
-            line += [_cell(cells.get((m, "accuracy")), "{:.1f}") for m in methods]
-            line += [_cell(cells.get((m, "accuracy_difference")), "{:+.1f}") for m in changed]
+            line += [_cell(cells.get((m, "score")), "{:.1f}") for m in methods]
+            line += [_cell(cells.get((m, "change")), "{:+.1f}") for m in changed]
             table.append([*line, "/".join(dict.fromkeys(str(n) for n in here["n"]))])
+    return header, table
+
+
+def other_scores(metrics: pd.DataFrame) -> pd.DataFrame:
+    """The scores over all examples beside the task's own, as :func:`subset_table` takes them; empty where there are none."""
+    own = own_metric(metrics)
+    rest = (metrics["metric"] != own) & (metrics["metric"] != own + "_difference") & (metrics["metric"] != "middle_drop")
+    rows = metrics[rest & (metrics["position"].astype(str) == "all")]
+    return rows.assign(subset="all", kind="average", task="others of " + rows["task"])
+
+
+def subset_table(subsets: pd.DataFrame, kind: str = "") -> tuple[list[str], list[list[str]]]:
+    """Subsets and averages as text: a header, and one row per subset or average and metric.
+
+    Args:
+        subsets: subsets.csv rows of one model and task.
+        kind: `subset` or `average` for these alone.
+
+    Returns:
+        Columns: subset, metric, value of each method with its interval, difference of each modified one, n. The task's own metric
+        is in % and points, the others in their own unit.
+    """
+    rows = subsets[subsets["kind"] == kind] if kind else subsets
+    own = "" if (rows["task"].str.startswith("others of ")).all() else own_metric(subsets).iloc[0]
+    methods = sorted(rows["method"].unique(), key=lambda m: m != UNMODIFIED)
+    changed = [m for m in methods if ((rows["method"] == m) & rows["metric"].str.endswith("_difference")).any()]
+    header = ["subset", "metric", *("unmodified" if m == UNMODIFIED else str(m) for m in methods)]
+    header += ["difference" if len(changed) == 1 else f"{m}: difference" for m in changed] + ["n"]
+    table = []
+    plain = rows[~rows["metric"].str.endswith("_difference")]
+    for where, name in dict.fromkeys(zip(plain["subset"], plain["metric"], strict=True)):
+        here = rows[rows["subset"] == where]
+        cells = {(r.method, r.metric): r for r in here.itertuples()}
+        scale = 100 if name == own else 1
+        line = [_cell(cells.get((m, name)), "{:.1f}" if scale == 100 else "{:.3f}", scale) for m in methods]
+        line += [_cell(cells.get((m, f"{name}_difference")), "{:+.1f}" if scale == 100 else "{:+.3f}", scale) for m in changed]
+        table.append([where, name, *line, str(cells[methods[0], name].n)])
     return header, table
 
 
@@ -126,11 +166,11 @@ def summary_table(metrics: pd.DataFrame) -> Table:
         metrics: metrics.csv rows.
 
     Returns:
-        A rich table: gold position (depth in %), accuracy in % and difference in points with their 95 % intervals.
+        A rich table: gold position (depth in %), score in % and difference in points with their 95 % intervals.
     """
     header, rows = position_table(metrics)
     title = ", ".join(str(metrics[c].iloc[0]) for c in ("model", "task") if metrics[c].nunique() == 1)
-    table = Table(title=Text(title), caption="accuracy in %, difference in points, [95 % interval]")
+    table = Table(title=Text(title), caption=f"{metric_name(metrics)} in %, difference in points, [95 % interval]")
     for name in header:
         table.add_column(Text(name), justify="right", overflow="fold")
     tall = len(header) > 5  # several methods: the interval goes below its number
@@ -251,7 +291,7 @@ def sweep_table(summary: pd.DataFrame, axes: list[str]) -> tuple[list[str], list
         point = overall(here if modified.empty else modified)
         base, change = (
             overall(sweep_plots.unmodified_of(rows, setting)),
-            overall(modified, "accuracy_difference").dropna(subset="ci_low"),
+            overall(modified, "difference").dropna(subset="ci_low"),
         )
         cells: list[Any] = [next(frame.itertuples(), None) for frame in (point, base, change)]
         if cells[0] is not None:
@@ -263,22 +303,23 @@ def sweep_table(summary: pd.DataFrame, axes: list[str]) -> tuple[list[str], list
         n = "" if cells[0] is None else str(cells[0].n)
         table.append([setting, *map(_cell, cells, ("{:.1f}", "{:.1f}", "{:+.1f}")), n, run])
     if not low_high:
-        return [], [], "No accuracy was measured in this sweep."
+        return [], [], "Nothing was scored in this sweep."
     (low, at_low), (high, at_high) = min(low_high), max(low_high)
     sentence = (
         f"Over {len(settings)} settings of {label}, the average runs from {_pct(low)} ({at_low}) to {_pct(high)} ({at_high})"
     )
     verdicts = ", ".join(f"{count} {word}" for word, count in tally.items() if count)
     sentence += f"; of {sum(tally.values())} compared with the unmodified model, {verdicts} it" if verdicts else ""
-    return [label, "accuracy", "unmodified", "difference", "n", "run"], table, sentence + "."
+    return [label, metric_name(summary), "unmodified", "difference", "n", "run"], table, sentence + "."
 
 
-def _cell(row: Any, form: str) -> str:
+def _cell(row: Any, form: str, scale: float = 100) -> str:
     """A share as `76.6 [72.1, 80.5]` in %, empty where there is none."""
     if row is None:
         return ""
-    interval = "" if pd.isna(row.ci_low) else f" [{100 * row.ci_low:.1f}, {100 * row.ci_high:.1f}]"
-    return form.format(100 * row.value) + interval
+    ends = form.replace("+", "")
+    interval = "" if pd.isna(row.ci_low) else f" [{ends.format(scale * row.ci_low)}, {ends.format(scale * row.ci_high)}]"
+    return form.format(scale * row.value) + interval
 
 
 def _pct(share: float) -> str:

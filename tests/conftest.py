@@ -52,7 +52,7 @@ def small(checkpoint: Path) -> list[str]:
         "task.max_new_tokens=1", "task.calibration_pairs=8", "task.calibration_examples=12",
         "search.alphabet=tokens", "search.strings=24", "search.length=48", "search.window=6", "search.skip=2",
         "search.factors=[0.0]", "runtime.device=cpu", "runtime.threads=1", "runtime.intervene_examples=4",
-        "runtime.resamples=200", "stages=[search,intervene,evaluate]",
+        "runtime.resamples=200", "runtime.batch_size=8", "stages=[search,intervene,evaluate]",
     ]  # fmt: skip
 
 

@@ -9,10 +9,9 @@ prefilled keys are projected again instead, from the stored attention input.
 
 from __future__ import annotations
 
-import copy
 import inspect
 import logging
-import weakref
+import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -27,7 +26,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from posbench import arch
 from posbench.errors import UserError
-from posbench.hooks import replaced
+from posbench.hooks import fork, replaced
 from posbench.methods.base import Method
 
 if TYPE_CHECKING:
@@ -35,6 +34,8 @@ if TYPE_CHECKING:
 
 
 log = logging.getLogger(__name__)
+
+_MARK = "posbench_scaled_in"
 
 
 @dataclass
@@ -59,8 +60,7 @@ class Prefix:
 
     def fork(self, model: PreTrainedModel, method: ScaleChannel) -> DynamicCache:
         """A cache with scaled keys in the method's layers; everything else is shared with this prefix, not copied."""
-        cache = copy.copy(self.cache)
-        cache.layers = [copy.copy(layer) for layer in self.cache.layers]
+        cache = fork(self.cache)
         for index in method.layer_indices if self.inputs else ():
             layer = cache.layers[index]
             # A sliding-window layer keeps the newest tokens only.
@@ -203,7 +203,8 @@ class ScaleChannel(Method):
         self.check(lm)
         model, forward = lm.model, lm.model.forward
         signature = inspect.signature(forward)
-        prompts_seen: weakref.WeakSet[DynamicCache] = weakref.WeakSet()
+        # Marks the caches that this block has filled; a copy of one keeps the mark.
+        block = uuid.uuid4().hex
 
         @wraps(forward)
         def scaled_forward(*args: Any, **kwargs: Any) -> Any:
@@ -211,10 +212,10 @@ class ScaleChannel(Method):
             call = {k: v for k, v in bound.items() if k != "kwargs"} | bound.get("kwargs", {})
             cache = call.pop("past_key_values", None)
             if cache is not None and cache.get_seq_length() > 0:
-                if cache not in prompts_seen:
+                if getattr(cache, _MARK, None) != block:
                     raise ValueError("this cache was filled outside the scale_channel block: run the prompt inside it")
                 return self.continue_with(model, forward, past_key_values=cache, **call)
-            return self._prompt(model, forward, cache, prompts_seen, call)
+            return self._prompt(model, forward, cache, block, call)
 
         # Some checkpoints (MPT) ask generate() to go without a cache, which would be another method.
         with replaced(model, "forward", scaled_forward), replaced(model.generation_config, "use_cache", True):
@@ -234,7 +235,7 @@ class ScaleChannel(Method):
         model: PreTrainedModel,
         forward: Callable[..., Any],
         cache: Any,
-        prompts_seen: weakref.WeakSet[DynamicCache],
+        block: str,
         call: dict[str, Any],
     ) -> Any:
         """Prefill all tokens but the last n unmodified, scale the cached keys, run the last n scaled."""
@@ -267,7 +268,7 @@ class ScaleChannel(Method):
                 logits_to_keep=min(keep, rows) if isinstance(keep, int) else 0, **part,
             )
         )  # fmt: skip
-        prompts_seen.add(cache)
+        setattr(cache, _MARK, block)
         logits = torch.cat([out.logits for out in outputs], dim=1)
         if not isinstance(keep, int):
             logits = logits[:, keep]

@@ -10,15 +10,16 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
+import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from posbench.checkpoint import load
 from posbench.config import Config
-from posbench.lm import LM
+from posbench.lm import LM, Encoded
 from posbench.methods import Method, Unmodified
 from posbench.record import Row, RunDir, digest
-from posbench.tasks import Example
+from posbench.tasks import Example, Task
 from posbench.tasks.base import Split
 
 log = logging.getLogger(__name__)
@@ -96,6 +97,25 @@ def load_model(config: Config, console: Console) -> LM:
         return load(config.model, device=runtime.device, device_map=runtime.device_map, max_memory=runtime.max_memory)
 
 
+def encode(lm: LM, task: Task, example: Example) -> Encoded:
+    """An example's prompt as tokens, with room for its answer."""
+    tokenizer = lm.tokenizer
+    reserve = example.max_new_tokens or task.max_new_tokens
+    if example.choices and tokenizer:
+        reserve = max(len(tokenizer(choice, add_special_tokens=False)["input_ids"]) for choice in example.choices)
+    return lm.encode(
+        example.prompt,
+        truncation=task.truncation,
+        reserve=reserve,
+        most=task.max_prompt_tokens,
+        document=example.document,
+        separator=example.separator,
+        chat=example.chat,
+        system=example.system,
+        prefill=example.prefill,
+    )
+
+
 def complete(
     run: Run,
     file: str,
@@ -107,7 +127,8 @@ def complete(
     """Compute every row that a file lacks, batch by batch, and return all rows.
 
     Batches depend on the plan alone, and one with a missing row is computed whole, so that a resumed run sees the same
-    batches, and hence the same rounding, as an uninterrupted one.
+    batches, and hence the same rounding, as an uninterrupted one. Out of memory, a batch and all that follow are halved; the
+    rows made so far are kept.
 
     Args:
         run: The run.
@@ -124,23 +145,58 @@ def complete(
     names = tuple(key(batches[0][0])) if batches else ()
     rows = {tuple(row[n] for n in names): row for row in run.out.rows(file) if all(n in row for n in names)}
     failed = 0
+    share = 1
     with run.progress(label, sum(map(len, batches))) as advance:
         for batch in batches:
-            missing = [item for item in batch if tuple(key(item).values()) not in rows]
-            if missing:
-                try:
-                    made = [{**key(item), **row} for item, row in zip(batch, compute(batch), strict=True)]
-                except RuntimeError as error:
-                    log.error("%s: %s", file, error)
-                    made = [{**key(item), "error": str(error)} for item in batch]
-                    failed += len(missing)
-                fresh = [row for row, item in zip(made, batch, strict=True) if tuple(key(item).values()) not in rows]
+            waiting = _cut(batch, share)
+            while waiting:
+                part = waiting.pop(0)
+                missing = [item for item in part if tuple(key(item).values()) not in rows]
+                made: list[Row] | None = []
+                if missing:
+                    try:
+                        made = _fitting(part, key, compute)
+                    except RuntimeError as error:
+                        log.error("%s: %s", file, error)
+                        made = [{**key(item), "error": str(error)} for item in part]
+                        failed += len(missing)
+                if made is None:
+                    share *= 2
+                    log.warning("%s: out of memory with %d prompts at once: smaller batches from here on", file, len(part))
+                    waiting = [smaller for each in (part, *waiting) for smaller in _cut(each, 2)]
+                    continue
+                fresh = [row for row, item in zip(made, part, strict=False) if tuple(key(item).values()) not in rows]
                 run.out.append(file, fresh)
                 rows |= {tuple(row[n] for n in names): row for row in fresh if "error" not in row}
-            advance(len(batch))
+                advance(len(part))
     if failed:
         raise IncompleteRun(f"{failed} rows of {file} failed; run the same command again to retry them")
     return [rows[tuple(key(item).values())] for batch in batches for item in batch]
+
+
+def _cut(batch: Sequence[Any], share: int) -> list[Sequence[Any]]:
+    """A batch in about ``share`` equal parts, none empty."""
+    step = max(-(-len(batch) // share), 1)
+    return [batch[i : i + step] for i in range(0, len(batch), step)]
+
+
+def _fitting(
+    part: Sequence[Any], key: Callable[[Any], Mapping[str, Any]], compute: Callable[[Sequence[Any]], list[Row]]
+) -> list[Row] | None:
+    """Rows of a part; None where it is too large for the memory and can be cut.
+
+    Raises:
+        RuntimeError: Anything else went wrong.
+    """
+    try:
+        return [{**key(item), **row} for item, row in zip(part, compute(part), strict=True)]
+    except RuntimeError as error:
+        full = isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+        if not full or len(part) == 1:
+            raise
+    # Only behind the handler are the tensors of the failed forward free.
+    torch.cuda.empty_cache()
+    return None
 
 
 def share_unmodified(run: Run, file: str, *settings: Any) -> str:

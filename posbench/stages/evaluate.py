@@ -2,72 +2,136 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from posbench import metrics
-from posbench.config import Config
-from posbench.lm import batches
-from posbench.record import Row, RunDir, write_csv
-from posbench.stages.base import UNMODIFIED, Run, complete, share_unmodified
-from posbench.tasks import Example
+from posbench.config import Config, Runtime
+from posbench.lm import LM, Encoded, batches
+from posbench.record import Row, RunDir, write_csv, write_text
+from posbench.stages.base import UNMODIFIED, Run, complete, encode, share_unmodified
+from posbench.tasks import Example, Task
 
 FILE = "predictions.jsonl"
 
 
 def run(run: Run) -> None:
-    """Generate, score, and write ``predictions.jsonl`` and ``metrics.csv``.
+    """Generate or choose, score, and write ``predictions.jsonl``, ``metrics.csv``, ``subsets.csv`` and ``prompts.json``.
 
     The unmodified model's rows are copied from another run of the same version where one has them.
     """
     task, runtime = run.config.task, run.config.runtime
     unmodified = share_unmodified(run, FILE)
     examples = run.evaluation
-    encoded = {e.id: run.lm.encode(e.prompt, truncation=task.truncation, reserve=task.max_new_tokens) for e in examples}
-    plan = batches([len(encoded[e.id].ids) for e in examples], runtime.batch_size)
+    encoded = {e.id: encode(run.lm, task, e) for e in examples}
+    choices = {e.id: [run.lm.continuation_ids(encoded[e.id], c) for c in e.choices] for e in examples if e.choices}
+    run.out.write_json("prompts.json", _prompts(examples, encoded))
+    plan = _plan(task, examples, encoded, runtime)
     rows: list[Row] = []
+    submissions: dict[str, str] = {}
     for name, method in run.methods().items():
         with method.applied(run.lm) as lm:
 
             def compute(batch: Sequence[Example]) -> list[Row]:
-                tokens = [encoded[e.id].ids for e in batch]
-                texts = lm.generate(tokens, max_new_tokens=task.max_new_tokens, batch_size=len(tokens))
                 return [
                     {
+                        "subset": e.subset,
                         "gold_position": e.gold_position,
                         "cluster": e.cluster,
-                        "output": text,
-                        "scores": task.score(e, text),
+                        **reply,
+                        "scores": task.score(e, str(reply["output"])),
                         "tokens": len(encoded[e.id].ids),
                         "dropped": encoded[e.id].dropped,
                     }
-                    for e, text in zip(batch, texts, strict=True)
+                    for e, reply in zip(batch, _replies(lm, task, batch, encoded, choices), strict=True)
                 ]
 
-            rows += complete(
+            done = complete(
                 run, FILE, f"evaluate {name}", [[examples[i] for i in group] for group in plan],
                 lambda e: {"method": name, "id": e.id}, compute,  # noqa: B023
             )  # fmt: skip
         if name == UNMODIFIED:
             run.out.mark(FILE, key=unmodified, done=True)
-    write_metrics(run.config, run.out, rows)
+        rows += done
+        by_id = {row["id"]: str(row["output"]) for row in done}
+        for file, text in task.submission([(e, by_id[e.id]) for e in examples]).items():
+            submissions[f"{name}/{file}"] = text
+    for file, text in submissions.items():
+        (run.out.path / "submission" / file).parent.mkdir(parents=True, exist_ok=True)
+        write_text(run.out.path / "submission" / file, text)
+        run.console.print(f"for the leaderboard: {run.out.path / 'submission' / file}", soft_wrap=True)
+    if not write_metrics(run.config, run.out, rows):
+        run.console.print(f"evaluate: {task.name} publishes no answers for these examples, so nothing is scored")
 
 
-def write_metrics(config: Config, out: RunDir, rows: Sequence[Row]) -> None:
-    """Tabulate scored rows into ``metrics.csv``."""
+def _plan(task: Task, examples: Sequence[Example], encoded: Mapping[str, Encoded], runtime: Runtime) -> list[list[int]]:
+    """Batches of examples that are decoded alike, the largest first."""
+    alike: dict[tuple[Any, ...], list[int]] = {}
+    for number, e in enumerate(examples):
+        alike.setdefault((bool(e.choices), e.max_new_tokens or task.max_new_tokens, e.min_new_tokens, e.stop), []).append(number)
+    plan = []
+    for (chosen, new, *_), members in alike.items():
+        lengths = [len(encoded[examples[i].id].ids) + (0 if chosen else new) for i in members]
+        plan += [[members[i] for i in group] for group in batches(lengths, runtime.batch_size, runtime.batch_tokens)]
+    return sorted(plan, key=lambda group: -len(encoded[examples[group[0]].id].ids))
+
+
+def _replies(
+    lm: LM,
+    task: Task,
+    batch: Sequence[Example],
+    encoded: Mapping[str, Encoded],
+    choices: Mapping[str, Sequence[Sequence[int]]],
+) -> list[Row]:
+    """Output of each example of a batch; where it is chosen, with the log-likelihoods (nats) of the choices."""
+    tokens, first = [encoded[e.id].ids for e in batch], batch[0]
+    if first.choices:
+        found = lm.continuations(tokens, [choices[e.id] for e in batch], batch_size=len(batch))
+        nats = [[total for total, _ in row] for row in found]
+        best = [e.choices[row.index(max(row))].strip() for e, row in zip(batch, nats, strict=True)]
+        return [{"output": text, "loglikelihoods": row} for text, row in zip(best, nats, strict=True)]
+    texts = lm.generate(
+        tokens,
+        max_new_tokens=first.max_new_tokens or task.max_new_tokens,
+        min_new_tokens=first.min_new_tokens,
+        stop=first.stop,
+        repetition_penalty=task.repetition_penalty,
+        batch_size=len(batch),
+    )
+    return [{"output": text} for text in texts]
+
+
+def _prompts(examples: Sequence[Example], encoded: Mapping[str, Encoded]) -> dict[str, Any]:
+    """The first prompt of each subset as the model reads it, and a checksum over all prompts of the run."""
+    total = hashlib.sha256()
+    first: dict[str, dict[str, Any]] = {}
+    for e in examples:
+        code = encoded[e.id]
+        total.update(f"{e.id}\0{code.text}\0".encode())
+        if e.subset not in first:
+            checksum = hashlib.sha256(code.text.encode()).hexdigest()
+            first[e.subset] = {"id": e.id, "tokens": len(code.ids), "sha256": checksum, "text": code.text}
+    return {"sha256": total.hexdigest(), "prompts": len(examples), "first": first}
+
+
+def write_metrics(config: Config, out: RunDir, rows: Sequence[Row]) -> bool:
+    """Tabulate scored rows into ``metrics.csv`` and ``subsets.csv``; False, and no file, where no row has a score."""
     order = {name: i for i, name in enumerate(dict.fromkeys(row["method"] for row in rows))}
     ordered = sorted(rows, key=lambda r: (order[r["method"]], r["id"]))
-    frame = metrics.tidy(
-        ordered,
-        model=config.model.name,
-        task=config.task.name,
-        metric=config.task.metric,
-        unmodified=UNMODIFIED,
-        items=getattr(config.task, "pairs", None),
-        resamples=config.runtime.resamples,
-        seed=getattr(config.task, "seed", 0),
-    )
-    write_csv(out.path / "metrics.csv", frame)
+    if not any(row["scores"] for row in ordered):
+        return False
+    settings: dict[str, Any] = {
+        "model": config.model.name,
+        "unmodified": UNMODIFIED,
+        "resamples": config.runtime.resamples,
+        "seed": getattr(config.task, "seed", 0),
+    }
+    write_csv(out.path / "metrics.csv", metrics.tidy(ordered, config.task, **settings))
+    subsets = metrics.by_subset(ordered, config.task, **settings)
+    if len(subsets):
+        write_csv(out.path / "subsets.csv", subsets)
+    return True
 
 
 def rescore(config: Config, out: RunDir) -> int:

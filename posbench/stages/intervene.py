@@ -14,7 +14,7 @@ from torch import Tensor
 from posbench import tables
 from posbench.lm import LM, Encoded, batches
 from posbench.record import Row, write_csv
-from posbench.stages.base import UNMODIFIED, Run, complete, share_unmodified
+from posbench.stages.base import UNMODIFIED, Run, complete, encode, share_unmodified
 from posbench.tasks import Example
 
 FILE = "attention.jsonl"
@@ -63,11 +63,11 @@ def run(run: Run) -> None:
     if not examples:
         run.console.print(f"intervene: task {task.name} has no gold positions, nothing to measure")
         return
-    encoded = {e.id: run.lm.encode(e.prompt, truncation=task.truncation, reserve=task.max_new_tokens) for e in examples}
+    encoded = {e.id: encode(run.lm, task, e) for e in examples}
     shortened = tables.shortened({"id": name, "dropped": code.dropped} for name, code in encoded.items())
     if shortened:
         run.console.print(f"intervene: {shortened}")
-    plan = batches([len(encoded[e.id].ids) for e in examples], runtime.batch_size)
+    plan = batches([len(encoded[e.id].ids) for e in examples], runtime.batch_size, runtime.batch_tokens)
     unmodified = share_unmodified(run, FILE, runtime.intervene_examples)
     frames = []
     for name, method in run.methods().items():

@@ -13,6 +13,9 @@ from rich.table import Table
 from posbench import report, tables
 from posbench.stages.base import Run
 
+FEW = 24
+"""Subsets and averages up to which the terminal shows them all."""
+
 
 def run(run: Run) -> None:
     """Render the run folder; reads files only."""
@@ -36,6 +39,14 @@ def show(folder: Path, console: Console) -> None:
     metrics = report.read_csv(folder / "metrics.csv")
     if metrics is not None:
         console.print(tables.summary_table(metrics))
+        subsets = report.read_csv(folder / "subsets.csv")
+        if subsets is not None:
+            # Dozens of subjects belong into the report; the terminal shows few subsets, or the averages.
+            few = subsets["subset"].nunique() <= FEW
+            _print(console, *tables.subset_table(subsets, "" if few else "average"))
+        others = tables.other_scores(metrics)
+        if len(others):
+            _print(console, *tables.subset_table(others))
         console.print(tables.headline(metrics))
         method = _json(folder / "method.json") or {}
         if len(method) > 1:
@@ -47,6 +58,13 @@ def show(folder: Path, console: Console) -> None:
     console.print(f"report: {page}" if page.is_file() else f"run: {folder}", soft_wrap=True)
 
 
+def _print(console: Console, header: list[str], rows: list[list[str]]) -> None:
+    table = Table(*header)
+    for row in rows:
+        table.add_row(*map(tables.short, row))
+    console.print(table)
+
+
 def show_reference(metrics: pd.DataFrame, folder: Path, console: Console) -> None:
     """Print a paper's numbers beside ours, or why they cannot be compared."""
     facts, reference = _json(folder / "experiment.json"), _json(folder / "reference.json") or []
@@ -55,10 +73,7 @@ def show_reference(metrics: pd.DataFrame, folder: Path, console: Console) -> Non
     header, rows = tables.reference_table(metrics, reference)
     console.print(f"{facts['title']}. {tables.reference_text(facts, reference, bool(rows))}".strip())
     if rows:
-        table = Table(*header)
-        for row in rows:
-            table.add_row(*map(tables.short, row))
-        console.print(table)
+        _print(console, header, rows)
 
 
 def _json(file: Path) -> Any:

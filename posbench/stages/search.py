@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import random
 import string
 from collections.abc import Callable, Sequence
@@ -21,6 +20,7 @@ import posbench
 from posbench import arch
 from posbench.config import Config
 from posbench.errors import UserError
+from posbench.hooks import fork
 from posbench.lm import LM, batches
 from posbench.methods import ScaleChannel
 from posbench.methods.scale_channel import check_layers, prefill
@@ -327,9 +327,7 @@ def candidate_losses(lm: LM, pairs: Sequence[tuple[list[int], list[int]]], candi
     channels = sorted({c.channel for c in candidates})
     layers = sorted({layer for c in candidates for layer in range(c.layers[0], c.layers[1] + 1)})
     prefix, _ = prefill(model, forward, channels, layers, logits_to_keep=1, **head)
-    plain = copy.copy(prefix.cache)
-    plain.layers = [copy.copy(layer) for layer in prefix.cache.layers]
-    losses = [lm.answer_nats(forward(past_key_values=plain, use_cache=True, **tail).logits, targets)]
+    losses = [lm.answer_nats(forward(past_key_values=fork(prefix.cache), use_cache=True, **tail).logits, targets)]
     for candidate in candidates:
         method = ScaleChannel(channel=candidate.channel, factor=candidate.factor, layers=candidate.layers)
         out = method.continue_with(model, forward, past_key_values=prefix.fork(model, method), use_cache=True, **tail)

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from posbench.checkpoint import load
 from posbench.lm import LM, batches
 from posbench.methods import ScaleChannel, Unmodified
-from posbench.metrics import paired_interval, wilson
+from posbench.metrics import mean_interval, wilson
 from posbench.search import Candidate, ChannelSearch
 from posbench.search.statistics import ChannelStatistics
 from posbench.stages.search import average_states, candidate_losses
@@ -184,7 +184,7 @@ def measure(lm: LM, seed: int, *, pairs: int = PAIRS, longest: int = 2 * PAIRS, 
         if candidate is None:
             continue
         scaled = scores(lm, task, examples, _method(candidate))
-        low, high = paired_interval(scaled - base, [e.cluster for e in examples], resamples=2000, seed=0)
+        low, high = mean_interval(scaled - base, [e.cluster for e in examples], resamples=2000, seed=0)
         out[name] = {
             "channel": candidate.channel,
             "factor": candidate.factor,

@@ -93,6 +93,11 @@ class Task(ABC):
     repetition_penalty: float = 1.0
 
     @property
+    def items(self) -> int | None:
+        """Items (documents, pairs) per prompt, where gold positions count them; a position's depth is its share of the way."""
+        return None
+
+    @property
     def chance(self) -> float | None:
         """Score of a guess, where that means something."""
         return None

@@ -107,6 +107,11 @@ class KVRetrieval(Task):
         return [self._index(p) for p in self.positions]
 
     @property
+    def items(self) -> int:
+        """Pairs per prompt."""
+        return self.pairs
+
+    @property
     def chance(self) -> float:
         """One pair guessed at random."""
         return 1 / self.pairs

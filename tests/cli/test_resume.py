@@ -7,8 +7,11 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import pandas as pd
 import pytest
+import torch
 from filelock import FileLock
 
 from posbench.lm import LM
@@ -162,7 +165,7 @@ def test_an_error_in_a_batch_is_recorded_and_retried(
     def fails_once(lm: LM, rows: list[list[int]], *args: int) -> list[str]:
         calls.append(len(rows))
         if len(calls) == 2:
-            raise RuntimeError("CUDA out of memory")
+            raise RuntimeError("device-side assert")
         return generate(lm, rows, *args)
 
     monkeypatch.setattr(LM, "_generate_batch", fails_once)
@@ -175,6 +178,34 @@ def test_an_error_in_a_batch_is_recorded_and_retried(
     assert json.loads((folder / "status.json").read_text())["state"] == "incomplete"
     assert posbench(*small, f"runtime.outputs={other}", verb=True).status == 0
     assert _results(folder) == _results(finished)
+
+
+def test_out_of_memory_halves_the_batches_and_loses_nothing(
+    posbench: Callable[..., Result],
+    small: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    finished: Path,
+    tmp_path: Path,
+) -> None:
+    generate, calls = LM._generate_batch, []
+
+    def holds_three(lm: LM, rows: list[list[int]], *args: Any) -> list[str]:
+        calls.append(len(rows))
+        if len(rows) > 3:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return generate(lm, rows, *args)
+
+    monkeypatch.setattr(LM, "_generate_batch", holds_three)
+    other = tmp_path / "other"
+    assert posbench(*small, f"runtime.outputs={other}", verb=True).status == 0
+    # 36 prompts in batches of 8, longest first: 8 and 4 fail, and every batch after runs in quarters; then the second method.
+    per_method = [8, 4, *[2] * 16, *[1] * 4]
+    assert calls == per_method * 2
+    folder = _only(other)
+    assert pd.read_csv(folder / "metrics.csv").equals(pd.read_csv(finished / "metrics.csv"))
+    monkeypatch.setattr(LM, "_generate_batch", lambda *_: (_ for _ in ()).throw(torch.OutOfMemoryError("CUDA out of memory")))
+    full = posbench(*small, f"runtime.outputs={tmp_path / 'full'}", "stages=[evaluate]", "method=none", verb=True)
+    assert full.status == 1 and "36 rows of predictions.jsonl failed" in full.err
 
 
 def test_one_process_per_folder(finished: Path, posbench: Callable[..., Result], small: list[str]) -> None:

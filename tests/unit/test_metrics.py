@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import binomtest
 
-from posbench.metrics import COLUMNS, paired_interval, tidy, wilson
+from posbench.metrics import COLUMNS, mean_interval, tidy, wilson
+from posbench.tasks import KVRetrieval
 
 
 @given(st.integers(1, 3000).flatmap(lambda n: st.tuples(st.integers(0, n), st.just(n))))
@@ -21,21 +22,21 @@ def test_wilson_is_scipys(counts: tuple[int, int]) -> None:
 
 
 def test_a_constant_difference_has_no_width() -> None:
-    assert paired_interval(np.full(20, 0.25), [str(i) for i in range(20)], resamples=100, seed=0) == (0.25, 0.25)
+    assert mean_interval(np.full(20, 0.25), [str(i) for i in range(20)], resamples=100, seed=0) == (0.25, 0.25)
 
 
 def test_the_mirrored_difference_has_the_mirrored_interval() -> None:
     difference = np.random.default_rng(1).choice([-1.0, 0.0, 1.0], size=200)
     names = [str(i) for i in range(200)]
-    low, high = paired_interval(difference, names, resamples=4000, seed=3)
-    assert paired_interval(-difference, names, resamples=4000, seed=3) == pytest.approx((-high, -low))
+    low, high = mean_interval(difference, names, resamples=4000, seed=3)
+    assert mean_interval(-difference, names, resamples=4000, seed=3) == pytest.approx((-high, -low))
     assert low < difference.mean() < high
 
 
 def test_independent_prompts_give_the_normal_interval() -> None:
     difference = np.random.default_rng(2).normal(0.1, 1.0, size=1000)
     half = 1.96 * difference.std() / np.sqrt(1000)
-    low, high = paired_interval(difference, [str(i) for i in range(1000)], resamples=8000, seed=0)
+    low, high = mean_interval(difference, [str(i) for i in range(1000)], resamples=8000, seed=0)
     assert (low, high) == pytest.approx((difference.mean() - half, difference.mean() + half), abs=0.15 * half)
 
 
@@ -43,18 +44,18 @@ def test_prompts_of_one_question_are_not_independent() -> None:
     question = np.random.default_rng(4).choice([0.0, 1.0], size=50)
     repeated = np.repeat(question, 9)
     clusters = [str(i // 9) for i in range(450)]
-    alone = paired_interval(repeated, [str(i) for i in range(450)], resamples=4000, seed=0)
-    together = paired_interval(repeated, clusters, resamples=4000, seed=0)
-    once = paired_interval(question, [str(i) for i in range(50)], resamples=4000, seed=0)
+    alone = mean_interval(repeated, [str(i) for i in range(450)], resamples=4000, seed=0)
+    together = mean_interval(repeated, clusters, resamples=4000, seed=0)
+    once = mean_interval(question, [str(i) for i in range(50)], resamples=4000, seed=0)
     assert together[1] - together[0] == pytest.approx(3 * (alone[1] - alone[0]), rel=0.15)
     assert together == pytest.approx(once, abs=0.03)
 
 
 def test_the_interval_is_that_of_its_seed() -> None:
     difference, names = np.random.default_rng(5).normal(size=30), [str(i) for i in range(30)]
-    first = paired_interval(difference, names, resamples=50, seed=1)
-    assert paired_interval(difference, names, resamples=50, seed=1) == first
-    assert paired_interval(difference, names, resamples=50, seed=2) != first
+    first = mean_interval(difference, names, resamples=50, seed=1)
+    assert mean_interval(difference, names, resamples=50, seed=1) == first
+    assert mean_interval(difference, names, resamples=50, seed=2) != first
 
 
 def _rows(method: str, scores: dict[int, list[float]]) -> list[dict[str, Any]]:
@@ -66,7 +67,8 @@ def _rows(method: str, scores: dict[int, list[float]]) -> list[dict[str, Any]]:
 
 
 def _table(rows: list[dict[str, Any]], items: int | None = 11) -> Any:
-    return tidy(rows, model="m", task="t", metric="accuracy", unmodified="none", items=items, resamples=200, seed=7)
+    task = KVRetrieval(name="t", pairs=items or 2, positions=(0,))
+    return tidy(rows, task, model="m", unmodified="none", resamples=200, seed=7)
 
 
 def test_tidy_by_hand() -> None:

@@ -57,7 +57,7 @@ def test_headline_without_method_without_comparison_and_without_metrics():
     assert tables.headline(metrics("none")).endswith("60.0 % at its worst inner position, 84.0 % on average (n = 300).")
     alone = metrics()[lambda f: f["metric"] == "accuracy"]
     assert "no paired comparison was recorded" in tables.headline(alone)
-    assert tables.headline(None) == "No accuracy was measured in this run."
+    assert tables.headline(None) == "Nothing was scored in this run."
 
 
 def test_full_run(tmp_path):
@@ -86,7 +86,7 @@ def test_full_run(tmp_path):
 
 def test_absent_files_leave_their_sections_out(tmp_path):
     page = report.render_run(folder_with(tmp_path, search=search(3, None))).read_text()
-    assert "No accuracy was measured" in page and "kept the unmodified model" in page
+    assert "Nothing was scored" in page and "kept the unmodified model" in page
     for title in (
         "Accuracy by gold position",
         "Attention",
