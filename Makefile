@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 OLDEST := $(VENV)-oldest
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-fast test-versions lint format tiny tiny-seeds figure figures docs bench precision wheel clean
+.PHONY: help setup run test test-fast test-versions lint format tiny tiny-seeds figure figures docs bench throughput scorers precision wheel clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-13s %s\n", $$1, $$2}'
@@ -63,6 +63,12 @@ docs: setup ## the tables of the documentation that come from code
 
 bench: setup ## what scale_channel and its search cost, side by side
 	$(BIN)/python -m posbench.studies.latency --out outputs/bench/latency.md $(ARGS)
+
+throughput: setup ## the evaluate stage against a loop over single prompts, side by side, outputs equal
+	$(BIN)/python -m posbench.studies.throughput --out outputs/bench/throughput.md $(ARGS)
+
+scorers: setup ## every scorer on real model outputs with official scores: make scorers DATA=DIR
+	$(BIN)/python -m posbench.studies.scorers $(if $(DATA),--data $(DATA)) $(ARGS)
 
 precision: setup ## rounding errors and batch-size drift per method, written to docs/precision.md
 	$(BIN)/python -m posbench.studies.precision --out docs/precision.md $(ARGS)

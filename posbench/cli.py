@@ -41,6 +41,7 @@ YAML files, `--hydra-help` lists Hydra's own flags. Runs go to outputs/<task>/vN
 command resumes. Exit status: 0 done, 1 some rows failed (run again to retry them), 2 something to mend.
 """
 
+TASK_COLUMNS = ("version", "metric", "size", "source", "licence")
 GROUPS = {"models": "model", "methods": "method", "tasks": "task", "searches": "search", "runtimes": "runtime"}
 
 
@@ -221,12 +222,25 @@ def _ls(args: list[str]) -> int:
             continue
         folders = [paths.EXPERIMENTS] if kind == "experiments" else [root / GROUPS[kind] for root in (paths.CONF, *own)]
         table = Table(title=kind, title_justify="left", box=None, pad_edge=False)
-        table.add_column("name")
-        table.add_column("what")
+        columns = TASK_COLUMNS if kind == "tasks" else ()
+        for column in ("name", *columns, *(() if columns else ("what",))):
+            table.add_column(column, no_wrap=column in ("name", "metric"), overflow="fold")
         for name in choices(*folders):
-            table.add_row(name, next(_about(f / f"{name}.yaml") for f in folders if (f / f"{name}.yaml").is_file()))
+            file = next(f / f"{name}.yaml" for f in folders if (f / f"{name}.yaml").is_file())
+            table.add_row(name, *(_task_facts(file) if columns else [_about(file)]))
         Console().print(table)
     return 0
+
+
+def _task_facts(file: Path) -> list[str]:
+    """What a task's class says of itself."""
+    import yaml
+
+    from posbench.config import target
+    from posbench.tasks import Task
+
+    cls, _ = target(yaml.safe_load(file.read_text()) or {}, Task, "task")
+    return [str(getattr(cls, column)) for column in TASK_COLUMNS]
 
 
 def _ls_families() -> None:

@@ -198,7 +198,7 @@ def check(raw: dict[str, Any], typed: Sequence[str] = ()) -> Config:
                 hint=f"posbench ls {group}s shows the choices",
             )
     model, task = _model_and_task(raw)
-    method_class, fields_ = _target(raw["method"], Method, "method")
+    method_class, fields_ = target(raw["method"], Method, "method")
     name = fields_.pop("name", method_class.__name__.lower())
     stages = build(_Stages, {"stages": raw.get("stages")}, "").stages
     if "search" in stages and not issubclass(method_class, ScaleChannel):
@@ -270,7 +270,12 @@ class _Stages:
             )
 
 
-def _target(data: Mapping[str, Any], kind: type, where: str) -> tuple[type[Any], dict[str, Any]]:
+def target(data: Mapping[str, Any], kind: type, where: str) -> tuple[type[Any], dict[str, Any]]:
+    """The class that a group's ``_target_`` names, and the other keys.
+
+    Raises:
+        UserError: There is no such class, or it is none of that kind.
+    """
     values = {k: v for k, v in data.items() if k != "_target_"}
     target = data.get("_target_")
     try:
@@ -290,5 +295,5 @@ def _target(data: Mapping[str, Any], kind: type, where: str) -> tuple[type[Any],
 
 
 def _instance(data: Mapping[str, Any], kind: type, where: str) -> Any:
-    cls, values = _target(data, kind, where)
+    cls, values = target(data, kind, where)
     return build(cls, values, where)

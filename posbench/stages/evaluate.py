@@ -27,7 +27,7 @@ def run(run: Run) -> None:
     encoded = {e.id: encode(run.lm, task, e) for e in examples}
     choices = {e.id: [run.lm.continuation_ids(encoded[e.id], c) for c in e.choices] for e in examples if e.choices}
     run.out.write_json("prompts.json", _prompts(examples, encoded))
-    plan = _plan(task, examples, encoded, runtime)
+    order = plan(task, examples, encoded, runtime)
     rows: list[Row] = []
     submissions: dict[str, str] = {}
     for name, method in run.methods().items():
@@ -44,11 +44,11 @@ def run(run: Run) -> None:
                         "tokens": len(encoded[e.id].ids),
                         "dropped": encoded[e.id].dropped,
                     }
-                    for e, reply in zip(batch, _replies(lm, task, batch, encoded, choices), strict=True)
+                    for e, reply in zip(batch, replies(lm, task, batch, encoded, choices), strict=True)
                 ]
 
             done = complete(
-                run, FILE, f"evaluate {name}", [[examples[i] for i in group] for group in plan],
+                run, FILE, f"evaluate {name}", [[examples[i] for i in group] for group in order],
                 lambda e: {"method": name, "id": e.id}, compute,  # noqa: B023
             )  # fmt: skip
         if name == UNMODIFIED:
@@ -65,19 +65,19 @@ def run(run: Run) -> None:
         run.console.print(f"evaluate: {task.name} publishes no answers for these examples, so nothing is scored")
 
 
-def _plan(task: Task, examples: Sequence[Example], encoded: Mapping[str, Encoded], runtime: Runtime) -> list[list[int]]:
+def plan(task: Task, examples: Sequence[Example], encoded: Mapping[str, Encoded], runtime: Runtime) -> list[list[int]]:
     """Batches of examples that are decoded alike, the largest first."""
     alike: dict[tuple[Any, ...], list[int]] = {}
     for number, e in enumerate(examples):
         alike.setdefault((bool(e.choices), e.max_new_tokens or task.max_new_tokens, e.min_new_tokens, e.stop), []).append(number)
-    plan = []
+    out = []
     for (chosen, new, *_), members in alike.items():
         lengths = [len(encoded[examples[i].id].ids) + (0 if chosen else new) for i in members]
-        plan += [[members[i] for i in group] for group in batches(lengths, runtime.batch_size, runtime.batch_tokens)]
-    return sorted(plan, key=lambda group: -len(encoded[examples[group[0]].id].ids))
+        out += [[members[i] for i in group] for group in batches(lengths, runtime.batch_size, runtime.batch_tokens)]
+    return sorted(out, key=lambda group: -len(encoded[examples[group[0]].id].ids))
 
 
-def _replies(
+def replies(
     lm: LM,
     task: Task,
     batch: Sequence[Example],

@@ -44,6 +44,7 @@ from posbench.record import write_text
 from posbench.runner import hardware
 from posbench.search import Candidate
 from posbench.stages.search import candidate_losses
+from posbench.tables import markdown
 
 SHAPES: dict[str, Callable[[], PreTrainedModel]] = {
     "small": lambda: LlamaForCausalLM(
@@ -113,7 +114,7 @@ def _seconds(work: Callable[[], Any], device: torch.device) -> float:
     return time.perf_counter() - start
 
 
-def _side_by_side(works: dict[str, Callable[[], Any]], device: torch.device, repeats: int) -> dict[str, list[float]]:
+def side_by_side(works: dict[str, Callable[[], Any]], device: torch.device, repeats: int) -> dict[str, list[float]]:
     """Seconds of each work, in turn A B C A B C ..., after one warm-up round, so that drift hits all alike."""
     times: dict[str, list[float]] = {name: [] for name in works}
     for round_ in range(repeats + 1):
@@ -143,9 +144,9 @@ def generation(lm: LM, *, tokens: int, new_tokens: int, repeats: int) -> list[li
                 pad_token_id=0,
             )  # fmt: skip
 
-    times = _side_by_side({name: partial(run, m) for name, m in methods_of(lm.model).items()}, lm.device, repeats)
+    times = side_by_side({name: partial(run, m) for name, m in methods_of(lm.model).items()}, lm.device, repeats)
     what = f"{tokens} + {new_tokens} tokens"
-    return [[what, name, f"{median(spent):.3f}", _ratios(spent, times["unmodified"])] for name, spent in times.items()]
+    return [[what, name, f"{median(spent):.3f}", ratios(spent, times["unmodified"])] for name, spent in times.items()]
 
 
 @torch.inference_mode()
@@ -180,15 +181,16 @@ def search(lm: LM, *, tokens: int, candidates: int, answer: int, repeats: int) -
                 found.append(lm.answer_nats(lm.model(**inputs, logits_to_keep=answer).logits, targets))
         losses["apart"] = torch.cat(found).double().cpu()
 
-    times = _side_by_side({"one forward per candidate": apart, "one shared prefill": shared}, lm.device, repeats)
+    times = side_by_side({"one forward per candidate": apart, "one shared prefill": shared}, lm.device, repeats)
     if not torch.equal(losses["shared"], losses["apart"]):
         raise RuntimeError(f"losses differ by up to {(losses['shared'] - losses['apart']).abs().max():.3g}")
     what = f"search, {len(tried)} candidates, {tokens} + {answer} tokens"
     base = times["one forward per candidate"]
-    return [[what, name, f"{median(spent):.3f}", _ratios(base, spent)] for name, spent in times.items()]
+    return [[what, name, f"{median(spent):.3f}", ratios(base, spent)] for name, spent in times.items()]
 
 
-def _ratios(numerator: list[float], denominator: list[float]) -> str:
+def ratios(numerator: list[float], denominator: list[float]) -> str:
+    """Median, smallest and largest ratio of two lists of seconds, round by round."""
     pairs = sorted(a / b for a, b in zip(numerator, denominator, strict=True))
     return f"{median(pairs):.3f} ({pairs[0]:.3f} to {pairs[-1]:.3f})"
 
@@ -228,23 +230,24 @@ def main(argv: Sequence[str] | None = None) -> None:
     if options.search_tokens:
         settings = {"tokens": options.search_tokens, "candidates": options.candidates, "answer": 4}
         rows += search(lm, **settings, repeats=max(1, options.repeats // 2))
+    title = f"{options.shape} shape, random weights, {options.dtype}, {device}, {options.repeats} rounds"
+    note = "ratio: to the unmodified model (generation, lower is better); speed-up over one forward per candidate (search)"
+    publish(title, rows, note, options.out)
+
+
+def publish(title: str, rows: Sequence[Sequence[str]], note: str, out: Path | None) -> None:
+    """Print measured rows (work, way, seconds, ratio) with hardware and versions, and write them as Markdown where asked."""
     versions = f"posbench {posbench.__version__}, torch {torch.__version__}, transformers {transformers.__version__}"
-    title = (
-        f"{options.shape} shape, random weights, {options.dtype}, {device}; {hardware()}; {versions}; {options.repeats} rounds"
-    )
+    title = f"{title}; {hardware()}; {versions}"
     header = ["work", "way", "seconds (median)", "ratio: median (min to max)"]
     table = Table(*header, title=title, title_justify="left")
     for row in rows:
         table.add_row(*row)
     Console().print(table)
-    Console().print(
-        "ratio: to the unmodified model (generation, lower is better); speed-up over one forward per candidate (search)"
-    )
-    if options.out:
-        lines = [f"# {title}", "", "| " + " | ".join(header) + " |", "|" + " --- |" * len(header)]
-        lines += ["| " + " | ".join(row) + " |" for row in rows]
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        write_text(options.out, "\n".join(lines) + "\n")
+    Console().print(note)
+    if out:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        write_text(out, f"# {title}\n\n{markdown(header, rows)}\n\n{note}\n")
 
 
 if __name__ == "__main__":
