@@ -1,11 +1,12 @@
 """Our scores of real model outputs against the scores that the benchmarks' own programs gave them.
 
-``python -m posbench.studies.scorers --data DIR``; DIR holds a folder per benchmark with outputs and their official scores.
+``make scorers DATA=DIR``, or ``python -m posbench.studies.scorers --help``; DIR holds a folder per benchmark with outputs and their official scores.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -79,11 +80,14 @@ def parity(folder: Path) -> list[Row]:
 def main(argv: Sequence[str] | None = None) -> None:
     """Print the table; exit with status 1 when any score differs."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--data", type=Path, required=True, help="folder of the outputs with official scores")
+    parser.add_argument("--data", type=Path, help="folder of the outputs with official scores; else $POSBENCH_DATA")
     parser.add_argument("--out", type=Path, help="also write the table to this file")
     args = parser.parse_args(argv)
+    folder = args.data or os.environ.get("POSBENCH_DATA")
+    if not folder:
+        parser.error("name a folder: --data DIR, or POSBENCH_DATA")
     try:
-        table = parity(args.data)
+        table = parity(Path(folder))
     except UserError as error:
         sys.exit(str(error))
     outputs, equal = sum(row.outputs for row in table), sum(row.equal for row in table)
@@ -91,7 +95,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     text = (
         "# Scores against the benchmarks' own programs\n\n"
         f"Real model outputs, scored here and by the released evaluation: {equal} of {outputs} scores are equal.\n"
-        "Means are over these outputs only; they say nothing about a model. Made by `python -m posbench.studies.scorers`.\n\n"
+        "Means are over these outputs only; they say nothing about a model. Made by `make scorers`.\n\n"
         + markdown([field.replace("_", " ") for field in Row._fields], cells)
         + "\n"
     )

@@ -70,7 +70,7 @@ class ZeroSCROLLS(Task):
     metric: ClassVar[str] = "score"
     source: ClassVar[str] = "Shaham et al. 2023, arXiv:2305.14196, hub tau/zero_scrolls"
     licence: ClassVar[str] = "MIT (code); the texts have those of the ten data sets"
-    size: ClassVar[str] = "10 tasks, about 20 validation and up to 500 test questions each"
+    size: ClassVar[str] = "10 tasks, about 20 validation questions each; test answers are private"
     average: ClassVar[Literal["examples", "subsets"]] = "subsets"
 
     name: str = "zero_scrolls"

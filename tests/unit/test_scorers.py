@@ -232,3 +232,14 @@ def test_the_study_counts_equal_scores_and_fails_on_any_other(
 def test_a_study_without_its_files_says_which(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match=r"narrativeqa\.jsonl"):
         study.main(["--data", str(tmp_path)])
+
+
+def test_the_folder_of_outputs_may_come_from_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("POSBENCH_DATA", str(_folder(tmp_path, 1.0)))
+    with pytest.raises(SystemExit) as left:
+        study.main([])
+    assert left.value.code == 0
+    monkeypatch.delenv("POSBENCH_DATA")
+    with pytest.raises(SystemExit) as left:
+        study.main([])
+    assert left.value.code == 2
