@@ -1,6 +1,7 @@
 """Our scores of real model outputs against the scores that the benchmarks' own programs gave them.
 
-``make scorers DATA=DIR``, or ``python -m posbench.studies.scorers --help``; DIR holds a folder per benchmark with outputs and their official scores.
+``make scorers DATA=DIR``, or ``python -m posbench.studies.scorers --help``; DIR holds a folder per benchmark with outputs and
+their official scores.
 """
 
 from __future__ import annotations
