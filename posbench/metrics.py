@@ -180,7 +180,7 @@ def _whole(
     """(method, metric or metric_difference) -> value, n and interval over all prompts."""
     out: dict[tuple[str, str], tuple[float, int, tuple[float, float]]] = {}
     if frame["subset"].nunique() > 1 or type(task).total is not Task.total:
-        for method, _, where, name, value, n, interval in _subsets(frame, names[:1], task, unmodified, resamples, seed):
+        for method, _, where, name, value, n, interval in _subsets(frame, names, task, unmodified, resamples, seed):
             if where == "all":
                 out[method, name] = (value, n, interval)
     for method in dict.fromkeys(frame["method"]):

@@ -53,12 +53,17 @@ def mmlu(tmp_path: Path) -> Path:
     return tmp_path / "mmlu"
 
 
+def write_ceval(folder: Path) -> Path:
+    """Short files of our own in the form of the official ones."""
+    _write(folder / "dev/law_dev.csv", [[*C_HEAD, "explanation"], *C_DEV])
+    _write(folder / "val/law_val.csv", [C_HEAD, *C_VAL])
+    _write(folder / "test/law_test.csv", [C_HEAD[:-1], *(row[:-1] for row in C_VAL)])
+    return folder
+
+
 @pytest.fixture
 def ceval(tmp_path: Path) -> Path:
-    _write(tmp_path / "ceval/dev/law_dev.csv", [[*C_HEAD, "explanation"], *C_DEV])
-    _write(tmp_path / "ceval/val/law_val.csv", [C_HEAD, *C_VAL])
-    _write(tmp_path / "ceval/test/law_test.csv", [C_HEAD[:-1], *(row[:-1] for row in C_VAL)])
-    return tmp_path / "ceval"
+    return write_ceval(tmp_path / "ceval")
 
 
 def _mmlu(path: Path, **given: Any) -> MMLU:

@@ -36,7 +36,7 @@ SCI_FI = {
 SETS = {"coursera": COURSERA, "quality": QUALITY, "tpo": TPO, "sci_fi": SCI_FI}
 
 
-def _folder(path: Path, **changed: dict[str, Any]) -> Path:
+def write(path: Path, **changed: dict[str, Any]) -> Path:
     for name, row in SETS.items():
         (path / f"{name}.jsonl").write_text(json.dumps({**row, **changed.get(name, {})}) + "\n")
     return path
@@ -47,7 +47,7 @@ def _examples(path: Path) -> dict[str, Example]:
 
 
 def test_prompts_character_by_character(tmp_path: Path) -> None:
-    shown = {subset: (e.system, e.prompt, e.prefill) for subset, e in _examples(_folder(tmp_path)).items()}
+    shown = {subset: (e.system, e.prompt, e.prefill) for subset, e in _examples(write(tmp_path)).items()}
     long = "Now you are given a very long document. Please follow the instruction based on this document. "
     one = (
         long + "For multi-choice questions, there is only a sinlge correct option. Please only provide the letter corresponding "
@@ -86,7 +86,7 @@ def test_prompts_character_by_character(tmp_path: Path) -> None:
 
 
 def test_the_span_to_cut_is_the_document(tmp_path: Path) -> None:
-    for subset, example in _examples(_folder(tmp_path)).items():
+    for subset, example in _examples(write(tmp_path)).items():
         if subset == "sci_fi_fact":
             assert example.document is None
         else:
@@ -95,7 +95,7 @@ def test_the_span_to_cut_is_the_document(tmp_path: Path) -> None:
 
 
 def test_sci_fi_asks_twice_and_counts_once(tmp_path: Path) -> None:
-    task = LEvalClosed(path=str(_folder(tmp_path)), subsets=("sci_fi", "tpo"))
+    task = LEvalClosed(path=str(write(tmp_path)), subsets=("sci_fi", "tpo"))
     story, world, _ = task.examples("evaluation")
     assert (story.answers, world.answers) == (("true",), ("false",))
     assert story.cluster == world.cluster != "" and story.id != world.id
@@ -106,7 +106,7 @@ def test_sci_fi_asks_twice_and_counts_once(tmp_path: Path) -> None:
 
 
 def test_a_zip_holds_the_same(tmp_path: Path) -> None:
-    _folder(tmp_path)
+    write(tmp_path)
     with zipfile.ZipFile(tmp_path / "exams.zip", "w") as packed:
         for name in SETS:
             packed.write(tmp_path / f"{name}.jsonl", f"{name}.jsonl")
@@ -115,7 +115,7 @@ def test_a_zip_holds_the_same(tmp_path: Path) -> None:
 
 def test_there_is_no_calibration(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no calibration questions"):
-        LEvalClosed(path=str(_folder(tmp_path))).examples("calibration")
+        LEvalClosed(path=str(write(tmp_path))).examples("calibration")
 
 
 @pytest.mark.parametrize(
@@ -132,13 +132,13 @@ def test_there_is_no_calibration(tmp_path: Path) -> None:
 )
 def test_a_malformed_line_is_named(change: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=message):
-        _examples(_folder(tmp_path, **change))
+        _examples(write(tmp_path, **change))
 
 
 def test_an_unreadable_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"coursera.jsonl': allowed: a file.*OpenLMLab/LEval"):
         _examples(tmp_path)
-    _folder(tmp_path)
+    write(tmp_path)
     (tmp_path / "quality.jsonl").write_text('{"input": NaN}\n')
     with pytest.raises(UserError, match=r"quality.jsonl line 1.*NaN"):
         _examples(tmp_path)

@@ -156,7 +156,7 @@ PROMPTS_BY_HAND = {
 }
 
 
-def _row(task: str, **changed: Any) -> dict[str, Any]:
+def row(task: str, **changed: Any) -> dict[str, Any]:
     """A line in the official form."""
     row = {
         "input": "<I>",
@@ -171,14 +171,14 @@ def _row(task: str, **changed: Any) -> dict[str, Any]:
     return {key: value for key, value in {**row, **changed}.items() if value is not ...}
 
 
-def _write(folder: Path, task: str, *rows: dict[str, Any], extended: bool = False) -> Path:
+def write(folder: Path, task: str, *rows: dict[str, Any], extended: bool = False) -> Path:
     file = folder / f"{task}{'_e' if extended else ''}.jsonl"
     file.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
     return file
 
 
 def _one(folder: Path, task: str, **options: Any) -> Example:
-    _write(folder, task, _row(task))
+    write(folder, task, row(task))
     (example,) = LongBench(tasks=(task,), path=str(folder), **options).evaluation()
     return example
 
@@ -189,7 +189,7 @@ def test_prompts_character_by_character(task: str, tmp_path: Path) -> None:
 
 
 def test_braces_in_a_text_are_text(tmp_path: Path) -> None:
-    _write(tmp_path, "lcc", _row("lcc", input="", context="f'{x}' {input} {{}}"))
+    write(tmp_path, "lcc", row("lcc", input="", context="f'{x}' {input} {{}}"))
     (example,) = LongBench(tasks=("lcc",), path=str(tmp_path)).evaluation()
     assert example.prompt == "Please complete the code given below. \nf'{x}' {input} {{}}Next line of code:\n"
 
@@ -283,7 +283,7 @@ def test_averages_are_categories_of_the_chosen_tasks() -> None:
 
 def test_longbench_e_by_length(tmp_path: Path) -> None:
     lengths = (0, 3999, 4000, 7999, 8000)
-    _write(tmp_path, "qasper", *(_row("qasper", _id=str(n), length=n) for n in lengths), extended=True)
+    write(tmp_path, "qasper", *(row("qasper", _id=str(n), length=n) for n in lengths), extended=True)
     task = LongBench(tasks=("narrativeqa", "qasper"), path=str(tmp_path), extended=True)
     buckets = ["0-4k", "0-4k", "4-8k", "4-8k", "8k+"]
     assert [e.subset for e in task.evaluation()] == [f"qasper/{bucket}" for bucket in buckets]
@@ -295,7 +295,7 @@ def test_longbench_e_by_length(tmp_path: Path) -> None:
 def test_the_official_files_have_their_numbers_of_questions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with zipfile.ZipFile(tmp_path / "data.zip", "w") as packed:
         for task, count in {"qasper": 200, "lcc": 500, "multifieldqa_en": 150, "trec": 199}.items():
-            packed.writestr(f"data/{task}.jsonl", "".join(json.dumps(_row(task, _id=str(n))) + "\n" for n in range(count)))
+            packed.writestr(f"data/{task}.jsonl", "".join(json.dumps(row(task, _id=str(n))) + "\n" for n in range(count)))
     monkeypatch.setattr(longbench, "local", lambda source: tmp_path)
     (source,) = LongBench().files()
     assert (source.kind, source.id, source.files) == ("dataset", "THUDM/LongBench", ("data.zip",))
@@ -326,14 +326,14 @@ def test_the_official_files_have_their_numbers_of_questions(tmp_path: Path, monk
     ],
 )
 def test_a_malformed_line_is_named(task: str, changed: dict[str, Any], said: str, tmp_path: Path) -> None:
-    file = _write(tmp_path, task, _row(task), _row(task, **{"_id": "1", **changed}))
+    file = write(tmp_path, task, row(task), row(task, **{"_id": "1", **changed}))
     with pytest.raises(UserError, match=rf"task\.path.*{file.name} line 2.*{said}") as told:
         LongBench(tasks=(task,), path=str(tmp_path)).evaluation()
     assert "\n" not in str(told.value)
 
 
 def test_a_line_of_longbench_e_without_a_length(tmp_path: Path) -> None:
-    _write(tmp_path, "qasper", _row("qasper", length="3"), extended=True)
+    write(tmp_path, "qasper", row("qasper", length="3"), extended=True)
     with pytest.raises(UserError, match=r'qasper_e\.jsonl line 1.*"length"'):
         LongBench(tasks=("qasper",), path=str(tmp_path), extended=True).evaluation()
 

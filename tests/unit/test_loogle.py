@@ -44,7 +44,7 @@ SECOND = {"Q": "Order these:\nI. The mill\nII. The fire", "A": "II, I", "type": 
 OTHER = {"Q": "Why?", "A": "Because.", "type": "computation", "S": []}
 
 
-def _file(path: Path, *documents: Any) -> Path:
+def write(path: Path, *documents: Any) -> Path:
     rows = [{"input": "A long text.", "title": "T", "qa_pairs": repr(pairs), "output": "None"} for pairs in documents]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
@@ -137,7 +137,7 @@ def test_standard_format_by_hand(reply: str, gold: str, standard: float, exact: 
 
 def test_prompts_character_by_character(tmp_path: Path) -> None:
     roman_ones, given = (
-        _task(_file(tmp_path / "a.jsonl", [OTHER, FIRST, SECOND]), numerals=kind).examples("evaluation")
+        _task(write(tmp_path / "a.jsonl", [OTHER, FIRST, SECOND]), numerals=kind).examples("evaluation")
         for kind in ("roman", "as_given")
     )
     head = "Please answer the question based on the long texts below. \nA long text.\nQuestion: "
@@ -153,7 +153,7 @@ def test_prompts_character_by_character(tmp_path: Path) -> None:
 
 def test_events_numbered_otherwise_stay(tmp_path: Path) -> None:
     odd = {**FIRST, "Q": "Order 1. the war 2. the treaty 3. the feast"}
-    (example,) = _task(_file(tmp_path / "a.jsonl", [odd])).examples("evaluation")
+    (example,) = _task(write(tmp_path / "a.jsonl", [odd])).examples("evaluation")
     assert odd["Q"] in example.prompt and example.answers == ("2,1,3",)
 
 
@@ -162,14 +162,14 @@ def test_roman_numerals() -> None:
 
 
 def test_one_question_per_document(tmp_path: Path) -> None:
-    file = _file(tmp_path / "a.jsonl", [FIRST, SECOND], [OTHER], [SECOND])
+    file = write(tmp_path / "a.jsonl", [FIRST, SECOND], [OTHER], [SECOND])
     assert [e.id for e in _task(file).examples("evaluation")] == ["1-0", "1-1", "3-0"]
     assert [e.id for e in _task(file, first_per_document=True).examples("evaluation")] == ["1-0", "3-0"]
     assert [e.chat for e in _task(file, chat=False).examples("evaluation")] == [False] * 3
 
 
 def test_a_zip_holds_the_same(tmp_path: Path) -> None:
-    file = _file(tmp_path / "a.jsonl", [FIRST, SECOND])
+    file = write(tmp_path / "a.jsonl", [FIRST, SECOND])
     with zipfile.ZipFile(tmp_path / "data.zip", "w") as packed:
         packed.write(file, "data/longdep_qa.jsonl")
     assert _task(tmp_path / "data.zip").examples("evaluation") == _task(file).examples("evaluation")
@@ -208,7 +208,7 @@ def test_what_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"absent.jsonl.*bigai-nlco/LooGLE"):
         _task(tmp_path / "absent.jsonl").examples("evaluation")
     with pytest.raises(UserError, match="no calibration questions"):
-        _task(_file(tmp_path / "a.jsonl", [FIRST])).examples("calibration")
+        _task(write(tmp_path / "a.jsonl", [FIRST])).examples("calibration")
 
 
 @real

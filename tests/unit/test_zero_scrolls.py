@@ -30,7 +30,7 @@ QASPER = (
 OUTPUTS = {"quality": "B", "space_digest": "50%", "book_sum_sort": "2, 3, 1"}
 
 
-def _row(subset: str, *, instruction: str = QASPER, **changed: Any) -> dict[str, Any]:
+def row(subset: str, *, instruction: str = QASPER, **changed: Any) -> dict[str, Any]:
     """A line in the official form, about a document of one sentence."""
     parts = [
         f"{instruction}\n\nArticle:\n",
@@ -54,7 +54,7 @@ def _row(subset: str, *, instruction: str = QASPER, **changed: Any) -> dict[str,
     return {key: value for key, value in {**row, **changed}.items() if value is not ...}
 
 
-def _write(folder: Path, subset: str, *rows: dict[str, Any], split: str = "validation") -> Path:
+def write(folder: Path, subset: str, *rows: dict[str, Any], split: str = "validation") -> Path:
     file = folder / subset / f"{split}.jsonl"
     file.parent.mkdir(exist_ok=True)
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -62,7 +62,7 @@ def _write(folder: Path, subset: str, *rows: dict[str, Any], split: str = "valid
 
 
 def _one(folder: Path, subset: str, *rows: dict[str, Any], **options: Any) -> Example:
-    _write(folder, subset, *(rows or (_row(subset),)))
+    write(folder, subset, *(rows or (row(subset),)))
     (example,) = ZeroSCROLLS(subsets=(subset,), path=str(folder), **options).evaluation()
     return example
 
@@ -112,7 +112,7 @@ def test_the_prompt_of_other_models_is_the_files_input(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("subset", ["gov_report", "summ_screen_fd", "qmsum", "squality"])
 def test_summaries_are_not_asked_to_leave_out_explanations(subset: str, tmp_path: Path) -> None:
-    assert _one(tmp_path, subset, _row(subset, instruction="Summarize.")).prompt == (
+    assert _one(tmp_path, subset, row(subset, instruction="Summarize.")).prompt == (
         "Summarize.\n\nArticle:\nThe sky is blue.\n\nSo is the sea.\n\nQuestion:\nWhat is blue?"
     )
 
@@ -142,15 +142,15 @@ def test_tokens_to_generate(tmp_path: Path) -> None:
 
 
 def test_rows_with_one_id_are_references_of_one_example(tmp_path: Path) -> None:
-    rows = [_row("qasper"), _row("qasper", id="q2", output="sea"), _row("qasper", pid="q1_1", output="blue sea")]
-    _write(tmp_path, "qasper", *rows)
+    rows = [row("qasper"), row("qasper", id="q2", output="sea"), row("qasper", pid="q1_1", output="blue sea")]
+    write(tmp_path, "qasper", *rows)
     first, second = ZeroSCROLLS(subsets=("qasper",), path=str(tmp_path)).evaluation()
     assert (first.answers, second.answers) == (("the sky", "blue sea"), ("sea",))
     assert ZeroSCROLLS().score(first, "The blue sea") == {"score": 1.0}
 
 
 def test_a_zip_is_its_folder(tmp_path: Path) -> None:
-    _write(tmp_path, "qasper", _row("qasper"))
+    write(tmp_path, "qasper", row("qasper"))
     task = ZeroSCROLLS(subsets=("qasper",), path=str(tmp_path))
     expected = task.evaluation()
     with zipfile.ZipFile(tmp_path / "qasper.zip", "w") as packed:
@@ -202,7 +202,7 @@ def test_scores_by_hand(subset: str, gold: str, reply: str, score: float) -> Non
 
 def test_test_questions_are_not_scored_but_handed_in(tmp_path: Path) -> None:
     for subset in ("qasper", "qmsum"):
-        _write(tmp_path, subset, _row(subset, output=None), split="test")
+        write(tmp_path, subset, row(subset, output=None), split="test")
     task = ZeroSCROLLS(subsets=("qmsum", "qasper"), path=str(tmp_path), split="test")
     examples = task.evaluation()
     assert [e.answers for e in examples] == [(), ()] and task.score(examples[0], "x") == {}
@@ -230,11 +230,11 @@ def test_test_questions_are_not_scored_but_handed_in(tmp_path: Path) -> None:
         ("qasper", {"query_end_index": ...}, '"query_end_index"'),
         ("qasper", {"truncation_seperator": ...}, '"truncation_seperator"'),
         ("qasper", {"document_start_index": 3}, "an instruction and an empty line"),
-        ("qasper", {"id": "q1", "input": _row("qasper")["input"].replace("sky", "sun")}, '"input" that "id" q1 has'),
+        ("qasper", {"id": "q1", "input": row("qasper")["input"].replace("sky", "sun")}, '"input" that "id" q1 has'),
     ],
 )
 def test_a_malformed_line_is_named(subset: str, changed: dict[str, Any], said: str, tmp_path: Path) -> None:
-    _write(tmp_path, subset, _row(subset), _row(subset, **{"id": "q2", **changed}))
+    write(tmp_path, subset, row(subset), row(subset, **{"id": "q2", **changed}))
     with pytest.raises(UserError, match=rf"task\.path.*validation\.jsonl line 2.*{said}") as told:
         ZeroSCROLLS(subsets=(subset,), path=str(tmp_path)).evaluation()
     assert "\n" not in str(told.value)
@@ -247,7 +247,7 @@ def test_missing_and_torn_files(tmp_path: Path) -> None:
     (tmp_path / "qasper.zip").write_bytes(b"PK torn")
     with pytest.raises(UserError, match=r"qasper\.zip:qasper/validation\.jsonl"):
         task.evaluation()
-    _write(tmp_path, "qasper").write_text('{"id": "q1"\n')
+    write(tmp_path, "qasper").write_text('{"id": "q1"\n')
     with pytest.raises(UserError, match=r"validation\.jsonl line 1.*JSON"):
         task.evaluation()
 

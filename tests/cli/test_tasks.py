@@ -1,0 +1,177 @@
+"""Every benchmark through every stage it has, on a random model that reads bytes: limits, resume, prompts on record."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pandas as pd
+import pytest
+import yaml
+
+from posbench import paths
+from posbench.errors import choices
+from posbench.lm import LM
+from posbench.stages import evaluate
+from tests.conftest import Result, run_folders
+from tests.unit import test_exams, test_leval_closed, test_longbench, test_loogle, test_zero_scrolls
+
+DATA = Path(__file__).parents[1] / "data"
+METHOD = ["method.channel=3", "method.factor=-1.0", "method.layers=[0,1]"]
+
+
+@pytest.fixture(scope="module")
+def reader(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Llama of 2 layers with one token per byte and a chat template; window 8192."""
+    import torch
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    folder = tmp_path_factory.mktemp("models") / "bytes"
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Tokenizer(models.BPE(vocab={t: i for i, t in enumerate(["<s>", "</s>", *letters])}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>")
+    tokenizer.chat_template = "{% for m in messages %}{{ '[' + m['role'] + ']' + m['content'] }}{% endfor %}[assistant]"
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer), bos_token_id=0, eos_token_id=1, hidden_size=16, intermediate_size=32, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=2, max_position_embeddings=8192, initializer_range=0.3,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def _mmlu(_: Path) -> list[str]:
+    return [f"task.path={DATA / 'mmlu'}", "task.subjects=[abstract_algebra,moral_disputes]", "task.limit=2"]
+
+
+def _ceval(folder: Path) -> list[str]:
+    test_exams.write_ceval(folder)
+    return [f"task.path={folder}", "task.subjects=[law]", "task.limit=1"]
+
+
+def _leval(folder: Path) -> list[str]:
+    test_leval_closed.write(folder)
+    return [f"task.path={folder}", "task.limit=1"]
+
+
+def _longbench(folder: Path) -> list[str]:
+    for task in ("qasper", "samsum", "lcc", "trec", "passage_count"):
+        test_longbench.write(folder, task, *(test_longbench.row(task, _id=str(i)) for i in range(3)))
+    (folder / "multi_news.jsonl").write_bytes((DATA / "longbench/multi_news.jsonl").read_bytes())
+    names = "qasper,samsum,lcc,trec,passage_count,multi_news"
+    return [f"task.path={folder}", f"task.tasks=[{names}]", "task.limit=1", "task.max_prompt_tokens=400"]
+
+
+def _loogle(folder: Path) -> list[str]:
+    file = test_loogle.write(folder / "longdep_qa.jsonl", [test_loogle.FIRST, test_loogle.OTHER], [test_loogle.SECOND])
+    return [f"task.path={file}", "task.limit=2"]
+
+
+def _zero_scrolls(folder: Path) -> list[str]:
+    for subset in ("gov_report", "qasper", "space_digest"):
+        test_zero_scrolls.write(folder, subset, *(test_zero_scrolls.row(subset, id=f"q{i}", pid=f"q{i}_0") for i in range(2)))
+    return [f"task.path={folder}", "task.subsets=[gov_report,qasper,space_digest]", "task.limit=1"]
+
+
+def _nq(_: Path) -> list[str]:
+    file = DATA / "nq_multidoc/nq-open-20_total_documents_gold_at_0.first3.jsonl"
+    return [
+        f"task.path={file}", "task.documents=3", "task.positions=[0,1,2]", "task.examples_per_position=2", "task.limit=1",
+        "task.calibration_examples=1",
+    ]  # fmt: skip
+
+
+def _kv(_: Path) -> list[str]:
+    file = DATA / "kv_retrieval/kv-retrieval-75_keys.first3.jsonl"
+    return [f"task.path={file}", "task.pairs=10", "task.examples_per_position=2", "task.limit=1"]  # fmt: skip
+
+
+TASKS: dict[str, tuple[Callable[[Path], list[str]], int]] = {
+    "ceval": (_ceval, 1), "kv_retrieval": (_kv, 5), "leval_closed": (_leval, 5), "longbench": (_longbench, 6),
+    "loogle_timeline_reorder": (_loogle, 2), "mmlu": (_mmlu, 4), "nq_multidoc": (_nq, 3), "zero_scrolls": (_zero_scrolls, 3),
+}  # fmt: skip
+"""Per task the files it gets, and how many examples its limit leaves."""
+POSITIONS = {"kv_retrieval", "nq_multidoc"}
+
+
+def test_every_task_is_here() -> None:
+    assert set(TASKS) == set(choices(paths.CONF / "task"))
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_a_task_runs_stops_and_goes_on(
+    name: str, reader: Path, tmp_path: Path, outputs: Path, posbench: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make, count = TASKS[name]
+    (tmp_path / "files").mkdir()
+    stages = "[search,intervene,evaluate,report]" if name == "nq_multidoc" else "[intervene,evaluate,report]"
+    search = ["search.strings=2", "search.length=40", "search.window=8", "search.skip=2", "search.factors=[0.0]", "search.top_k=2",
+              "search.candidates=all", "search.layers=[0,1]"]  # fmt: skip
+    args = [
+        "model=hf", "model.name=bytes", f"model.path={reader}", "runtime.device=cpu", "runtime.threads=1", "runtime.resamples=100",
+        f"task={name}", "task.max_new_tokens=4", *make(tmp_path / "files"), f"stages={stages}",
+        *(search if name == "nq_multidoc" else METHOD),
+    ]  # fmt: skip
+    first = posbench(*args)
+    assert first.status == 0, first.err
+    (folder,) = run_folders(outputs)
+    rows = [json.loads(line) for line in (folder / evaluate.FILE).read_text().splitlines()]
+    assert len(rows) == 2 * count, "two methods, and what the limit leaves"
+    metrics = pd.read_csv(folder / "metrics.csv")
+    assert set(metrics["method"]) == {"none", "scale_channel"} and f"{metrics['metric'][0]}_difference" in set(metrics["metric"])
+    assert (folder / "attention.csv").is_file() == (name in POSITIONS)
+    prompts = json.loads((folder / "prompts.json").read_text())
+    assert prompts["prompts"] == count
+    for shown in prompts["first"].values():
+        assert hashlib.sha256(shown["text"].encode()).hexdigest() == shown["sha256"]
+        assert len(shown["text"].encode()) + (not shown["text"].startswith("<s>")) == shown["tokens"]
+    if name in ("mmlu", "ceval"):
+        assert all(row["output"] in "ABCD" and len(row["loglikelihoods"]) == 4 for row in rows)
+    page = (folder / "report.html").read_text()
+    assert "First prompt" in page and ("By subset" in page) == ((folder / "subsets.csv").is_file())
+
+    # A run that lost its last rows computes these alone, and ends with the same bytes.
+    wanted = {f: (folder / f).read_bytes() for f in ("metrics.csv", "prompts.json")}
+    whole = (folder / evaluate.FILE).read_bytes().splitlines(keepends=True)
+    (folder / evaluate.FILE).write_bytes(b"".join(whole[:-1]))
+    (folder / "DONE").unlink()
+    made: list[int] = []
+    generate, choose = LM.generate, LM.continuations
+    monkeypatch.setattr(LM, "generate", lambda lm, rows, **k: made.append(len(rows)) or generate(lm, rows, **k))
+    monkeypatch.setattr(LM, "continuations", lambda lm, rows, c, **k: made.append(len(rows)) or choose(lm, rows, c, **k))
+    assert posbench(*args).status == 0
+    assert 1 <= sum(made) <= count, "only the batch with the missing row"
+    assert {f: (folder / f).read_bytes() for f in wanted} == wanted
+    assert len((folder / evaluate.FILE).read_bytes().splitlines()) == len(whole)
+    assert yaml.safe_load((folder / "config.yaml").read_text())["task"]["limit"] is not None
+
+
+def test_a_benchmark_without_calibration_is_not_searched_on(
+    reader: Path, tmp_path: Path, outputs: Path, posbench: Callable[..., Result]
+) -> None:
+    result = posbench("model=hf", f"model.path={reader}", "task=mmlu", *_mmlu(tmp_path), "stages=[search,evaluate]",
+                      "search.length=200")  # fmt: skip
+    assert result.status == 2 and "no calibration questions" in result.err and not run_folders(outputs)
+
+
+def test_unlabelled_questions_become_a_submission(
+    reader: Path, tmp_path: Path, outputs: Path, posbench: Callable[..., Result]
+) -> None:
+    for subset in ("qasper", "space_digest"):
+        test_zero_scrolls.write(tmp_path, subset, test_zero_scrolls.row(subset, output=None), split="test")
+    result = posbench(
+        "model=hf", f"model.path={reader}", "task=zero_scrolls", f"task.path={tmp_path}", "task.subsets=[qasper,space_digest]",
+        "task.split=test", "method=none", "task.max_new_tokens=3", "stages=[evaluate,report]",
+    )  # fmt: skip
+    assert result.status == 0, result.err
+    (folder,) = run_folders(outputs)
+    table = pd.read_csv(folder / "submission/none/zero_scrolls_predictions.csv", dtype=str)
+    assert list(table.columns) == ["Task", "ID", "Prediction"] and len(table) == 2
+    assert not (folder / "metrics.csv").exists() and "nothing is scored" in " ".join(result.out.split())
