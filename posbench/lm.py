@@ -143,7 +143,10 @@ class LM:
         over = max(len(ids) - room, len(bare) - (most or len(bare)))
         if over > 0 and (truncation == "refuse" or room < 1):
             hint = "shorten the task (for kv_retrieval: task.pairs), or allow it with task.truncation=middle"
-            self._refuse(len(ids), min(room, most or room), reserve, hint)
+            if len(ids) <= room and most:
+                limit = f"at most {most} tokens before any chat template (task.max_prompt_tokens)"
+                raise UserError(field="prompt length", value=len(bare), allowed=limit, hint=hint)
+            self._refuse(len(ids), room, reserve, hint)
         before, cut = len(bare), 0
         while over > 0:
             cut += over

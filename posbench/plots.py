@@ -35,7 +35,7 @@ STYLE: dict[str, Any] = {
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 MARKERS = "osD^vPX*"
 DEPTH_LABEL = "gold position (% of the context)"
-ATTENTION_LABEL = "attention to the gold pair\n(mean weight per token)"
+ATTENTION_LABEL = "attention to the gold item\n(mean weight per token)"
 
 P = ParamSpec("P")
 
@@ -307,7 +307,7 @@ def _heat(figure: Figure, axes: Axes, grid: pd.DataFrame, method: str, change: b
     axes.set_xticks(range(0, len(grid.columns), step), [f"{100 * depth:.0f}" for depth in grid.columns[::step]])
     name = "unmodified" if method == UNMODIFIED else method
     axes.set(xlabel=DEPTH_LABEL, ylabel="layer", title=f"{name}\nminus unmodified (dash: less)" if change else name)
-    bar = figure.colorbar(image, ax=axes, label="attention to the gold pair" + (", change" if change else ""))
+    bar = figure.colorbar(image, ax=axes, label="attention to the gold item" + (", change" if change else ""))
     bar.ax.ticklabel_format(axis="y", scilimits=(-3, 3))
 
 

@@ -92,9 +92,9 @@ def render_run(folder: Path) -> Path:
         figure = _figure(folder, "subsets", plots.by_subset(subsets), "Every subset, and below the line every average.")
         sections.append(Section("By subset", text, header, rows, [figure]))
     if attention is not None:
-        caption = "Left: attention of the last prompt token to the answer's pair. Right: what the method changes in each layer."
+        caption = "Left: attention of the last prompt token to the item with the answer. Right: what the method changes in each layer."
         if attention["method"].nunique() == 1:
-            caption = "Attention of the last prompt token to the answer's pair: strongest layer (left) and every layer (right)."
+            caption = "Attention of the last prompt token to the item with the answer: strongest layer (left) and every layer (right)."
         sections.append(
             Section("Attention", figures=[_figure(folder, "attention", plots.attention_by_position(attention), caption)])
         )
@@ -153,7 +153,7 @@ def render_sweep(folder: Path) -> Path:
     caption = "Left: score over all positions with 95 % intervals. Right: score over the position of the answer."
     figures = [_figure(folder, "sweep", sweep_plots.factor_sweep(summary, axes), caption)]
     if attention is not None:
-        caption = "Attention of the last prompt token to the answer's pair over its position, for each setting."
+        caption = "Attention of the last prompt token to the item with the answer over its position, for each setting."
         figures.append(_figure(folder, "attention", sweep_plots.attention_sweep(attention, axes), caption))
     text = "Score over all positions in % with its 95 % interval; difference from the unmodified model in points."
     sections = [Section("Settings", text, header, rows, figures), *_experiment(folder, summary)]

@@ -59,12 +59,12 @@ def headline(metrics: pd.DataFrame | None) -> str:
 
 
 def shortened(rows: Iterable[Mapping[str, Any]]) -> str:
-    """How many prompts lost tokens in the middle, from rows with ``id`` and ``dropped``; empty where none did."""
+    """How many prompts lost tokens, from rows with ``id`` and ``dropped``; empty where none did."""
     dropped = {row["id"]: row.get("dropped", 0) for row in rows}
     cut = [tokens for tokens in dropped.values() if tokens]
     if not cut:
         return ""
-    mean = f"mean {np.mean(cut):.0f} tokens removed from the middle"
+    mean = f"mean {np.mean(cut):.0f} tokens removed"
     return f"{len(cut)} of {len(dropped)} prompts were shortened to the context window ({mean})."
 
 

@@ -139,7 +139,7 @@ def test_shortened_prompts_are_counted(posbench: Callable[..., Result], small: l
     rows = [json.loads(line) for line in (folder / "predictions.jsonl").read_text().splitlines()]
     assert len(rows) == 48 and all(row["dropped"] == over.get(row["id"], 0) for row in rows)
     mean = sum(over.values()) / len(over)
-    sentence = f"{len(over)} of 24 prompts were shortened to the context window (mean {mean:.0f} tokens removed from the middle)."
+    sentence = f"{len(over)} of 24 prompts were shortened to the context window (mean {mean:.0f} tokens removed)."
     assert sentence in " ".join(result.out.split()) and sentence in (folder / "report.html").read_text()
     assert "intervene: " in result.out
     # A prompt counts once, whatever the number of methods, and the mean is over the shortened ones.

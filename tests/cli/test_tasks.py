@@ -112,11 +112,11 @@ def test_a_task_runs_stops_and_goes_on(
     make, count = TASKS[name]
     (tmp_path / "files").mkdir()
     stages = "[search,intervene,evaluate,report]" if name == "nq_multidoc" else "[intervene,evaluate,report]"
-    search = ["search.strings=2", "search.length=40", "search.window=8", "search.skip=2", "search.factors=[0.0]", "search.top_k=2",
-              "search.candidates=all", "search.layers=[0,1]"]  # fmt: skip
+    search = ["search.strings=2", "search.length=40", "search.window=8", "search.skip=2", "search.factors=[0.0]",
+              "search.top_k=2", "search.candidates=all", "search.layers=[0,1]"]  # fmt: skip
     args = [
-        "model=hf", "model.name=bytes", f"model.path={reader}", "runtime.device=cpu", "runtime.threads=1", "runtime.resamples=100",
-        f"task={name}", "task.max_new_tokens=4", *make(tmp_path / "files"), f"stages={stages}",
+        "model=hf", "model.name=bytes", f"model.path={reader}", "runtime.device=cpu", "runtime.threads=1",
+        "runtime.resamples=100", f"task={name}", "task.max_new_tokens=4", *make(tmp_path / "files"), f"stages={stages}",
         *(search if name == "nq_multidoc" else METHOD),
     ]  # fmt: skip
     first = posbench(*args)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import binomtest
 
-from posbench.metrics import COLUMNS, mean_interval, tidy, wilson
+from posbench.metrics import COLUMNS, SUBSET_COLUMNS, by_subset, mean_interval, tidy, wilson
 from posbench.tasks import KVRetrieval
 
 
@@ -115,3 +116,85 @@ def test_a_task_without_positions() -> None:
     ]
     table = _table(rows, items=None)
     assert list(table.position) == ["all"] and list(table.value) == [0.5] and table.depth.isna().all()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Several(KVRetrieval):
+    """Subsets with a named average and a total that is no mean."""
+
+    average: ClassVar[Any] = "subsets"
+
+    def averages(self) -> dict[str, tuple[str, ...]]:
+        return {"pair": ("a", "b"), "both": ("pair", "c")}
+
+    def total(self, subset: str, means: Any) -> Any:
+        return means["accuracy"] if subset != "c" else np.sqrt(means["accuracy"] * means["other"])
+
+
+def _subset_rows() -> list[dict[str, Any]]:
+    rng = np.random.default_rng(3)
+    rows = []
+    for method in ("none", "scaled"):
+        for subset, n in (("a", 9), ("b", 4), ("c", 6)):
+            for i in range(n):
+                scores = {"accuracy": float(rng.random()), **({"other": float(rng.random())} if subset == "c" else {})}
+                rows.append({"method": method, "id": f"{subset}{i}", "gold_position": None, "cluster": "", "subset": subset,
+                             "scores": scores})  # fmt: skip
+    return rows
+
+
+def test_subsets_and_averages_by_hand() -> None:
+    rows, task = _subset_rows(), Several(name="t")
+    table = by_subset(rows, task, model="m", unmodified="none", resamples=300, seed=1)
+    assert tuple(table.columns) == SUBSET_COLUMNS
+    found = {(r.method, r.subset, r.metric): r for r in table.itertuples()}
+
+    def mean(method: str, subset: str, metric: str = "accuracy") -> float:
+        return float(np.mean([r["scores"][metric] for r in rows if r["method"] == method and r["subset"] == subset]))
+
+    for method in ("none", "scaled"):
+        a, b = mean(method, "a"), mean(method, "b")
+        c = np.sqrt(mean(method, "c") * mean(method, "c", "other"))
+        wanted = {"a": a, "b": b, "c": c, "pair": (a + b) / 2, "both": ((a + b) / 2 + c) / 2, "all": (a + b + c) / 3}
+        for name, value in wanted.items():
+            row = found[method, name, "accuracy"]
+            assert row.value == pytest.approx(value) and row.ci_low < value < row.ci_high
+            assert row.kind == ("subset" if name in "abc" else "average")
+        assert found[method, "c", "other"].value == pytest.approx(mean(method, "c", "other"))
+        whole = tidy(rows, task, model="m", unmodified="none", resamples=300, seed=1)
+        total = whole[(whole.method == method) & (whole.metric == "accuracy")].iloc[0]
+        assert total.value == pytest.approx(wanted["all"]) and total.ci_low == found[method, "all", "accuracy"].ci_low
+    for name in ("a", "pair", "all"):
+        change = found["scaled", name, "accuracy_difference"]
+        assert change.value == pytest.approx(found["scaled", name, "accuracy"].value - found["none", name, "accuracy"].value)
+        assert change.ci_low < change.value < change.ci_high
+    assert found["none", "all", "accuracy"].n == 19
+
+
+def test_an_average_over_examples_is_the_pooled_mean() -> None:
+    rows = [r | {"scores": {"accuracy": r["scores"]["accuracy"]}} for r in _subset_rows()]
+    table = by_subset(rows, KVRetrieval(name="t"), model="m", unmodified="none", resamples=2000, seed=1)
+    row = table[(table.method == "none") & (table.subset == "all") & (table.metric == "accuracy")].iloc[0]
+    scores = [r["scores"]["accuracy"] for r in rows if r["method"] == "none"]
+    assert row.value == pytest.approx(np.mean(scores))
+    # Stratified resampling: the variance of a sum of independent subset means.
+    parts = [np.array([r["scores"]["accuracy"] for r in rows if r["method"] == "none" and r["subset"] == s]) for s in "abc"]
+    error = np.sqrt(sum((len(p) / 19) ** 2 * p.var() / len(p) for p in parts))
+    assert (row.ci_high - row.ci_low) / 2 == pytest.approx(1.96 * error, rel=0.1)
+
+
+def test_the_same_scores_differ_by_nothing_in_every_draw() -> None:
+    rows = _subset_rows()
+    same = [r | {"method": "copy"} for r in rows if r["method"] == "none"]
+    table = by_subset([*[r for r in rows if r["method"] == "none"], *same], Several(name="t"), model="m", unmodified="none",
+                      resamples=50, seed=1)  # fmt: skip
+    changes = table[table.metric.str.endswith("_difference")]
+    assert len(changes) == 7 and (changes[["value", "ci_low", "ci_high"]] == 0).all().all()
+
+
+def test_unlabelled_rows_are_left_out() -> None:
+    rows = _rows("none", {0: [1, 0]})
+    empty = [r | {"id": "x", "scores": {}} for r in rows[:1]]
+    assert _table(rows + empty).equals(_table(rows))
+    with pytest.raises(ValueError, match="no scored rows"):
+        _table(empty)
