@@ -258,7 +258,7 @@ def _about(file: Path) -> str:
 
     text = file.read_text()
     lines = list(itertools.takewhile(lambda line: line.startswith("#"), text.splitlines()))
-    comment = " ".join(line.lstrip("# ") for line in lines).split(". ")[0].rstrip(".")
+    comment = " ".join(line.lstrip("# ") for line in lines).replace("et al. ", "et al.\0").split(". ")[0].replace("\0", " ").rstrip(".")
     data = yaml.safe_load(text) or {}
     experiment = data.get("experiment") or {}
     return str(experiment.get("title") or comment or data.get("path") or "")

@@ -91,12 +91,14 @@ class Experiment:
         title: What it shows, with paper, table or figure.
         reference: The paper's numbers.
         claims: What the paper reads off the figure, where it prints no numbers.
+        needs_weights: Whether it says nothing without a real checkpoint; ``make figures`` leaves it out.
     """
 
     name: str
     title: str
     reference: Reference | None = None
     claims: tuple[str, ...] = ()
+    needs_weights: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,6 +19,7 @@ class Reference:
         file: CSV in ``experiments/reference`` with columns model, method, task, position, metric, value.
         paper_task: Value of its task column.
         task: Our name of that task.
+        further_tasks: Further tasks of the same table, paper's name -> ours.
         source: Paper and table, for the report.
         models: Paper's model name -> ours; rows of other models keep the paper's name.
         methods: Paper's method name -> ours; rows of other methods are left out.
@@ -33,6 +34,7 @@ class Reference:
     source: str
     models: dict[str, str]
     methods: dict[str, str]
+    further_tasks: dict[str, str] = field(default_factory=dict)
     positions: dict[str, str] = field(default_factory=dict)
     metrics: dict[str, str] = field(default_factory=lambda: {"accuracy(%)": "accuracy"})
     setting: dict[str, Any] = field(default_factory=dict)
@@ -48,11 +50,9 @@ class Reference:
             raise UserError(
                 field="experiment.reference.file", value=self.file, allowed=f"a CSV in {file.parent}", hint="check the name"
             )
-        table = pd.read_csv(file, dtype=str)
+        table, tasks = pd.read_csv(file, dtype=str), {self.paper_task: self.task, **self.further_tasks}
         table = table[
-            (table["task"] == self.paper_task)
-            & table["method"].isin(list(self.methods))
-            & table["metric"].isin(list(self.metrics))
+            table["task"].isin(list(tasks)) & table["method"].isin(list(self.methods)) & table["metric"].isin(list(self.metrics))
         ]
         if table.empty:
             raise UserError(
@@ -61,10 +61,13 @@ class Reference:
                 allowed=f"a task in {self.file}",
                 hint="check the name",
             )
-        for column, names in (("model", self.models), ("method", self.methods), ("position", self.positions)):
+        for key, column, names in (
+            ("paper_task", "task", {self.paper_task: self.task}), ("further_tasks", "task", self.further_tasks),
+            ("models", "model", self.models), ("methods", "method", self.methods), ("positions", "position", self.positions),
+        ):  # fmt: skip
             for name in set(names) - set(table[column]):
                 raise UserError(
-                    field=f"experiment.reference.{column}s",
+                    field=f"experiment.reference.{key}",
                     value=name,
                     allowed=", ".join(dict.fromkeys(table[column])),
                     hint=f"write it as {self.file} does",
@@ -73,7 +76,7 @@ class Reference:
             {
                 "model": self.models.get(row["model"], row["model"]),
                 "method": self.methods[row["method"]],
-                "task": self.task,
+                "task": tasks[row["task"]],
                 "position": self.positions.get(row["position"], row["position"]),
                 "metric": self.metrics[row["metric"]],
                 "value": float(row["value"]) / (100 if row["metric"].endswith("(%)") else 1),

@@ -24,11 +24,12 @@ def run(run: Run) -> None:
         facts = {"title": experiment.title, "claims": list(experiment.claims), "note": ""}
         reference = experiment.reference
         if reference:
+            rows = [row for row in reference.rows() if row["task"] == run.config.task.name]
             other = [f"{k}={getattr(run.config.task, k, None)} (paper {v})" for k, v in reference.setting.items()
                      if getattr(run.config.task, k, None) != v]  # fmt: skip
             if other:
                 facts["note"] = f"This run has {', '.join(other)}: the paper's numbers do not apply to it."
-            run.out.write_json("reference.json", [] if other else reference.rows())
+            run.out.write_json("reference.json", [] if other else rows)
         run.out.write_json("experiment.json", facts)
     report.render_run(run.out.path)
     show(run.out.path, run.console)

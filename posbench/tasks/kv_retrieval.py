@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Literal
 
 from posbench.sources import Source
 from posbench.tasks.base import Example, Split, Task
+from posbench.tasks.items import gold_indices, joined
 from posbench.tasks.reading import refuse, refuse_line, rows
 
 Record = tuple[str, str]
@@ -25,26 +26,18 @@ def official_prompt(records: list[Record], key: str) -> tuple[str, list[tuple[in
     """
     head = "Extract the value corresponding to the specified key in the JSON object below.\n\nJSON data:\n{"
     tail = f'}}\n\nKey: "{key}"\nCorresponding value:'
-    return _join(head, [f'"{k}": "{v}"' for k, v in records], ",\n ", tail)
+    return joined(head, [f'"{k}": "{v}"' for k, v in records], ",\n ", tail)
 
 
 def compact_prompt(records: list[Record], key: str) -> tuple[str, list[tuple[int, int]]]:
     """One line that ends where the value begins, as in Yu et al. 2025, Appendix D.1; the embedded models read this."""
-    return _join("Json data: {", [f'"{k}": "{v}"' for k, v in records], ", ", f'}} The value of key "{key}" is "')
+    return joined("Json data: {", [f'"{k}": "{v}"' for k, v in records], ", ", f'}} The value of key "{key}" is "')
 
 
 PROMPTS: dict[str, Callable[[list[Record], str], tuple[str, list[tuple[int, int]]]]] = {
     "official": official_prompt,
     "compact": compact_prompt,
 }
-
-
-def _join(head: str, items: list[str], between: str, tail: str) -> tuple[str, list[tuple[int, int]]]:
-    spans, at = [], len(head)
-    for item in items:
-        spans.append((at, at + len(item)))
-        at += len(item) + len(between)
-    return head + between.join(items) + tail, spans
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,16 +88,12 @@ class KVRetrieval(Task):
         for name in ("pairs", "calibration_pairs"):
             if self.records == "words" and not self.path and getattr(self, name) > len(WORDS):
                 refuse(name, getattr(self, name), f"at most {len(WORDS)} with records=words", f"set task.{name}={len(WORDS)}")
-        if not self.positions:
-            refuse("positions", [], "at least one gold position", 'set task.positions=["0%","50%","100%"]')
-        if len(set(self.gold_positions)) != len(self.positions):
-            places = f"different gold positions (task.pairs={self.pairs} puts these at {self.gold_positions})"
-            refuse("positions", list(self.positions), places, "set task.positions=[...] or raise task.pairs")
+        gold_indices("positions", self.positions, "pairs", self.pairs)
 
     @property
     def gold_positions(self) -> list[int]:
         """The gold positions as 0-based indices."""
-        return [self._index(p) for p in self.positions]
+        return gold_indices("positions", self.positions, "pairs", self.pairs)
 
     @property
     def items(self) -> int:
@@ -115,20 +104,6 @@ class KVRetrieval(Task):
     def chance(self) -> float:
         """One pair guessed at random."""
         return 1 / self.pairs
-
-    def _index(self, position: int | str) -> int:
-        allowed = f'an index from 0 to {self.pairs - 1} (task.pairs={self.pairs}) or a share from "0%" to "100%"'
-        try:
-            if isinstance(position, str) and position.endswith("%"):
-                share = float(position[:-1]) / 100
-                index = int(share * (self.pairs - 1)) if 0 <= share <= 1 else -1
-            else:
-                index = int(position)
-        except ValueError:
-            index = -1
-        if not 0 <= index < self.pairs:
-            refuse("positions", position, allowed, "put the gold pair inside the list")
-        return index
 
     def examples(self, split: Split) -> list[Example]:
         """See :meth:`Task.examples`.

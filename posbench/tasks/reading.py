@@ -49,8 +49,9 @@ def _rows(field: str, path: str | Path, member: str | None, names: tuple[str, ..
     try:
         if kind == ".parquet":
             # Slow to import, and wanted by few tasks.
-            from datasets import Dataset
+            from datasets import Dataset, disable_progress_bars
 
+            disable_progress_bars()
             for line, row in enumerate(Dataset.from_parquet(str(file)), start=1):  # type: ignore[arg-type]
                 yield line, dict(row)
             return

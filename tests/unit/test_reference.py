@@ -11,10 +11,14 @@ from posbench.reference import Reference
 from posbench.schema import build
 
 
+def _of(experiment: str) -> Reference:
+    data = yaml.safe_load((paths.EXPERIMENTS / f"{experiment}.yaml").read_text())
+    return build(Reference, data["experiment"]["reference"], "experiment.reference")
+
+
 @pytest.fixture
 def reference() -> Reference:
-    data = yaml.safe_load((paths.EXPERIMENTS / "yu2025_table1_kv.yaml").read_text())
-    return build(Reference, data["experiment"]["reference"], "experiment.reference")
+    return _of("yu2025_table1_kv")
 
 
 def test_rows_of_table_1(reference):
@@ -28,6 +32,18 @@ def test_rows_of_table_1(reference):
     assert {r["metric"] for r in reference.rows()} == {"accuracy"}
 
 
+def test_a_table_of_several_tasks():
+    rows = _of("yu2025_table3").rows()
+    cells = {(r["model"], r["method"], r["task"], r["metric"]): r["value"] for r in rows}
+    assert len(rows) == len(cells) == 3 * 2 * 2 and {r["position"] for r in rows} == {"all"}
+    # Typed off Table 3 of the paper.
+    assert cells["qwen1_5_7b", "scale_channel", "mmlu", "accuracy"] == pytest.approx(0.6143)
+    assert cells["mistral7b", "none", "loogle_timeline_reorder", "exact_order"] == pytest.approx(0.1875)
+    # Table 4 of LPES.
+    lpes = {(r["model"], r["method"], r["task"]): r["value"] for r in _of("lpes_table4").rows()}
+    assert len(lpes) == 4 and lpes["stablebeluga_7b", "none", "ceval"] == pytest.approx(0.3478)
+
+
 @pytest.mark.parametrize(
     ("field", "value", "named"),
     [
@@ -35,6 +51,7 @@ def test_rows_of_table_1(reference):
         ("methods", {"Original": "none", "Yours": "x"}, "Yours"),
         ("positions", {"Average": "all"}, "Average"),
         ("paper_task", "KV-retrieval-75pairs", "KV-retrieval-75pairs"),
+        ("further_tasks", {"KV-retrieval-75pairs": "kv"}, "further_tasks = 'KV-retrieval-75pairs'"),
         ("file", "absent.csv", "absent.csv"),
     ],
 )

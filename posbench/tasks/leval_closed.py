@@ -1,0 +1,204 @@
+"""L-Eval, closed-ended (An et al. 2023): exams on long documents, answered by a letter or by true or false."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar, Literal
+
+from posbench.sources import Source, local
+from posbench.tasks.base import Example, Split, Task, Truncation
+from posbench.tasks.reading import Row, refuse, refuse_line, rows, take
+
+Benchmark = Literal["coursera", "quality", "tpo", "sci_fi"]
+
+FILES: dict[Benchmark, tuple[int, str]] = {
+    "coursera": (15, "03ef77fcbd191545ee9f750487d1e6b209352e6440cadc6671f0c9f4fcb753a5"),
+    "quality": (15, "e12593a3da249dc1f769d10e07da896a524917f278900a6f6ef42e7fd4daa67b"),
+    "tpo": (15, "7596d085ddc8e11418d53e956b492f9cba7087c2fc1b516508a26257eed1a57e"),
+    "sci_fi": (7, "eb704ffaacb8c84df4b9d70a8557066de25798b9af1332fd1f2dee77a8112d06"),
+}
+"""Documents in each of the benchmark's own files, and the file's sha256."""
+REPOSITORY = "https://raw.githubusercontent.com/OpenLMLab/LEval/main/LEval-data/Closed-ended-tasks"
+
+_LONG = "Now you are given a very long document. Please follow the instruction based on this document. "
+_ONE_LETTER = (
+    "For multi-choice questions, there is only a sinlge correct option. Please only provide the letter corresponding to the "
+    "answer (like A or B) when answering. For other questions, please directly give the concise and accurate answer. "
+)
+SYSTEM: dict[Benchmark, str] = {
+    "coursera": _LONG
+    + "For multi-choice questions, there could be a sinlge correct option or multiple correct options. Please only "
+    "provide the letter corresponding to the answer (like A or AB) when answering. ",
+    "quality": _LONG + _ONE_LETTER,
+    "tpo": _LONG + _ONE_LETTER,
+    "sci_fi": 'Now you are given a scientific fiction. I will ask you some questions and the answer should be "True" or "False". '
+    "Notice that you should answer the question based on the evidence in the document instead of your background knowledge.",
+}
+"""The benchmark's system messages, its spelling included."""
+
+LETTERS = "ABCD"
+_STORY = re.compile(r"based on the world described in the document\.?")
+_WORLD = "based on the real-world knowledge and facts up until your last training"
+_TRUTHS = re.compile(r"\s*(true|false)\s*\[fact:\s*(true|false)\s*\]\s*", re.IGNORECASE)
+
+
+def letters(reply: str, *, several: bool) -> str:
+    """The letters that the benchmark's evaluation reads in a reply; ``None`` for an empty one.
+
+    Its rules, quirks included: with one right option the first capital A to D anywhere, so that ``Based on`` gives B;
+    ``A`` where there is none. With several (Coursera) the letters that the reply begins with, or, unless there are
+    two, the capitals before white space, full stop or bracket, up to the word ``Question``.
+    """
+    reply = reply.strip()
+    if not reply:
+        return "None"
+    if reply in LETTERS:
+        return reply
+    run = re.search("[A-D]+", reply)
+    if not several:
+        return run.group()[0] if run else "A"
+    first = "".join(re.findall(r"\A[A-D]+", reply))
+    if len(first) > 1:
+        return "".join(sorted(set(first)))
+    marked = re.findall(r"[A-D](?=[\s.)])", reply.partition("Question")[0])
+    return "".join(sorted({*first, *marked})) or (run.group() if run else "A")
+
+
+def gold_letters(text: str) -> str:
+    """The letters of a gold answer: those of its first word, such as B of ``(B) the option``; ``A`` where it has none."""
+    return "".join(c for c in "".join(text.split()[:1]) if c in LETTERS) or "A"
+
+
+def letter_score(predicted: str, gold: str) -> float:
+    """1 for the same letters, 0.25 for some of the gold ones and no other, else 0."""
+    return 1.0 if predicted == gold else 0.25 if set(predicted) < set(gold) else 0.0
+
+
+def truth(reply: str) -> str:
+    """``true`` or ``false``, whichever the first word holds that holds one; empty if none does."""
+    found = re.search("true|false", reply.lower())
+    return found.group() if found else ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LEvalClosed(Task):
+    """The four closed-ended sets of L-Eval that LPES reports.
+
+    SFiction asks every question twice: by the story, with the document (subset ``sci_fi_loyalty``), and by the real
+    world, without it (``sci_fi_fact``); L-Eval's number is the mean of both (``sci_fi``). The prompt without a document
+    begins at ``Question:`` and keeps the system message. A model without chat template reads that message in front of
+    the prompt.
+
+    Args:
+        path: Folder or ``.zip`` with the benchmark's files (``coursera.jsonl``, ...); None downloads them once.
+        subsets: Which of the four.
+
+    Score: Equal letters 1, a part of the gold letters 0.25 (Coursera), else 0.
+    """
+
+    version: ClassVar[str] = "1"
+    metric: ClassVar[str] = "score"
+    source: ClassVar[str] = "An et al. 2023, github.com/OpenLMLab/LEval, LEval-data/Closed-ended-tasks/"
+    licence: ClassVar[str] = "GPL-3.0"
+    size: ClassVar[str] = "Coursera 172, QuALITY 202, TOEFL (tpo) 269, SFiction 64 questions, the last asked twice"
+    average: ClassVar[Literal["examples", "subsets"]] = "subsets"
+
+    name: str = "leval_closed"
+    max_new_tokens: int = 512
+    truncation: Truncation = "words"
+    path: str | None = None
+    subsets: tuple[Benchmark, ...] = ("coursera", "quality", "tpo", "sci_fi")
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens < 1:
+            refuse("max_new_tokens", self.max_new_tokens, "a whole number from 1 up", "set task.max_new_tokens=512")
+        if not self.subsets or len(set(self.subsets)) != len(self.subsets):
+            refuse(
+                "subsets", list(self.subsets), f"some of {', '.join(FILES)}, each once", "set task.subsets=[coursera,quality,tpo]"
+            )
+
+    def files(self) -> tuple[Source, ...]:
+        """The given folder, or the official files."""
+        if self.path:
+            wanted = () if self.path.endswith(".zip") else tuple(f"{subset}.jsonl" for subset in self.subsets)
+            return (Source(kind="path", id=self.path, field="task.path", files=wanted),)
+        return tuple(
+            Source(kind="url", id=f"{REPOSITORY}/{subset}.jsonl", field="task.path", sha256=FILES[subset][1])
+            for subset in self.subsets
+        )
+
+    def averages(self) -> Mapping[str, tuple[str, ...]]:
+        """``sci_fi`` is the mean of both readings; ``all`` that of the benchmarks."""
+        both = {"sci_fi": ("sci_fi_loyalty", "sci_fi_fact")} if "sci_fi" in self.subsets else {}
+        return {**both, "all": self.subsets}
+
+    def examples(self, split: Split) -> list[Example]:
+        """See :meth:`Task.examples`. There are no calibration questions."""
+        if split == "calibration":
+            raise self.refuse_split()
+        return [example for subset in self.subsets for example in self._subset(subset)]
+
+    def score(self, example: Example, text: str) -> dict[str, float]:
+        """``score`` in {0, 0.25, 1}."""
+        gold = example.answers[0]
+        if example.subset.startswith("sci_fi"):
+            return {"score": float(truth(text) == gold)}
+        return {"score": letter_score(letters(text, several=example.subset == "coursera"), gold)}
+
+    def _subset(self, subset: Benchmark) -> Iterator[Example]:
+        shown, lines = self._lines(subset)
+        for line, row in lines:
+            document, questions, golds = (
+                take("path", shown, line, row, name, kind)
+                for name, kind in (("input", str), ("instructions", list), ("outputs", list))
+            )
+            if len(questions) != len(golds) or not all(isinstance(text, str) and text.strip() for text in (*questions, *golds)):
+                refuse_line("path", shown, line, '"instructions" and "outputs" of the same length (lists of str, none empty)')
+            for number, (question, gold) in enumerate(zip(questions, golds, strict=True)):
+                name = f"{subset}-{line}-{number}"
+                if subset != "sci_fi":
+                    if not re.match(r"\s*\S*[A-D]", gold):
+                        refuse_line("path", shown, line, f'"outputs" that begin with letters from A to D ({gold[:20]} does not)')
+                    yield self._example(name, subset, subset, question, gold_letters(gold), document)
+                    continue
+                both = _TRUTHS.fullmatch(gold)
+                if both is None:
+                    refuse_line("path", shown, line, f'"outputs" like "True [fact: False]" ({gold[:20]} is not)')
+                by_story, by_world = both.group(1).lower(), both.group(2).lower()
+                yield self._example(f"{name}-loyalty", subset, "sci_fi_loyalty", question, by_story, document, cluster=name)
+                question = _STORY.sub(_WORLD, question)
+                yield self._example(f"{name}-fact", subset, "sci_fi_fact", question, by_world, "", cluster=name)
+
+    def _lines(self, subset: Benchmark) -> tuple[str, list[Row]]:
+        """The file as it is called in errors, and its rows."""
+        name = f"{subset}.jsonl"
+        if not self.path:
+            file = local(next(source for source in self.files() if source.id.endswith(f"/{name}")))
+            return str(file), list(rows("path", file, count=FILES[subset][0]))
+        if self.path.endswith(".zip"):
+            return f"{self.path}:{name}", list(rows("path", self.path, member=name))
+        file = Path(self.path).expanduser() / name
+        if not file.is_file():
+            refuse(
+                "path", str(file), "a file on this machine", f"take it from {self.source}, or set task.path=null to download it"
+            )
+        return str(file), list(rows("path", file))
+
+    def _example(
+        self, name: str, benchmark: Benchmark, subset: str, question: str, gold: str, document: str, cluster: str = ""
+    ) -> Example:
+        head = f"Document is as follows. {document} \n" if document else ""
+        start = len("Document is as follows. ")
+        return Example(
+            id=name,
+            prompt=f"{head}Question: {question}.  Please directly give the answer without any additional output or explanation",
+            answers=(gold,),
+            cluster=cluster,
+            subset=subset,
+            system=SYSTEM[benchmark],
+            prefill="\nAnswer:",
+            document=(start, start + len(document)) if document else None,
+        )
