@@ -17,7 +17,9 @@ from posbench.errors import UserError
 from posbench.record import write_text
 from posbench.tables import markdown
 from posbench.tasks import Example
+from posbench.tasks.leval_closed import gold_letters, letter_score, letters
 from posbench.tasks.longbench import PROMPTS, LongBench
+from posbench.tasks.loogle_timeline_reorder import reorder_scores
 from posbench.tasks.reading import rows
 from posbench.tasks.scorers import best_subspan_em
 
@@ -29,7 +31,7 @@ TOLERANCE = 1e-9
 
 
 class Row(NamedTuple):
-    """One subset: ``equal`` of ``outputs`` scores agree; differences and means in 0..1."""
+    """One subset: ``equal`` of ``outputs`` scores agree; differences and means are in the benchmark's own unit."""
 
     benchmark: str
     subset: str
@@ -57,7 +59,36 @@ def nq(folder: Path) -> Scored:
         yield "20 documents", row["metric_best_subspan_em"], ours
 
 
-BENCHMARKS: list[tuple[str, Callable[[Path], Scored]]] = [("longbench", longbench), ("nq_multidoc", nq)]
+def leval(folder: Path) -> Scored:
+    """Fields ``prediction``, ``gt``, ``official_score``; one file per model and exam."""
+    for model in ("turbo-16k-0613_{}", "xgen-7b-8k-inst_{}_firsthalf"):
+        for exam in ("coursera", "quality", "tpo"):
+            for _, row in rows("data", folder / "leval" / "scored_predictions" / f"{model.format(exam)}.jsonl"):
+                said = letters(row["prediction"], several=exam == "coursera")
+                yield f"{exam}, {model.partition('_')[0]}", row["official_score"], letter_score(said, gold_letters(row["gt"]))
+
+
+def loogle(folder: Path) -> Scored:
+    """Fields ``gold``, ``llm_output``, ``official_function_value``; ``official_worst_value`` where the reply is no order."""
+    names = {
+        "lsd": "location_square_deviation",
+        "lmd": "location_mean_deviation",
+        "sd": "swap_deviation",
+        "sdd": "swap_distance_deviation",
+    }
+    for _, row in rows("data", folder / "loogle" / "timeline_reorder_gold_and_gpt4.jsonl"):
+        official = row["official_function_value"] if row["standard_format"] else row["official_worst_value"]
+        ours = reorder_scores(row["llm_output"], row["gold"])
+        for short, name in names.items():
+            yield short, official[name], ours[short]
+
+
+BENCHMARKS: list[tuple[str, Callable[[Path], Scored]]] = [
+    ("longbench", longbench),
+    ("nq_multidoc", nq),
+    ("leval_closed", leval),
+    ("loogle_timeline_reorder", loogle),
+]
 
 
 def parity(folder: Path) -> list[Row]:
@@ -96,7 +127,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     text = (
         "# Scores against the benchmarks' own programs\n\n"
         f"Real model outputs, scored here and by the released evaluation: {equal} of {outputs} scores are equal.\n"
-        "Means are over these outputs only; they say nothing about a model. Made by `make scorers`.\n\n"
+        "Means are over these outputs only; they say nothing about a model. Those of LooGLE are deviations,\n"
+        "four for each output. Made by `make scorers`.\n\n"
         + markdown([field.replace("_", " ") for field in Row._fields], cells)
         + "\n"
     )

@@ -84,8 +84,8 @@ class LongBench(Task):
         max_new_tokens: Tokens to generate at most; most tasks have a smaller number of their own.
 
     Score: 0..1, the best one over the gold texts: token F1, ROUGE-L, share of right numbers, class named, or similarity of
-    code (:mod:`posbench.tasks.scorers`). Of few-shot replies the first line counts. ``all`` is the mean over tasks, which
-    Yu et al. print; ``categories`` is the mean over the six categories.
+    code (:mod:`posbench.tasks.scorers`). Of few-shot replies the first line counts. ``all`` is the mean over tasks,
+    ``categories`` the mean over the six categories; the program of Yu et al. prints both.
 
     The benchmark removes what is over ``max_prompt_tokens`` from the middle of the prompt (Yu et al.: window minus 500).
     """

@@ -194,14 +194,14 @@ def test_what_is_no_permutation_scores_zero(reply: str) -> None:
 @pytest.mark.skipif(not REAL, reason="POSBENCH_DATA names no folder")
 def test_every_stored_output_scores_as_officially() -> None:
     table = study.parity(Path(REAL))
-    longbench, nq = ([row for row in table if row.benchmark == name] for name in ("longbench", "nq_multidoc"))
-    assert [row.outputs for row in nq] == [300] and sum(row.outputs for row in longbench) == 124
-    for row in (*longbench, *nq):
+    scored = {name: sum(row.outputs for row in table if row.benchmark == name) for name, _ in study.BENCHMARKS}
+    assert scored == {"longbench": 124, "nq_multidoc": 300, "leval_closed": 964, "loogle_timeline_reorder": 4 * 126}
+    for row in table:
         assert row.equal == row.outputs and row.our_mean == pytest.approx(row.official_mean, abs=1e-12), row
 
 
 def _folder(root: Path, score: float) -> Path:
-    """Outputs of two tasks and two answers, one official score as given."""
+    """Outputs of two tasks, two answers, an exam and an order; one official score as given."""
     for name in PROMPTS:
         file = root / "longbench/scored_predictions" / f"{name}.jsonl"
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -211,6 +211,17 @@ def _folder(root: Path, score: float) -> Path:
     lines = [{"answers": ["x"], "model_answer": said, "metric_best_subspan_em": 0.0} for said in ("\nx", "y")]
     text = "".join(json.dumps(line) + "\n" for line in lines)
     (root / "nq_multidoc_qa/scored_predictions_gpt35_first300.jsonl").write_text(text)
+    (root / "leval/scored_predictions").mkdir(parents=True)
+    row = {"prediction": "A", "gt": "AB", "official_score": 0.25}
+    for exam in ("coursera", "quality", "tpo"):
+        for name in (f"turbo-16k-0613_{exam}", f"xgen-7b-8k-inst_{exam}_firsthalf"):
+            file = root / "leval/scored_predictions" / f"{name}.jsonl"
+            file.write_text(json.dumps(row) + "\n" if name.startswith("turbo-16k-0613_c") else "")
+    (root / "loogle").mkdir()
+    parts = {"location_square": 2 / 3, "location_mean": 2 / 3, "swap": 1.0, "swap_distance": 1.0}
+    official = {f"{part}_deviation": value for part, value in parts.items()}
+    row = {"gold": "I,II,III", "llm_output": "II, I, III", "standard_format": True, "official_function_value": official}
+    (root / "loogle/timeline_reorder_gold_and_gpt4.jsonl").write_text(json.dumps(row) + "\n")
     return root
 
 
@@ -223,7 +234,7 @@ def test_the_study_counts_equal_scores_and_fails_on_any_other(
         study.main(["--data", str(folder), "--out", str(tmp_path / "scorers.md")])
     out = capsys.readouterr().out
     assert left.value.code == status and (tmp_path / "scorers.md").read_text() == out
-    assert f"{4 - 2 * status} of 4 scores" in out
+    assert f"{9 - 2 * status} of 9 scores" in out
     difference = "0" if status == 0 else "0.5"
     assert f"| longbench | trec | 1 | {1 - status} | {difference} | {score:.6f} | 1.000000 |" in out
     assert "| nq_multidoc | 20 documents | 2 | 2 | 0 | 0.000000 | 0.000000 |" in out

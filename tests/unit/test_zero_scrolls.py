@@ -15,7 +15,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 
-from posbench import paths
+from posbench import metrics, paths
 from posbench.config import plain
 from posbench.errors import UserError
 from posbench.schema import build
@@ -181,6 +181,20 @@ def test_the_two_readings_of_a_rouge_total() -> None:
     assert task.total("qmsum", means) == pytest.approx((1 * 1 / 2 * 2 / 3) ** (1 / 3))
     assert ZeroSCROLLS(rouge="example").total("qmsum", means) == pytest.approx(0.5)
     assert task.total("qasper", {"score": np.array([0.25])}) == pytest.approx(0.25)
+
+
+def test_the_benchmarks_number_is_the_mean_of_the_tasks_totals() -> None:
+    """qmsum as above, the cube root of 1/3; qasper one right of three: their plain mean, whatever their sizes."""
+    task = ZeroSCROLLS(subsets=("qmsum", "qasper"))
+    said = [("qmsum", "a b c", "a b c"), ("qmsum", "a b c", "c b a"), *(("qasper", "x", reply) for reply in "xyz")]
+    rows = [
+        {"method": "none", "id": str(n), "subset": subset, "gold_position": None, "cluster": "", "scores": task.score(e, reply)}
+        for n, (subset, e, reply) in enumerate((subset, _asked(subset, gold), reply) for subset, gold, reply in said)
+    ]
+    frame = metrics.by_subset(rows, task, model="m", unmodified="none", resamples=10, seed=0)
+    value = frame[frame["metric"] == "score"].set_index("subset")["value"]
+    assert value["qmsum"] == pytest.approx((1 / 3) ** (1 / 3)) and value["qasper"] == pytest.approx(1 / 3)
+    assert value["all"] == pytest.approx(((1 / 3) ** (1 / 3) + 1 / 3) / 2)
 
 
 @pytest.mark.parametrize(
