@@ -92,9 +92,13 @@ def render_run(folder: Path) -> Path:
         figure = _figure(folder, "subsets", plots.by_subset(subsets), "Every subset, and below the line every average.")
         sections.append(Section("By subset", text, header, rows, [figure]))
     if attention is not None:
-        caption = "Left: attention of the last prompt token to the item with the answer. Right: what the method changes in each layer."
+        caption = (
+            "Left: attention of the last prompt token to the item with the answer. Right: what the method changes in each layer."
+        )
         if attention["method"].nunique() == 1:
-            caption = "Attention of the last prompt token to the item with the answer: strongest layer (left) and every layer (right)."
+            caption = (
+                "Attention of the last prompt token to the item with the answer: strongest layer (left) and every layer (right)."
+            )
         sections.append(
             Section("Attention", figures=[_figure(folder, "attention", plots.attention_by_position(attention), caption)])
         )

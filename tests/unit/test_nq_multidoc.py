@@ -217,14 +217,8 @@ def test_official_files() -> None:
     assert NQMultiDoc(prompt="oracle").files()[0].id == f"{at}/nq-open-oracle.jsonl.gz"
 
 
-@pytest.mark.parametrize("rows", [_rows(DATA / "gpt35_predictions.jsonl")])
-def test_the_official_scores(rows: list[dict[str, Any]]) -> None:
-    _same_scores(rows)
-
-
-@real
-def test_all_official_scores() -> None:
-    rows = _rows(REAL / "scored_predictions_gpt35_first300.jsonl")
+def test_the_official_scores() -> None:
+    rows = _rows(DATA.parent / "scored/nq_multidoc_qa/scored_predictions_gpt35_first300.jsonl")
     assert len(rows) == 300
     _same_scores(rows)
 
