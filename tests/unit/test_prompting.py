@@ -109,7 +109,7 @@ def test_middle_truncation_is_longbenchs() -> None:
         assert cut.dropped == len(ids) - len(lm.tokenizer(text)["input_ids"])  # type: ignore[operator]
         for (first, last), token in zip(cut.offsets, cut.ids, strict=True):
             assert (first, last) == (0, 0) or lm.tokenizer.decode([token]) == prompt[first:last]  # type: ignore[union-attr]
-    with pytest.raises(UserError, match="201.*at most 50 tokens before any chat template"):
+    with pytest.raises(UserError, match=r"201.*at most 50 tokens before any chat template"):
         lm.encode(prompt, most=50)
     # Without a length of its own the prompt takes what window, template and answer leave.
     lm.context_window = 100

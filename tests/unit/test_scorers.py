@@ -251,6 +251,7 @@ def test_the_study_counts_equal_scores_and_fails_on_any_other(
 
 
 def test_a_study_without_its_files_says_which(tmp_path: Path) -> None:
+    (tmp_path / "longbench").mkdir()
     with pytest.raises(SystemExit, match=r"narrativeqa\.jsonl"):
         study.main(["--data", str(tmp_path)])
 
@@ -260,7 +261,7 @@ def test_the_folder_of_outputs_may_come_from_the_environment(tmp_path: Path, mon
     with pytest.raises(SystemExit) as left:
         study.main([])
     assert left.value.code == 0
-    monkeypatch.delenv("POSBENCH_DATA")
+    monkeypatch.setenv("POSBENCH_DATA", str(tmp_path / "nothing"))
     with pytest.raises(SystemExit) as left:
         study.main([])
     assert left.value.code == 2
