@@ -36,7 +36,8 @@ def choices(*folders: Path) -> list[str]:
 
 def near(name: str, known: Sequence[str], otherwise: str) -> str:
     """A hint that names the closest known name, or says something else."""
-    match = difflib.get_close_matches(name, known, n=1)
+    begun = [k for k in known if name and k.startswith(name)]
+    match = begun[:1] or difflib.get_close_matches(name, known, n=1)
     return f"did you mean {match[0]}?" if match else otherwise
 
 
@@ -79,6 +80,11 @@ def from_hydra(error: Exception, overrides: Sequence[str], config_dir: str | Non
     if key in typed and re.search(r"Could not override|not in struct|No match in the defaults list", text):
         group, _, _ = key.rpartition(".")
         files = sorted((CONF / group).glob("*.yaml")) if group else [CONF / "config.yaml"]
+        defaults = [d for d in yaml.safe_load((CONF / "config.yaml").read_text())["defaults"] if isinstance(d, dict)]
+        chosen = typed.get(group, "").partition("=")[2] or next((str(d[group]) for d in defaults if group in d), "")
+        own = CONF / group / f"{chosen}.yaml"
+        # Tasks have keys of their own; the files of other groups share theirs.
+        files = [own] if group == "task" and own.is_file() else files
         names = {str(k) for file in files for k in yaml.safe_load(file.read_text())} - {"_target_", "defaults", "hydra"}
         names |= set() if group else {"model", "task", "method", "search", "runtime"}
         if names:

@@ -32,7 +32,7 @@ def test_every_family_is_here():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", reversed(FAMILIES.values()))
+@pytest.mark.parametrize("name", list(reversed(FAMILIES.values())))
 def test_every_stage_runs_on_a_checkpoint_of_the_family(name, tmp_path, posbench, small, outputs):
     folder, model = tmp_path / name, build(name)
     model.save_pretrained(folder)
