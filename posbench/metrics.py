@@ -205,6 +205,7 @@ def _subsets(frame: pd.DataFrame, names: Sequence[str], task: Task, unmodified: 
     # An average that is made of other averages comes after them, and the total last.
     averages["all"] = averages.pop("all")
     exact: dict[tuple[str, str], tuple[float, NDArray[np.float64], int]] = {}
+    binary: dict[tuple[str, str], tuple[float, float]] = {}
     methods = list(dict.fromkeys(frame["method"]))
     for method in methods:
         part = frame[frame["method"] == method]
@@ -216,6 +217,8 @@ def _subsets(frame: pd.DataFrame, names: Sequence[str], task: Task, unmodified: 
                 means[task.metric], draws[task.metric] = value, task.total(subset, draws)
             for name in means:
                 exact[method, f"{subset}/{name}"] = (means[name], draws[name], counts[name])
+                if type(task).total is Task.total and here[name].dropna().isin((0, 1)).all():
+                    binary[method, f"{subset}/{name}"] = wilson(means[name] * counts[name], counts[name])
     for kind, where, name in [("subset", s, n) for s in subsets for n in names] + [("average", a, task.metric) for a in averages]:
         for method in methods:
             if kind == "average":
@@ -231,7 +234,7 @@ def _subsets(frame: pd.DataFrame, names: Sequence[str], task: Task, unmodified: 
             if found is None:
                 continue
             value, drawn, n = found
-            yield method, kind, where, name, value, n, _quantiles(drawn)
+            yield method, kind, where, name, value, n, binary.get((method, f"{where}/{name}")) or _quantiles(drawn)
             base = exact.get((unmodified, f"{where}/{name}"))
             if method != unmodified and base is not None:
                 yield method, kind, where, f"{name}_difference", value - base[0], n, _quantiles(drawn - base[1])

@@ -83,9 +83,7 @@ def render_run(folder: Path) -> Path:
         others = tables.other_scores(metrics)
         if len(others):
             header, rows = tables.subset_table(others)
-            sections.append(
-                Section("Other scores", "In their own unit, over all examples that have them.", header[1:], [r[1:] for r in rows])
-            )
+            sections.append(Section("Other scores", "In their own unit, over all examples that have them.", header, rows))
     if subsets is not None:
         header, rows = tables.subset_table(subsets)
         text = "The task's own metric in % and points, others in their own unit; 95 % intervals over questions within subsets."

@@ -122,7 +122,15 @@ def preflight(config: Config, console: Console) -> LM | None:
         lm.encode(longest.prompt)
     if {"intervene", "evaluate"} & set(config.stages):
         longest = max(task.evaluation(), key=lambda e: len(e.prompt))
-        _check_overflow(lm, encode(lm, task, longest).ids)
+        encoded = encode(lm, task, longest)
+        _check_overflow(lm, encoded.ids)
+        if len({tuple(lm.continuation_ids(encoded, choice)) for choice in longest.choices}) < len(longest.choices):
+            raise UserError(
+                field="model",
+                value=lm.name,
+                allowed=f"a tokenizer that tells the choices of {task.name} apart: {', '.join(map(repr, longest.choices))}",
+                hint="take a model that reads this text; the embedded ones know the words of kv_retrieval only",
+            )
     return lm
 
 

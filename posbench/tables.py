@@ -138,8 +138,8 @@ def subset_table(subsets: pd.DataFrame, kind: str = "") -> tuple[list[str], list
         kind: `subset` or `average` for these alone.
 
     Returns:
-        Columns: subset, metric, value of each method with its interval, difference of each modified one, n. The task's own metric
-        is in % and points, the others in their own unit.
+        Columns: subset, metric (if there are several), value of each method with its interval, difference of each modified one,
+        n. The task's own metric is in % and points, the others are in their own unit.
     """
     rows = subsets[subsets["kind"] == kind] if kind else subsets
     own = "" if (rows["task"].str.startswith("others of ")).all() else own_metric(subsets).iloc[0]
@@ -156,6 +156,8 @@ def subset_table(subsets: pd.DataFrame, kind: str = "") -> tuple[list[str], list
         line = [_cell(cells.get((m, name)), "{:.1f}" if scale == 100 else "{:.3f}", scale) for m in methods]
         line += [_cell(cells.get((m, f"{name}_difference")), "{:+.1f}" if scale == 100 else "{:+.3f}", scale) for m in changed]
         table.append([where, name, *line, str(cells[methods[0], name].n)])
+    if own and len({line[1] for line in table}) == 1:
+        header, table = [header[0], *header[2:]], [[line[0], *line[2:]] for line in table]
     return header, table
 
 

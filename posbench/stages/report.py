@@ -60,7 +60,9 @@ def show(folder: Path, console: Console) -> None:
 
 
 def _print(console: Console, header: list[str], rows: list[list[str]]) -> None:
-    table = Table(*header)
+    table = Table()
+    for name in header:
+        table.add_column(name, overflow="fold")
     for row in rows:
         table.add_row(*map(tables.short, row))
     console.print(table)

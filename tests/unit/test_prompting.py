@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import yaml
+from hydra.utils import get_class
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 import posbench
+from posbench import paths
 from posbench.errors import UserError
 from posbench.hooks import fork
 from posbench.lm import LM, batches
 from posbench.methods import ScaleChannel, Unmodified
+from posbench.schema import build
 from posbench.tasks import KVRetrieval
+from tests.cli import test_tasks
 from tests.models import BUILDERS
 
 LLAMA2 = (
@@ -220,3 +226,40 @@ def test_batches_hold_a_budget_of_tokens() -> None:
         assert len(group) == 1 or len(group) * max(lengths[i] for i in group) <= 20
     assert sorted(i for group in plan for i in group) == list(range(7))
     assert batches(lengths, 3) == [[5, 0, 6], [3, 1, 2], [4]]
+
+
+def _bare(system: str, prompt: str, prefill: str) -> str:
+    return (system + "\n\n" if system else "") + prompt + prefill
+
+
+TEMPLATES: dict[str, tuple[str | None, str, Any]] = {
+    "bare": (None, "auto", _bare),
+    "llama2": (LLAMA2, "auto", lambda system, prompt, prefill: (
+        "<s>[INST] " + (f"<<SYS>>\n{system}\n<</SYS>>\n\n" if system else "") + prompt + " [/INST]" + prefill)),
+    "chatml": (CHATML, "auto", lambda system, prompt, prefill: (
+        (f"<|im_start|>system\n{system}<|im_end|>\n" if system else "")
+        + f"<|im_start|>user\n{prompt}<|im_end|>\n<|im_start|>assistant\n" + prefill)),
+    "no system role": (GEMMA, "auto", lambda system, prompt, prefill: (
+        "<s><start_of_turn>user\n" + _bare(system, prompt, "") + "<end_of_turn>\n<start_of_turn>model\n" + prefill)),
+    "vicuna": (None, "vicuna", lambda system, prompt, prefill: (
+        (system or "A chat between a curious user and an artificial intelligence assistant. The assistant gives helpful, "
+                   "detailed, and polite answers to the user's questions.") + f" USER: {prompt} ASSISTANT:" + prefill)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+@pytest.mark.parametrize("name", test_tasks.TASKS)
+def test_every_task_in_every_kind_of_template(name: str, template: str, tmp_path: Path) -> None:
+    """The prompts themselves are held character by character in each task's own tests."""
+    text, chosen, wanted = TEMPLATES[template]
+    lm = reader(text, chosen)
+    fields = dict(o.removeprefix("task.").split("=", 1) for o in test_tasks.TASKS[name][0](tmp_path))
+    values = {key: yaml.safe_load(value) for key, value in fields.items()}
+    task = build(get_class(yaml.safe_load((paths.CONF / f"task/{name}.yaml").read_text())["_target_"]), values, "task")
+    seen = set()
+    for e in task.evaluation():
+        rendered = lm.render(e.prompt, chat=e.chat, system=e.system, prefill=e.prefill)
+        assert rendered == (wanted if e.chat else _bare)(e.system, e.prompt, e.prefill)
+        seen.add(e.chat)
+    # LongBench leaves the template out for six data sets, and so do the exams.
+    assert seen == {"longbench": {True, False}, "mmlu": {False}, "ceval": {False}}.get(name, {True})
