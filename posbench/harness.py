@@ -103,6 +103,10 @@ def compose(pretrained: str, method: str, settings: Mapping[str, Any], config_di
         UserError: Unknown name, key or value.
     """
     folders = [paths.CONF, *([Path(config_dir).expanduser().absolute()] if config_dir else [])]
+    if not folders[-1].is_dir():
+        raise UserError(
+            field="model_args.config_dir", value=config_dir, allowed="a folder with your YAML files", hint="check the path"
+        )
     listed = pretrained in choices(*(folder / "model" for folder in folders))
     overrides = [f"model={pretrained if listed else 'hf'}", f"method={method}", "stages=[evaluate]"]
     overrides += [f"hydra.searchpath=[file://{folders[-1]}]"] if config_dir else []
@@ -149,7 +153,7 @@ class PosbenchLM(HFLM):  # type: ignore[misc]
         method: A name in ``conf/method``; its constants come from the model's file unless given here.
         config_dir: A folder with the user's own YAML files.
         **settings: Fields of the method, of :class:`Harness`, and the keys of ``MODEL_KEYS`` and ``RUNTIME_KEYS``. A list
-            is written with colons where commas separate the arguments: ``layers=1:3`` (inclusive, as everywhere here).
+            is written with colons where commas separate the arguments: ``layers=1:3`` is the YAML's ``[1, 3]``.
 
     Raises:
         UserError: Something in the arguments does not fit; see :func:`compose`.
