@@ -15,6 +15,11 @@ if TYPE_CHECKING:
 class Method(ABC):
     """An intervention at inference time. The dataclass fields are the keys of ``conf/method/<name>.yaml``."""
 
+    @property
+    def needs_prompt(self) -> bool:
+        """Whether the method treats the last prompt token apart, so that a text without a prompt has no result under it."""
+        return False
+
     @abstractmethod
     def check(self, lm: LM) -> None:
         """Compare the parameters with the model.

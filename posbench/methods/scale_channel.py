@@ -169,6 +169,11 @@ class ScaleChannel(Method):
         return tuple(self.channel) if isinstance(self.channel, Iterable) else (int(self.channel),)
 
     @property
+    def needs_prompt(self) -> bool:
+        """See :class:`Method`; not where all tokens are scaled."""
+        return self.last not in (None, "all")
+
+    @property
     def layer_indices(self) -> range:
         """The scaled layers."""
         return range(self.layers[0], self.layers[1] + 1)
