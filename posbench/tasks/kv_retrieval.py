@@ -8,12 +8,17 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any, ClassVar, Literal
 
-from posbench.sources import Source
+from posbench.sources import Source, local
 from posbench.tasks.base import Example, Split, Task
 from posbench.tasks.items import gold_indices, joined
 from posbench.tasks.reading import refuse, refuse_line, rows
 
 Record = tuple[str, str]
+
+COMMIT = "04cbd0df78d3260600fd04e524a29bd1404ef86b"
+OFFICIAL = f"https://raw.githubusercontent.com/nelson-liu/lost-in-the-middle/{COMMIT}/kv_retrieval_data"
+SIZES, QUESTIONS = (75, 140, 300), 500
+"""Pairs per prompt of the official files, and questions in each."""
 
 WORDS = tuple("".join(letters) for letters in product("bdgkmnrt", "aeio", "lp"))
 """The 64 words that the embedded models read; none contains another, so substring scoring cannot confuse two."""
@@ -51,8 +56,9 @@ class KVRetrieval(Task):
         examples_per_position: Questions per position.
         prompt: ``official`` or ``compact``.
         records: ``uuid`` (random UUID pairs) or ``words`` (the embedded models' lexicon), when no file is given.
-        path: An official file (``*.jsonl`` or ``*.jsonl.gz``); each of its questions is asked at every position. A
-            file may hold more pairs than ``pairs``: the gold pair is moved first, then the list is cut.
+        path: An official file (``*.jsonl`` or ``*.jsonl.gz``), or ``official``: the smallest one with enough pairs, downloaded.
+            Each question is asked at every position. A file may hold more pairs than ``pairs``: the gold pair is moved
+            first, then the list is cut.
         calibration_examples: Calibration questions, each in a context of its own, generated from the same law.
         calibration_pairs: Pairs per calibration prompt.
         calibration_path: Finished calibration prompts instead (JSON lines with ``input`` and ``output``).
@@ -88,6 +94,10 @@ class KVRetrieval(Task):
         for name in ("pairs", "calibration_pairs"):
             if self.records == "words" and not self.path and getattr(self, name) > len(WORDS):
                 refuse(name, getattr(self, name), f"at most {len(WORDS)} with records=words", f"set task.{name}={len(WORDS)}")
+        if self.path == "official" and self.pairs > SIZES[-1]:
+            refuse(
+                "pairs", self.pairs, f"at most {SIZES[-1]} with path=official", f"set task.pairs={SIZES[-1]}, or task.path=null"
+            )
         gold_indices("positions", self.positions, "pairs", self.pairs)
 
     @property
@@ -119,7 +129,17 @@ class KVRetrieval(Task):
     def files(self) -> tuple[Source, ...]:
         """The official file and the calibration prompts, where they are given."""
         given = {"task.path": self.path, "task.calibration_path": self.calibration_path}
-        return tuple(Source(kind="path", id=path, field=field) for field, path in given.items() if path)
+        return tuple(
+            Source(kind="url", id=f"{OFFICIAL}/kv-retrieval-{self._official}_keys.jsonl.gz", field=field)
+            if path == "official" and field == "task.path"
+            else Source(kind="path", id=path, field=field)
+            for field, path in given.items()
+            if path
+        )
+
+    @property
+    def _official(self) -> int:
+        return next(size for size in SIZES if size >= self.pairs)
 
     def score(self, example: Example, text: str) -> dict[str, float]:
         """1 if the value occurs in the reply, letter case ignored."""
@@ -146,17 +166,19 @@ class KVRetrieval(Task):
         return self._example(name, list(zip(keys, values, strict=True)), position, name)
 
     def _from_file(self) -> Iterator[Example]:
-        lines = list(rows("path", str(self.path)))
+        official = self.path == "official"
+        path = str(local(self.files()[0]) if official else self.path)
+        lines = list(rows("path", path, count=QUESTIONS if official else None))
         if len(lines) < self.examples_per_position:
             refuse(
-                "examples_per_position", self.examples_per_position, f"at most {len(lines)}, the questions in {self.path}",
+                "examples_per_position", self.examples_per_position, f"at most {len(lines)}, the questions in {path}",
                 f"set task.examples_per_position={len(lines)}",
             )  # fmt: skip
         for number, (line, row) in enumerate(lines[: self.examples_per_position]):
-            records, gold = _records(str(self.path), line, row)
+            records, gold = _records(path, line, row)
             others = [pair for pair in records if pair != gold]
             if len(records) < self.pairs:
-                refuse("pairs", self.pairs, f"at most {len(records)}, the pairs in {self.path}", f"set task.pairs={len(records)}")
+                refuse("pairs", self.pairs, f"at most {len(records)}, the pairs in {path}", f"set task.pairs={len(records)}")
             for position in self.gold_positions:
                 moved = [*others[:position], gold, *others[position:]][: self.pairs]
                 yield self._example(f"{position}-{number}", moved, position, str(number))

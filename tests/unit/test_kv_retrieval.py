@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from posbench.errors import UserError
-from posbench.tasks import Example, KVRetrieval
+from posbench.tasks import Example, KVRetrieval, kv_retrieval
 from posbench.tasks.kv_retrieval import WORDS, compact_prompt, official_prompt
 
 DATA = Path(__file__).parents[1] / "data/kv_retrieval"
@@ -169,3 +169,19 @@ def test_no_word_contains_another() -> None:
     assert len(set(WORDS)) == 64
     text = " ".join(WORDS)
     assert all(text.count(word) == 1 for word in WORDS)
+
+
+@pytest.mark.parametrize(("pairs", "size"), [(50, 75), (75, 75), (76, 140), (140, 140), (150, 300)])
+def test_the_official_files_are_fetched_by_size(pairs: int, size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    task = KVRetrieval(path="official", pairs=pairs, positions=(0,), examples_per_position=1)
+    (source,) = task.files()
+    assert source.kind == "url" and source.id.endswith(f"/kv_retrieval_data/kv-retrieval-{size}_keys.jsonl.gz")
+    file = tmp_path / "kv.jsonl.gz"
+    line = (DATA / "kv-retrieval-75_keys.first3.jsonl").read_text().splitlines()[0]
+    monkeypatch.setattr(kv_retrieval, "local", lambda _: file)
+    with gzip.open(file, "wt") as stream:
+        stream.write(f"{line}\n" * 499)
+    with pytest.raises(UserError, match="500 rows, as in the benchmark"):
+        task.examples("evaluation")
+    with pytest.raises(UserError, match="at most 300 with path=official"):
+        KVRetrieval(path="official", pairs=301, positions=(0,))
