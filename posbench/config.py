@@ -234,12 +234,8 @@ def check(raw: dict[str, Any], typed: Sequence[str] = ()) -> Config:
     stages = build(_Stages, {"stages": raw.get("stages")}, "").stages
     if "search" in stages and not issubclass(method_class, ScaleChannel):
         if "stages" in typed:
-            alone = "; search its parts one by one" if issubclass(method_class, Composed) else ""
             raise UserError(
-                field="stages",
-                value=list(stages),
-                allowed=f"no search for method {name}",
-                hint=f"leave search out of stages{alone}",
+                field="stages", value=list(stages), allowed=f"no search for method {name}", hint="leave search out of stages"
             )
         stages = tuple(stage for stage in stages if stage != "search")
     pinned = frozenset(key.removeprefix("method.") for key in typed if key.startswith("method."))
