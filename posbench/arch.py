@@ -51,6 +51,9 @@ class Family:
     interface: bool = True
 
 
+REMOVED = "posbench_removed"
+"""Attribute that marks a rotary embedding which :func:`remove_rope` has switched off."""
+
 FAMILIES = (
     Family(
         name="Llama 1 to 3.x, Vicuna, StableBeluga, TinyLlama", model_types=("llama",),
@@ -315,3 +318,4 @@ def remove_rope(model: PreTrainedModel) -> None:
         )
     # A hook keeps the shape, dtype and device of whatever the family's own module returns.
     rotary.register_forward_hook(lambda module, args, out: (torch.ones_like(out[0]), torch.zeros_like(out[1])))
+    setattr(rotary, REMOVED, True)

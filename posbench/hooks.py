@@ -1,11 +1,21 @@
 """Change a model inside a block and restore it on the way out, also after an exception; branch its cache."""
 
 import copy
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from transformers import DynamicCache
+from transformers import AttentionInterface, DynamicCache, PreTrainedModel
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+Attend = Callable[..., Any]
+"""An attention function of the library: (module, query, key, value, mask, **settings) to (output [B, T, H, d], weights)."""
+
+_NAME = "posbench"
+_functions: dict[int, list[Attend]] = {}
+"""Per model config (by identity) the functions in front of its kernel; the first one is called first."""
 
 
 @contextmanager
@@ -31,3 +41,46 @@ def fork(cache: DynamicCache) -> DynamicCache:
     other = copy.copy(cache)
     other.layers = [copy.copy(layer) for layer in cache.layers]
     return other
+
+
+@contextmanager
+def attending(model: PreTrainedModel, function: Attend) -> Iterator[None]:
+    """Put a function in front of a model's attention kernel for the duration of a block.
+
+    Args:
+        model: A model whose family runs attention through the library's functions.
+        function: Takes what an :data:`Attend` takes and, as ``following``, the next function or the kernel. The function of an
+            inner block comes nearer to the kernel, so that a listener sees the queries and keys that a method made.
+    """
+    config = model.config.get_text_config()
+    stack = _functions.setdefault(id(config), [])
+    before = config._attn_implementation
+    if not stack:
+        # Without a mask function under the same name transformers would hand over no mask at all.
+        AttentionInterface.register(f"{_NAME}_{before}", _dispatch(before))
+        AttentionMaskInterface.register(f"{_NAME}_{before}", ALL_MASK_ATTENTION_FUNCTIONS[before])
+        model.set_attn_implementation(f"{_NAME}_{before}")
+    stack.append(function)
+    try:
+        yield
+    finally:
+        stack.pop()
+        if not stack:
+            del _functions[id(config)]
+            model.set_attn_implementation(before)
+
+
+def _dispatch(kernel_name: str) -> Attend:
+    def dispatch(module: Any, *args: Any, **settings: Any) -> Any:
+        eager = sys.modules[type(module).__module__].eager_attention_forward
+        kernel = ALL_ATTENTION_FUNCTIONS.get_interface(kernel_name, eager)
+        stack = _functions.get(id(module.config), [])
+
+        def call(index: int) -> Attend:
+            if index == len(stack):
+                return kernel
+            return lambda *a, **k: stack[index](*a, following=call(index + 1), **k)
+
+        return call(0)(module, *args, **settings)
+
+    return dispatch

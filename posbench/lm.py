@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -14,23 +13,18 @@ import torch.nn.functional as F
 from jinja2 import TemplateError
 from torch import Tensor, nn
 from transformers import (
-    AttentionInterface,
     GenerationConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 from transformers.integrations.sdpa_attention import repeat_kv
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from posbench import arch, paths
 from posbench.errors import UserError
-from posbench.hooks import fork, replaced
+from posbench.hooks import attending, fork, replaced
 from posbench.tasks.base import Truncation
 
 log = logging.getLogger(__name__)
-
-_ROWS = "posbench_last_row"
 
 CHAT_TEMPLATES = {file.stem: file for file in sorted((paths.PACKAGE / "templates" / "chat").glob("*.jinja"))}
 """Templates that checkpoints were trained with and do not carry themselves, by the name that ``model.chat_template`` takes."""
@@ -424,23 +418,16 @@ class LM:
 
     @contextmanager
     def _listening(self, weights: dict[int, Tensor]) -> Iterator[None]:
-        """Route attention through a function that computes the last row once more and then calls the kernel in use."""
-        before = arch.text_config(self.model)._attn_implementation
+        """Compute the last row once more in front of the kernel in use."""
 
-        def attend(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any) -> Any:
-            weights[module.layer_idx] = last_row(query, key, mask, **kwargs)
-            eager = sys.modules[type(module).__module__].eager_attention_forward
-            kernel = ALL_ATTENTION_FUNCTIONS.get_interface(before, eager)
-            return kernel(module, query, key, value, mask, **kwargs)
+        def attend(
+            module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, following: Any, **rest: Any
+        ) -> Any:
+            weights[module.layer_idx] = last_row(query, key, mask, **rest)
+            return following(module, query, key, value, mask, **rest)
 
-        AttentionInterface.register(_ROWS, attend)
-        # Without a mask function under the same name transformers would hand over no mask at all.
-        AttentionMaskInterface.register(_ROWS, ALL_MASK_ATTENTION_FUNCTIONS[before])
-        try:
-            self.model.set_attn_implementation(_ROWS)
+        with attending(self.model, attend):
             yield
-        finally:
-            self.model.set_attn_implementation(before)
 
     def _tokenizer(self) -> PreTrainedTokenizerBase:
         if self.tokenizer is None:

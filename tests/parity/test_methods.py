@@ -5,16 +5,35 @@ import torch
 import yaml
 
 import posbench
-from posbench import paths
+from posbench import arch, paths, rope
 from posbench.cli import _hydra
 from posbench.config import check, plain
+from posbench.errors import UserError
 from tests.models import BUILDERS, build
+
+GIVEN = {"layer_scaling": ["method.points=[[0,1.2],[1.5,1.8],[3,1.4]]"]}
+"""Parameters that no published or found block of the embedded model gives."""
+ROTATES = {"position_interpolation", "layer_scaling", "ms_poe", "moice", "attention_buckets"}
+BY_HAND, PLAIN = {"ms_poe", "moice"}, {"moice", "attention_buckets"}
+"""Methods of rotary embeddings; those that rotate in attention, and those that need a base."""
+
+
+def applies(name, lm) -> bool:
+    """Whether a method is meant for a model."""
+    kinds = getattr(rope.rotary_module(lm.model), "rope_type", "default")
+    return name not in ROTATES or (
+        (bool(rope.rotated_layers(lm.model)) and not (name in PLAIN and kinds != "default"))
+        and not (name in BY_HAND and not arch.family_of(lm.model).interface)
+    )
 
 
 def method(name: str):
     """The method as `posbench model=tiny method=<name>` builds it."""
     built = []
-    _hydra(["model=tiny", f"method={name}", "stages=[evaluate]"], lambda config: built.append(check(plain(config)).method()))
+    _hydra(
+        ["model=tiny", f"method={name}", "stages=[evaluate]", *GIVEN.get(name, [])],
+        lambda config: built.append(check(plain(config)).method()),
+    )
     return built[0]
 
 
@@ -28,6 +47,10 @@ def test_identity_and_restoration(name, family):
     mask = torch.ones_like(ids)
     mask[0, :9] = 0
     before = lm.logits(ids, mask)
+    if not applies(name, lm):
+        with pytest.raises(UserError, match=r"a model with|a family whose"), found.applied(lm):
+            pass
+        return
     attributes = {key: dict(vars(module)) for key, module in lm.model.named_modules()}
     with found.neutral().applied(lm):
         neutral = lm.logits(ids, mask)

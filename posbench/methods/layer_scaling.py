@@ -1,0 +1,82 @@
+"""One RoPE scale per layer (LPES): in layer h the rotary embedding sees position m / s_h."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal, Self
+
+from posbench import rope
+from posbench.curves import check_points, layer_scales
+from posbench.errors import UserError
+from posbench.methods.base import Method
+
+if TYPE_CHECKING:
+    from posbench.lm import LM
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerScaling(Method):
+    """Divide positions by a scale of each layer's own, read off a curve or given one by one; all heads of a layer share it.
+
+    Queries and keys are rotated with the same scale, in the prompt and in every later step; the cache holds rotated keys, and
+    nothing is computed twice. Scales of layers without RoPE have no effect.
+
+    Args:
+        points: Control points (x, y) of the curve, x in layers and strictly rising, y a scale; see :mod:`posbench.curves`.
+        curve: ``bezier``, ``linear`` or ``step``.
+        x: ``stretched`` (Eq. 6: layers are spread over the curve) or ``absolute`` (layer h stands at x = h).
+        scales: One scale for each layer instead of a curve.
+
+    Source: LPES, Section 3.2, Eq. 4-8.
+    """
+
+    points: tuple[tuple[float, float], ...] | None = None
+    curve: Literal["bezier", "linear", "step"] = "bezier"
+    x: Literal["stretched", "absolute"] = "stretched"
+    scales: tuple[float, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if (self.points is None) == (self.scales is None):
+            raise UserError(
+                field="method.points",
+                value=self.points,
+                allowed="control points, or method.scales with one scale per layer, and not both",
+                hint="find points: posbench stages=[search] search=genetic method=layer_scaling",
+            )
+
+    def layer_scales(self, layers: int) -> list[float]:
+        """The scale of each of the model's layers."""
+        if self.scales is not None:
+            return list(self.scales)
+        return layer_scales(self.curve, self.points or (), layers, self.x)
+
+    def check(self, lm: LM) -> None:
+        """See :meth:`Method.check`."""
+        rope.check(lm, "layer_scaling")
+        if self.points is not None:
+            check_points(self.points, lm.layers)
+            return
+        given = self.scales or ()
+        if len(given) != lm.layers or min(given) <= 0:
+            raise UserError(
+                field="method.scales",
+                value=list(given),
+                allowed=f"{lm.layers} numbers above 0, one for each layer of {lm.name}",
+                hint="set method.scales=null and give method.points",
+            )
+
+    def neutral(self) -> Self:
+        """Scale 1 in every layer."""
+        if self.scales is not None:
+            return replace(self, scales=(1.0,) * len(self.scales))
+        return replace(self, points=tuple((x, 1.0) for x, _ in self.points or ()))
+
+    @contextmanager
+    def applied(self, lm: LM) -> Iterator[LM]:
+        """See :meth:`Method.applied`."""
+        self.check(lm)
+        scales = self.layer_scales(lm.layers)
+        with rope.tables(lm.model, rope.scaled({layer: scales[layer] for layer in rope.rotated_layers(lm.model)})):
+            yield lm
