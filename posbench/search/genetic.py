@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -35,7 +36,7 @@ class GeneticSearch(Search):
     older candidate; the result is the best candidate ever scored.
 
     Args:
-        curve: ``bezier`` (paper), ``linear``, ``step`` (Table 6), or ``free``: one grid value per layer, the brute force of Table 7.
+        curve: ``bezier`` (paper), ``linear``, ``step`` (Table 6), or ``free``: a grid value per layer, the brute force of Table 7.
         points: Control points (paper 4: a cubic).
         x: ``stretched`` (Eq. 6) or ``absolute``; see :func:`posbench.curves.layer_scales`.
         constrained: Whether x must rise strictly along the points (Eq. 10); only a Bezier curve can do without.
@@ -90,7 +91,15 @@ class GeneticSearch(Search):
 
     def __post_init__(self) -> None:
         self._at_least(
-            points=1, population=2, parents=2, generations=0, mutations=0, crossovers=0, crossover_tries=1, patience=1, batch_size=1
+            points=1,
+            population=2,
+            parents=2,
+            generations=0,
+            mutations=0,
+            crossovers=0,
+            crossover_tries=1,
+            patience=1,
+            batch_size=1,
         )
         self._at_least(reach_x=0.0, reach_y=0.0)
         for name in ("step_x", "step_y", "low"):
@@ -112,10 +121,7 @@ class GeneticSearch(Search):
                 allowed=f"at most {self.population}, the population",
                 hint=f"set search.parents={self.population}",
             )
-        if min(self.weights) < 0 or abs(sum(self.weights) - 1) > 5e-3:
-            raise UserError(
-                field="search.weights", value=list(self.weights), allowed="three numbers from 0 up with sum 1", hint="the paper takes [0.2,0.3,0.5]"
-            )
+        check_weights(self.weights)
         if not self.constrained and self.curve in ("linear", "step"):
             raise UserError(
                 field="search.constrained", value=False, allowed=f"true with curve={self.curve}", hint="set search.curve=bezier"
@@ -195,13 +201,24 @@ class GeneticSearch(Search):
     def valid(self, genome: Genome) -> bool:
         """Whether x rises strictly along the points, where that is asked for."""
         xs = genome[::2]
-        return self.curve == "free" or not self.constrained or all(a < b for a, b in zip(xs, xs[1:], strict=False))
+        return self.curve == "free" or not self.constrained or all(a < b for a, b in pairwise(xs))
 
     def _places(self, layers: int) -> int:
         return int((layers - 1) / self.step_x + 1e-9)
 
     def _y(self, index: int) -> float:
         return round(self.low + index * self.step_y, 10)
+
+
+def check_weights(weights: Sequence[float]) -> None:
+    """Raise UserError unless they are shares; the paper itself prints three times 0.333."""
+    if min(weights) < 0 or abs(sum(weights) - 1) > 5e-3:
+        raise UserError(
+            field="search.weights",
+            value=list(weights),
+            allowed="three numbers from 0 up with sum 1",
+            hint="the paper takes [0.2,0.3,0.5]",
+        )
 
 
 @dataclass
@@ -337,7 +354,7 @@ class Evolution:
             families = []
             for _ in range(search.crossovers):
                 tries = (search.cross(self.parents, rng) for _ in range(search.crossover_tries))
-                families.append(next(filter(None, tries), None) or [self._mutant()])
+                families.append(next(filter(None, tries), []) or [self._mutant()])
             self._asked = families + [[self._mutant()] for _ in range(search.mutations)]
         return [[self.scales(genome) for genome in family] for family in self._asked]
 
