@@ -36,7 +36,7 @@ class GeneticSearch(Search):
     older candidate; the result is the best candidate ever scored.
 
     Args:
-        curve: ``bezier`` (paper), ``linear``, ``step`` (Table 6), or ``free``: a grid value per layer, the brute force of Table 7.
+        curve: ``bezier`` (paper), ``linear``, ``step`` (Table 6), or ``free``: a value per layer (brute force, Table 7).
         points: Control points (paper 4: a cubic).
         x: ``stretched`` (Eq. 6) or ``absolute``; see :func:`posbench.curves.layer_scales`.
         constrained: Whether x must rise strictly along the points (Eq. 10); only a Bezier curve can do without.

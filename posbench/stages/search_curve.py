@@ -247,8 +247,9 @@ def _curve(evolution: Evolution, winner: Genome) -> pd.DataFrame:
         rows += [("point", x, y) for x, y in points]
         if search.curve == "bezier":
             xs, ys = [x for x, _ in points], [y for _, y in points]
-            at = np.linspace(0, 1, SAMPLES).tolist()
-            rows += [("curve", curves.bernstein(xs, t), curves.bernstein(ys, t)) for t in at]
+            t = np.linspace(0, 1, SAMPLES)
+            drawn = zip(curves.bernstein(xs, t).tolist(), curves.bernstein(ys, t).tolist(), strict=True)
+            rows += [("curve", x, y) for x, y in drawn]
         else:
             at = np.linspace(points[0][0], points[-1][0], SAMPLES).tolist()
             rows += [("curve", x, y) for x, y in zip(at, curves.layer_scales(search.curve, points, SAMPLES), strict=True)]

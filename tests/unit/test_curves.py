@@ -17,10 +17,10 @@ def control_points(draw, least=1, most=6):
 
 
 def de_casteljau(points, t):
-    """The point of a Bezier curve by repeated halfway marks, no binomials."""
-    rows = np.array(points, dtype=float)
+    """Points of a Bezier curve, [T, 2], by repeated marks between neighbours, no binomials."""
+    rows = np.array(points, dtype=float)[:, None, :] * np.ones((1, len(t), 1))
     while len(rows) > 1:
-        rows = (1 - t) * rows[:-1] + t * rows[1:]
+        rows = (1 - t)[:, None] * rows[:-1] + t[:, None] * rows[1:]
     return rows[0]
 
 
@@ -39,7 +39,7 @@ def test_ends_range_and_constant(points, layers, curve):
 
 @given(control_points(least=2), st.integers(2, 40))
 def test_bezier_agrees_with_a_dense_de_casteljau_curve(points, layers):
-    curve = np.array([de_casteljau(points, t) for t in np.linspace(0, 1, 2001)])
+    curve = de_casteljau(points, np.linspace(0, 1, 2001))
     assert (np.diff(curve[:, 0]) > 0).all()  # x(t) rises, so that bisection finds the only t
     at = np.linspace(points[0][0], points[-1][0], layers)
     expected = np.interp(at, curve[:, 0], curve[:, 1])
