@@ -14,11 +14,11 @@ from omegaconf.errors import OmegaConfBaseException
 from posbench import sources
 from posbench.checkpoint import ModelConfig, with_blocks
 from posbench.errors import UserError
-from posbench.methods import Method, ScaleChannel
+from posbench.methods import Method
 from posbench.methods.composed import Composed, in_words_of_the_whole
 from posbench.reference import Reference
 from posbench.schema import build, required
-from posbench.search import ChannelSearch
+from posbench.search import Search
 from posbench.sources import Source
 from posbench.tasks import Task
 
@@ -125,7 +125,7 @@ class Config:
     method_name: str
     method_fields: dict[str, Any]
     pinned: frozenset[str]
-    search: ChannelSearch
+    search: Search
     runtime: Runtime
     stages: tuple[Stage, ...]
     experiment: Experiment | None
@@ -177,7 +177,7 @@ class Config:
         return build(cls, values, "method")
 
     def _where_from(self, cls: type[Method], name: str, key: str) -> str:
-        if not issubclass(cls, ScaleChannel):
+        if not serves(self.search, cls):
             return f"type method.{key}=..., or add the block {name} to the model's YAML"
         given = self.model.source == "given by the user"
         model = f"hf model.path={self.model.path}" if given else self.model.name
@@ -185,7 +185,7 @@ class Config:
 
     def trial(self) -> Method:
         """The method with legal stand-ins for what the search will find, so that everything else can be checked first."""
-        standin = {"channel": 0, "factor": 1.0, "layers": (0, 0)} if "search" in self.stages else {}
+        standin = self.search.finds if "search" in self.stages else {}
         return self.method({k: v for k, v in standin.items() if self.method_fields.get(k) is None})
 
 
@@ -232,10 +232,14 @@ def check(raw: dict[str, Any], typed: Sequence[str] = ()) -> Config:
     method_class, fields_ = target(raw["method"], Method, "method")
     name = fields_.pop("name", method_class.__name__.lower())
     stages = build(_Stages, {"stages": raw.get("stages")}, "").stages
-    if "search" in stages and not issubclass(method_class, ScaleChannel):
-        if "stages" in typed:
+    search = _instance(raw["search"], Search, "search")
+    if "search" in stages and not serves(search, method_class):
+        if "stages" in typed or "search" in typed:
             raise UserError(
-                field="stages", value=list(stages), allowed=f"no search for method {name}", hint="leave search out of stages"
+                field="stages" if "stages" in typed else "search",
+                value=list(stages) if "stages" in typed else type(search).__name__,
+                allowed=f"no search for method {name} by {type(search).__name__}, which finds parameters of {search.serves}",
+                hint="leave search out of stages, or take the search that serves the method: posbench ls searches",
             )
         stages = tuple(stage for stage in stages if stage != "search")
     pinned = frozenset(key.removeprefix("method.") for key in typed if key.startswith("method."))
@@ -246,7 +250,7 @@ def check(raw: dict[str, Any], typed: Sequence[str] = ()) -> Config:
         method_name=name,
         method_fields=fields_,
         pinned=pinned,
-        search=_instance(raw["search"], ChannelSearch, "search"),
+        search=search,
         runtime=build(Runtime, raw["runtime"], "runtime"),
         stages=stages,
         experiment=build(Experiment, raw["experiment"], "experiment") if raw.get("experiment") else None,
@@ -267,6 +271,11 @@ def check(raw: dict[str, Any], typed: Sequence[str] = ()) -> Config:
     if config.experiment and config.experiment.reference:
         config.experiment.reference.rows()
     return config
+
+
+def serves(search: Search, method_class: type[Method]) -> bool:
+    """Whether a search finds parameters of a method, or of the method that it extends."""
+    return any(cls.__name__ == search.serves for cls in method_class.__mro__)
 
 
 def needs(raw: Mapping[str, Any]) -> tuple[Source, ...]:

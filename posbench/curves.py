@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
+from itertools import pairwise
 from math import comb, isfinite
+
+import numpy as np
+from numpy.typing import NDArray
 
 from posbench.errors import UserError
 
 CURVES = ("bezier", "linear", "step")
 
 Points = Sequence[tuple[float, float]]
+Array = NDArray[np.float64]
 
 
 def layer_scales(curve: str, points: Points, layers: int, x: str = "stretched") -> list[float]:
@@ -19,7 +23,8 @@ def layer_scales(curve: str, points: Points, layers: int, x: str = "stretched") 
     Args:
         curve: ``bezier`` (degree n - 1), ``linear`` (straight lines between the points) or ``step`` (y of the last point that is
             not right of the layer).
-        points: n >= 1 control points (x, y): x in layers, y a factor. One point is a constant.
+        points: n >= 1 control points (x, y): x in layers, y a factor. One point is a constant. From left to right, but for an
+            unconstrained Bezier curve: it may turn back, and each layer then takes one of its crossings.
         layers: Number of layers L >= 1.
         x: ``stretched`` spreads the layers evenly from the first to the last point, so that shifting or stretching every x
             changes nothing; ``absolute`` takes layer h at x = h and holds the end values outside the points.
@@ -34,20 +39,18 @@ def layer_scales(curve: str, points: Points, layers: int, x: str = "stretched") 
     """
     if curve not in CURVES or x not in ("stretched", "absolute") or not points or layers < 1:
         raise ValueError(f"no curve {curve!r} with x={x!r} through {len(points)} points over {layers} layers")
+    if curve != "bezier":
+        points = sorted(points, key=lambda point: point[0])
     first, last = points[0][0], points[-1][0]
-    scales = []
-    for h in range(layers):
-        at = h / max(layers - 1, 1)
-        target = first + (last - first) * at if x == "stretched" else float(h)
-        # The ends are set, not computed: rounding must not move them.
-        if (h == 0 and x == "stretched") or (x == "absolute" and target <= first):
-            scales.append(float(points[0][1]))
-        elif (h == layers - 1 and x == "stretched") or (x == "absolute" and target >= last):
-            scales.append(float(points[-1][1]))
-        else:
-            scales.append(_value(curve, points, target))
+    h = np.arange(layers)
+    at = first + (last - first) * h / max(layers - 1, 1) if x == "stretched" else np.clip(h, first, last).astype(float)
+    scales = _values(curve, points, at)
+    # The ends are set, not computed: rounding must not move them.
+    begun, ended = (h == 0, (h == layers - 1) & (h > 0)) if x == "stretched" else (h <= first, h >= last)
+    scales[begun] = points[0][1]
+    scales[ended] = points[-1][1]
     low, high = min(y for _, y in points), max(y for _, y in points)
-    return [min(max(scale, low), high) for scale in scales]
+    return np.clip(scales, low, high).tolist()
 
 
 def check_points(points: Points, layers: int, field: str = "method.points") -> None:
@@ -66,7 +69,7 @@ def check_points(points: Points, layers: int, field: str = "method.points") -> N
     if not given or any(len(point) != 2 or not all(isfinite(v) for v in point) for point in given):
         raise UserError(field=field, value=given, allowed="at least one pair [x, y] of numbers", hint=hint)
     xs = [x for x, _ in given]
-    if any(a >= b for a, b in itertools.pairwise(xs)) or xs[0] < 0 or xs[-1] > layers - 1:
+    if any(a >= b for a, b in pairwise(xs)) or xs[0] < 0 or xs[-1] > layers - 1:
         raise UserError(
             field=field,
             value=given,
@@ -77,34 +80,33 @@ def check_points(points: Points, layers: int, field: str = "method.points") -> N
         raise UserError(field=field, value=given, allowed="y from 1 to 2", hint=hint)
 
 
-def bernstein(values: Sequence[float], t: float) -> float:
-    """One coordinate of a Bezier curve: sum over k of C(d, k) t^k (1 - t)^(d - k) values[k], with 0 <= t <= 1."""
-    d = len(values) - 1
-    return sum(comb(d, k) * t**k * (1 - t) ** (d - k) * value for k, value in enumerate(values))
+def bernstein(values: Sequence[float] | Array, t: Array) -> Array:
+    """One coordinate of a Bezier curve: sum over k of C(d, k) t^k (1 - t)^(d - k) values[k], for t in 0..1."""
+    d, power, total = len(values) - 1, np.ones_like(t), values[0] * np.ones_like(t)
+    # Horner's scheme in 1 - t: general powers of an array are slow, and bisection asks for thousands.
+    for k in range(1, d + 1):
+        power = power * t
+        total = total * (1 - t) + comb(d, k) * values[k] * power
+    return total
 
 
-def _value(curve: str, points: Points, target: float) -> float:
-    """y at x = ``target``, which lies between the first and the last x."""
-    xs, ys = [point[0] for point in points], [point[1] for point in points]
+def _values(curve: str, points: Points, at: Array) -> Array:
+    """y at every x of ``at``, which lie between the first and the last x."""
+    xs, ys = (np.array(values, dtype=float) for values in zip(*points, strict=True))
     if curve == "bezier":
-        return bernstein(ys, _parameter(xs, target))
-    right = next((k for k, x in enumerate(xs) if x > target), len(xs) - 1)
-    left = max(right - 1, 0) if xs[right] > target else right
-    if curve == "step" or left == right:
-        return float(ys[left])
-    share = (target - xs[left]) / (xs[right] - xs[left])
-    return ys[left] + share * (ys[right] - ys[left])
+        return bernstein(ys, _parameters(xs, at))
+    if curve == "linear":
+        return np.interp(at, xs, ys)
+    return ys[np.searchsorted(xs, at, side="right") - 1]
 
 
-def _parameter(xs: Sequence[float], target: float) -> float:
-    """t with x(t) = ``target``, by bisection: x(t) rises where the control points do (Appendix D)."""
-    low, high = 0.0, 1.0
+def _parameters(xs: Array, at: Array) -> Array:
+    """t with x(t) = each of ``at``, by bisection: x(t) rises where the control points do (Appendix D)."""
+    low, high = np.zeros(len(at)), np.ones(len(at))
     falling = xs[-1] < xs[0]
-    # 60 halvings leave less than the spacing of doubles near 1.
-    for _ in range(60):
+    # 52 halvings leave the spacing of doubles near 1.
+    for _ in range(52):
         middle = (low + high) / 2
-        if (bernstein(xs, middle) < target) != falling:
-            low = middle
-        else:
-            high = middle
+        right = (bernstein(xs, middle) < at) != falling
+        low, high = np.where(right, middle, low), np.where(right, high, middle)
     return (low + high) / 2

@@ -16,6 +16,7 @@ from transformers import (
     GenerationConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
+    StoppingCriteriaList,
 )
 from transformers.integrations.sdpa_attention import repeat_kv
 
@@ -256,11 +257,12 @@ class LM:
             eos_token_id=[*(ends if isinstance(ends, list) else [] if ends is None else [ends]), *single.values()] or None,
             pad_token_id=self._pad_id(),
             repetition_penalty=repetition_penalty if repetition_penalty != 1 else None,
-            stop_strings=texts_of_several or None,
         )
         replies = [""] * len(encoded)
         for batch in batches([len(row) for row in encoded], batch_size):
-            for index, reply in zip(batch, self._generate_batch([encoded[i] for i in batch], settings), strict=True):
+            for index, reply in zip(
+                batch, self._generate_batch([encoded[i] for i in batch], settings, texts_of_several), strict=True
+            ):
                 for text in texts_of_several:
                     reply = reply.split(text, 1)[0]
                 for text in single:
@@ -268,12 +270,20 @@ class LM:
                 replies[index] = reply
         return replies
 
-    def _generate_batch(self, rows: list[list[int]], settings: GenerationConfig) -> list[str]:
+    def _generate_batch(self, rows: list[list[int]], settings: GenerationConfig, stop: Sequence[str]) -> list[str]:
         tokenizer, inputs = self._tokenizer(), self.pad(rows)
         inputs.pop("position_ids")
+        width = inputs["input_ids"].shape[1]
+
+        def said(ids: Tensor, scores: Tensor, **_: Any) -> Tensor:
+            replies = tokenizer.batch_decode(ids[:, width:])
+            return torch.tensor([any(text in reply for text in stop) for reply in replies], device=ids.device)
+
+        # The library's own stop_strings fails on tokenizers that do not spell every text.
+        criteria = StoppingCriteriaList([said] if stop else [])
         with replaced(self.model, "generation_config", settings):
-            out = self.model.generate(**inputs, **({"tokenizer": tokenizer} if settings.stop_strings else {}))
-        new = out[:, inputs["input_ids"].shape[1] :]
+            out = self.model.generate(**inputs, stopping_criteria=criteria)
+        new = out[:, width:]
         return [str(text) for text in tokenizer.batch_decode(new, skip_special_tokens=True)]
 
     @torch.inference_mode()

@@ -18,13 +18,14 @@ class Reference:
     Attributes:
         file: CSV in ``experiments/reference`` with columns model, method, task, position, metric, value.
         paper_task: Value of its task column.
-        task: Our name of that task.
+        task: Our name of that task; ``task/subset`` for one data set of a benchmark, whose rows then have its name as position.
         further_tasks: Further tasks of the same table, paper's name -> ours.
         source: Paper and table, for the report.
         models: Paper's model name -> ours; rows of other models keep the paper's name.
         methods: Paper's method name -> ours; rows of other methods are left out.
         positions: Paper's position label -> ours (``all`` for the average); others stay as printed.
         metrics: Paper's metric -> ours; values in percent become shares.
+        percent: Whether values are in percent although the metric's name does not say ``(%)``.
         setting: Task fields that must have these values for the numbers to be comparable.
     """
 
@@ -38,6 +39,7 @@ class Reference:
     positions: dict[str, str] = field(default_factory=dict)
     metrics: dict[str, str] = field(default_factory=lambda: {"accuracy(%)": "accuracy"})
     setting: dict[str, Any] = field(default_factory=dict)
+    percent: bool = False
 
     def rows(self) -> list[dict[str, Any]]:
         """The paper's rows in our names, values in 0..1.
@@ -72,14 +74,16 @@ class Reference:
                     allowed=", ".join(dict.fromkeys(table[column])),
                     hint=f"write it as {self.file} does",
                 )
+        table["position"] = table["position"].fillna("all")
+        placed = {paper: ours.partition("/") for paper, ours in tasks.items()}
         return [
             {
                 "model": self.models.get(row["model"], row["model"]),
                 "method": self.methods[row["method"]],
-                "task": tasks[row["task"]],
-                "position": self.positions.get(row["position"], row["position"]),
+                "task": placed[row["task"]][0],
+                "position": placed[row["task"]][2] or self.positions.get(row["position"], row["position"]),
                 "metric": self.metrics[row["metric"]],
-                "value": float(row["value"]) / (100 if row["metric"].endswith("(%)") else 1),
+                "value": float(row["value"]) / (100 if self.percent or row["metric"].endswith("(%)") else 1),
                 "source": self.source,
             }
             for row in table.to_dict("records")

@@ -28,6 +28,7 @@ NEEDED = {
     "metrics": METRICS,
     "summary": METRICS,
     "subsets": SUBSET_COLUMNS,
+    "subsets_summary": SUBSET_COLUMNS,
     "attention": ATTENTION,
     "attention_summary": ATTENTION,
     "search": (*SEARCH, "selected"),
@@ -79,7 +80,7 @@ def render_run(folder: Path) -> Path:
         if positions:
             caption = f"{what.capitalize()} over the position of the answer. Bands: 95 % intervals."
             sections[-1].figures.append(_figure(folder, "accuracy", plots.accuracy_by_position(metrics), caption))
-        sections += _experiment(folder, metrics)
+        sections += _experiment(folder, tables.with_subsets(metrics, subsets))
         others = tables.other_scores(metrics)
         if len(others):
             header, rows = tables.subset_table(others)
@@ -143,7 +144,7 @@ def render_sweep(folder: Path) -> Path:
         UserError: The folder or summary.csv is missing, or a file cannot be read.
     """
     _check_folder(folder, "a sweep folder (it holds summary.csv)", ("summary.csv",))
-    summary, attention = read_csv(folder / "summary.csv"), read_csv(folder / "attention_summary.csv")
+    summary, attention, subsets = (read_csv(folder / f"{n}.csv") for n in ("summary", "attention_summary", "subsets_summary"))
     if summary is None:
         raise UserError(field="summary.csv", value="no row", allowed="rows of at least one run", hint="run the sweep first")
     accuracy = overall(summary[summary["method"] != UNMODIFIED])
@@ -158,7 +159,7 @@ def render_sweep(folder: Path) -> Path:
         caption = "Attention of the last prompt token to the item with the answer over its position, for each setting."
         figures.append(_figure(folder, "attention", sweep_plots.attention_sweep(attention, axes), caption))
     text = "Score over all positions in % with its 95 % interval; difference from the unmodified model in points."
-    sections = [Section("Settings", text, header, rows, figures), *_experiment(folder, summary)]
+    sections = [Section("Settings", text, header, rows, figures), *_experiment(folder, tables.with_subsets(summary, subsets))]
     return _write(folder, _html(folder.name, sentence, "", sections))
 
 

@@ -90,7 +90,8 @@ def execute(config: Config, *, command: str, console: Console) -> Path:
             run.lm = lm
         try:
             for stage in config.stages:
-                importlib.import_module(f"posbench.stages.{stage}").run(run)
+                module = config.search.stage if stage == "search" else stage
+                importlib.import_module(f"posbench.stages.{module}").run(run)
                 out.mark(stage, done=True)
         except BaseException as error:
             out.finish("incomplete" if isinstance(error, IncompleteRun) else "failed", f"{type(error).__name__}: {error}")
@@ -117,7 +118,7 @@ def preflight(config: Config, console: Console) -> LM | None:
     config.trial().check(lm)
     task = config.task
     if "search" in config.stages:
-        importlib.import_module("posbench.stages.search").check(config, lm)
+        importlib.import_module(f"posbench.stages.{config.search.stage}").check(config, lm)
         longest = max(task.examples("calibration"), key=lambda e: len(e.prompt))
         lm.encode(longest.prompt)
     if {"intervene", "evaluate"} & set(config.stages):

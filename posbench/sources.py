@@ -294,7 +294,7 @@ def _refused(source: Source, error: Exception) -> UserError:
         "path": "a file on this machine",
     }["model" if source.files == CHECKPOINT else source.kind]
     field, value, reason = source.field, source.id, (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
-    own = f"set {field}=DIR to a local checkpoint" if source.files == CHECKPOINT else f"check {field}"
+    own = f"set {field}=DIR to a local checkpoint" if source.files == CHECKPOINT else f"set {field} to a copy on this machine"
     page = f"https://huggingface.co/{'datasets/' if source.kind == 'dataset' else ''}{source.id}"
     if isinstance(error, GatedRepoError):
         hint = f"accept its licence at {page}, then `hf auth login` (or set HF_TOKEN)"

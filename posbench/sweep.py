@@ -40,7 +40,9 @@ def summarise(jobs: Sequence[dict[str, Any]], console: Console) -> Path | None:
     name = "_".join(a.replace(".", "-").replace("/", "-") for a in varied) or "runs"
     folder = first.parent / f"sweep__{name}__{digest([str(p) for _, p in finished])}"
     (folder / "figures").mkdir(parents=True, exist_ok=True)
-    for file, out in (("metrics.csv", "summary.csv"), ("attention.csv", "attention_summary.csv")):
+    for file, out in (
+        ("metrics.csv", "summary.csv"), ("attention.csv", "attention_summary.csv"), ("subsets.csv", "subsets_summary.csv")
+    ):  # fmt: skip
         frames = [_labelled(path / file, _label(path), setting, axes) for setting, path in finished if (path / file).is_file()]
         if frames:
             write_csv(folder / out, pd.concat(frames, ignore_index=True))
@@ -55,7 +57,7 @@ def summarise(jobs: Sequence[dict[str, Any]], console: Console) -> Path | None:
                 table.add_row(*map(tables.short, row[:-1]))
             console.print(table)
             console.print(sentence)
-            show_reference(summary, folder, console)
+            show_reference(tables.with_subsets(summary, report.read_csv(folder / "subsets_summary.csv")), folder, console)
         console.print(f"sweep: {report.render_sweep(folder)}", soft_wrap=True)
     return folder
 

@@ -223,6 +223,14 @@ def reference_table(metrics: pd.DataFrame, reference: list[dict[str, Any]]) -> t
     return header, rows
 
 
+def with_subsets(metrics: pd.DataFrame, subsets: pd.DataFrame | None) -> pd.DataFrame:
+    """metrics.csv rows and, with their name as position, those of subsets.csv: what a paper's table is compared with."""
+    if subsets is None:
+        return metrics
+    named = subsets[subsets["subset"] != "all"].rename(columns={"subset": "position"}).drop(columns="kind")
+    return pd.concat([metrics, named.assign(depth=np.nan)], ignore_index=True)
+
+
 def compare_with_reference(metrics: pd.DataFrame, reference: list[dict[str, Any]]) -> pd.DataFrame:
     """Put a paper's numbers beside ours.
 

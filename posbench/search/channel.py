@@ -1,13 +1,14 @@
 """Which channel, factor and layers: candidates to try, and the choice among their losses (Yu et al. 2025, Algorithm 1)."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 
 from posbench.errors import UserError
 from posbench.search import statistics
+from posbench.search.base import Search
 from posbench.search.statistics import Array, ChannelStatistics
 
 
@@ -21,7 +22,7 @@ class Candidate:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ChannelSearch:
+class ChannelSearch(Search):
     """The channel search. The fields are the keys of ``conf/search/*.yaml``.
 
     Args:
@@ -45,6 +46,10 @@ class ChannelSearch:
         seed: Seed of the random strings.
     """
 
+    serves: ClassVar[str] = "ScaleChannel"
+    finds: ClassVar[Mapping[str, Any]] = {"channel": 0, "factor": 1.0, "layers": (0, 0)}
+    stage: ClassVar[str] = "search"
+
     candidates: Literal["monotone", "all"] = "monotone"
     variant: Literal["paper", "official"] = "paper"
     site: Literal["attention_input", "residual"] = "attention_input"
@@ -62,13 +67,7 @@ class ChannelSearch:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        lowest = dict.fromkeys(("strings", "length", "window", "top_k", "batch_size", "layer_step"), 1) | {"skip": 0}
-        for name, low in lowest.items():
-            value = getattr(self, name)
-            if value is not None and value < low:
-                raise UserError(
-                    field=f"search.{name}", value=value, allowed=f"a whole number from {low} up", hint=f"set search.{name}={low}"
-                )
+        self._at_least(strings=1, length=1, window=1, top_k=1, batch_size=1, layer_step=1, skip=0)
         if not self.factors:
             raise UserError(
                 field="search.factors", value=[], allowed="at least one factor", hint="the paper tries [0.5,0,-0.5,-1]"

@@ -19,7 +19,7 @@ from posbench.config import Config
 from posbench.lm import LM, Encoded
 from posbench.methods import Method, Unmodified
 from posbench.methods.composed import Composed
-from posbench.record import Row, RunDir, digest
+from posbench.record import Row, RunDir, digest, write_bytes
 from posbench.tasks import Example, Task
 from posbench.tasks.base import Split
 
@@ -201,6 +201,28 @@ def _fitting(
     # Only behind the handler are the tensors of the failed forward free.
     torch.cuda.empty_cache()
     return None
+
+
+def search_once(run: Run, key: str, files: Sequence[str], work: Callable[[], None]) -> None:
+    """Search, unless another run of this version did so under the same key: then its files are copied.
+
+    Args:
+        run: The run.
+        key: What the result depends on; marks the stage.
+        files: What the search leaves; one that the other run lacks is left out.
+        work: The search, which writes them.
+    """
+    if run.out.stage("search").get("done"):
+        return
+    other = run.out.sibling_with("search", key)
+    if other is None:
+        work()
+        run.out.mark("search", key=key, done=True)
+        return
+    for name in files:
+        if (other.path / name).is_file():
+            write_bytes(run.out.path / name, (other.path / name).read_bytes())
+    run.out.mark("search", key=key, done=True, copied_from=other.path.name)
 
 
 def share_unmodified(run: Run, file: str, *settings: Any) -> str:

@@ -54,7 +54,7 @@ def show(folder: Path, console: Console) -> None:
             console.print(f"as applied: {tables.applied(method)}")
         if report.shortened(folder):
             console.print(report.shortened(folder))
-        show_reference(metrics, folder, console)
+        show_reference(tables.with_subsets(metrics, subsets), folder, console)
     page = folder / "report.html"
     console.print(f"report: {page}" if page.is_file() else f"run: {folder}", soft_wrap=True)
 

@@ -27,7 +27,7 @@ from posbench.methods.scale_channel import check_layers, prefill
 from posbench.record import Row, digest, write_bytes, write_csv, write_text
 from posbench.search import Candidate, ChannelSearch, statistics
 from posbench.search.statistics import Array, ChannelStatistics
-from posbench.stages.base import Run, complete
+from posbench.stages.base import Run, complete, search_once
 from posbench.tasks import Example
 
 LOSSES = "search.jsonl"
@@ -46,15 +46,7 @@ def run(run: Run) -> None:
             "channel": _typed_channel(run.config),
         }
     )
-    other = None if run.out.stage("search").get("done") else run.out.sibling_with("search", key)
-    if other:
-        for name in RESULTS:
-            if (other.path / name).is_file():
-                write_bytes(run.out.path / name, (other.path / name).read_bytes())
-        run.out.mark("search", key=key, done=True, copied_from=other.path.name)
-    elif not run.out.stage("search").get("done"):
-        _search(run)
-        run.out.mark("search", key=key, done=True)
+    search_once(run, key, RESULTS, lambda: _search(run))
     block = yaml.safe_load((run.out.path / "found.yaml").read_text())["scale_channel"]
     run.found = {name: block[name] for name in ("channel", "factor", "layers")}
     text = (
@@ -76,7 +68,7 @@ def check(config: Config, lm: LM) -> None:
     Raises:
         UserError: A length or a layer range does not fit.
     """
-    search = config.search
+    search = _settings(config)
     low = 301 if search.variant == "official" else search.window + search.skip + 7
     if not low <= search.length <= lm.context_window:
         why = "variant=official skips 300 positions" if search.variant == "official" else "search.window + search.skip + 7"
@@ -98,13 +90,18 @@ def check(config: Config, lm: LM) -> None:
         check_layers(lm, "search.layers", search.layers)
 
 
+def _settings(config: Config) -> ChannelSearch:
+    assert isinstance(config.search, ChannelSearch)
+    return config.search
+
+
 def _ranges(run: Run) -> list[tuple[int, int]]:
     typed = run.config.method_fields.get("layers") if "layers" in run.config.pinned else None
     if typed:
         return [tuple(typed)]
     block = run.config.model.scale_channel or {}
     published = tuple(block["layers"]) if block.get("layers") else None
-    return run.config.search.layer_ranges(run.lm.layers, published)  # type: ignore[arg-type]
+    return _settings(run.config).layer_ranges(run.lm.layers, published)  # type: ignore[arg-type]
 
 
 def _typed_channel(config: Config) -> int | None:
@@ -113,7 +110,7 @@ def _typed_channel(config: Config) -> int | None:
 
 
 def _search(run: Run) -> None:
-    search, lm = run.config.search, run.lm
+    search, lm = _settings(run.config), run.lm
     averages = average_states(lm, search, run)
     found = search.statistics(averages)
     candidates = search.ask(found, _ranges(run), _typed_channel(run.config))
@@ -193,7 +190,7 @@ def _curves(averages: dict[str, Array], channel: int, search: ChannelSearch) -> 
 
 def _block(run: Run, winner: Candidate | None, loss: float, unmodified: float, n: int) -> str:
     """The model YAML block to paste, with where it comes from."""
-    search = run.config.search
+    search = _settings(run.config)
     block = {
         "channel": winner.channel if winner else None,
         "factor": winner.factor if winner else None,

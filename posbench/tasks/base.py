@@ -98,6 +98,11 @@ class Task(ABC):
         return None
 
     @property
+    def calibration_items(self) -> int | None:
+        """Items per calibration prompt, in a task with a field ``calibration_positions``."""
+        return None
+
+    @property
     def chance(self) -> float | None:
         """Score of a guess, where that means something."""
         return None

@@ -84,6 +84,7 @@ class KVRetrieval(Task):
     calibration_examples: int = 100
     calibration_pairs: int = 50
     calibration_path: str | None = None
+    calibration_positions: tuple[int | str, ...] | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -99,6 +100,7 @@ class KVRetrieval(Task):
                 "pairs", self.pairs, f"at most {SIZES[-1]} with path=official", f"set task.pairs={SIZES[-1]}, or task.path=null"
             )
         gold_indices("positions", self.positions, "pairs", self.pairs)
+        self._calibration_indices()
 
     @property
     def gold_positions(self) -> list[int]:
@@ -109,6 +111,11 @@ class KVRetrieval(Task):
     def items(self) -> int:
         """Pairs per prompt."""
         return self.pairs
+
+    @property
+    def calibration_items(self) -> int:
+        """Pairs per calibration prompt."""
+        return self.calibration_pairs
 
     @property
     def chance(self) -> float:
@@ -153,9 +160,16 @@ class KVRetrieval(Task):
 
     def _calibration(self) -> Iterator[Example]:
         inner = list(range(1, self.calibration_pairs - 1)) or [0, 1]
+        given = self._calibration_indices()
         for number in range(self.calibration_examples):
-            position = inner[number * len(inner) // self.calibration_examples % len(inner)]
+            spread = inner[number * len(inner) // self.calibration_examples % len(inner)]
+            position = given[number % len(given)] if given else spread
             yield self._draw(f"c{number}", f"{self.seed}/calibration/{number}", self.calibration_pairs, position)
+
+    def _calibration_indices(self) -> list[int]:
+        if self.calibration_positions is None:
+            return []
+        return gold_indices("calibration_positions", self.calibration_positions, "calibration_pairs", self.calibration_pairs)
 
     def _draw(self, name: str, stream: str, pairs: int, position: int) -> Example:
         rng = random.Random(f"posbench kv_retrieval {stream}")

@@ -142,6 +142,11 @@ class NQMultiDoc(Task):
         """Documents per prompt."""
         return self.documents
 
+    @property
+    def calibration_items(self) -> int:
+        """Documents per prompt."""
+        return self.documents
+
     def files(self) -> tuple[Source, ...]:
         """The given file, or the official one with the least documents that are enough."""
         if self.path:

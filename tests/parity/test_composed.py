@@ -219,7 +219,7 @@ def test_a_search_path_that_was_given_is_kept(tmp_path):
         (["method=[]"], "different ones of"),
         (["method=[none,scale_channel]", "method.factor=0"], "name the part"),
         (["method=[none,scale_channel]", "method.parts.scale_channel.factr=0"], "did you mean method.parts.scale_channel.factor"),
-        (["method=[none,layer_scaling]"], "method.parts.layer_scaling.points = None"),
+        (["method=[none,layer_scaling]", "method.parts.layer_scaling.points=null"], "method.parts.layer_scaling.points = None"),
         (["method=[none,scale_channel]", "method.parts.scale_channel.last=0.5"], "method.parts.scale_channel.last = 0.5"),
     ],
     ids=lambda case: case[-1] if isinstance(case, list) else None,

@@ -170,6 +170,12 @@ def test_stop_texts_and_shortest_replies() -> None:
     assert longer and longer[0] != full[0][0]
 
 
+def test_a_stop_text_that_the_tokenizer_cannot_spell_never_comes(tiny: LM) -> None:
+    rows = [tiny.encode(e.prompt).ids for e in KVRetrieval(pairs=8, positions=(0, 7), examples_per_position=1, prompt="compact",
+                                                           records="words").examples("evaluation")]  # fmt: skip
+    assert tiny.generate(rows, max_new_tokens=3, stop=["\n", "Question:"]) == tiny.generate(rows, max_new_tokens=3)
+
+
 def test_the_checkpoints_own_generation_settings_are_not_consulted(tiny: LM) -> None:
     prompt = KVRetrieval(pairs=8, positions=(0,), examples_per_position=1, prompt="compact", records="words").examples(
         "evaluation"
