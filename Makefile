@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 OLDEST := $(VENV)-oldest
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-fast test-versions lint format tiny tiny-seeds figure figures docs bench throughput scorers rope-curves precision wheel clean
+.PHONY: help setup run test test-fast test-versions lint format tiny tiny-seeds figure figures docs bench throughput scorers rope-curves bucket-search precision wheel clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-13s %s\n", $$1, $$2}'
@@ -73,6 +73,9 @@ scorers: setup ## every scorer on real model outputs with official scores: make 
 
 rope-curves: setup ## what a RoPE scale does to decay, waves and attention (LPES, Figures 3-5), in outputs/rope_curves
 	$(BIN)/python -m posbench.studies.rope_curves $(ARGS)
+
+bucket-search: setup ## bases for Attention Buckets from attention waves, in outputs/bucket_search
+	$(BIN)/python -m posbench.studies.bucket_search $(ARGS)
 
 precision: setup ## rounding errors and batch-size drift per method, written to docs/precision.md
 	$(BIN)/python -m posbench.studies.precision --out docs/precision.md $(ARGS)
