@@ -25,6 +25,8 @@ from posbench.tasks import KVRetrieval
 
 GROUPS = ("model", "task", "method", "search", "runtime")
 CONSTANTS = ["method.channel=3", "method.factor=0.5", "method.layers=[1,2]"]
+GIVEN = {"scale_channel": CONSTANTS, "layer_scaling": ["method.scales=[1.5]"]}
+"""Parameters without a default, by method."""
 
 
 def _composed(*overrides: str) -> DictConfig:
@@ -46,7 +48,7 @@ def test_every_combination_composes(model: str) -> None:
     triples += product(["kv_retrieval"], methods, searches) if model in ("tiny", "hf") else []
     for task, method, search in triples:
         names = [f"model={model}", f"task={task}", f"method={method}", f"search={search}"]
-        checked = _checked(*names, *path, *([] if method == "none" else CONSTANTS))
+        checked = _checked(*names, *path, *GIVEN.get(method, []))
         assert checked.model.name == model and checked.method_name == method and checked.task.name == task
         assert checked.raw["model"] == plain(_composed(*names, *path))["model"]
 
