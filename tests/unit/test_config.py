@@ -25,7 +25,7 @@ from posbench.tasks import KVRetrieval
 
 GROUPS = ("model", "task", "method", "search", "runtime")
 CONSTANTS = ["method.channel=3", "method.factor=0.5", "method.layers=[1,2]"]
-GIVEN = {"scale_channel": CONSTANTS, "layer_scaling": ["method.scales=[1.5]"]}
+GIVEN = {"scale_channel": CONSTANTS, "layer_scaling": ["method.points=[[0,1.5]]", "method.scales=null"]}
 """Parameters without a default, by method."""
 
 
