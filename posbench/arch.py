@@ -274,7 +274,9 @@ def rotate(model: PreTrainedModel, layer: int, x: Tensor, rotary: tuple[Tensor, 
     apply = sys.modules[type(attention).__module__].apply_rotary_pos_emb
     # Some families rotate the first coordinates of each head only.
     turned, rest = x[..., : rotary[0].shape[-1]], x[..., rotary[0].shape[-1] :]
-    return torch.cat([apply(turned, turned, *rotary)[1], rest], dim=-1)
+    # The functions rotate queries and keys: no queries here.
+    turned = apply(turned[:, :0], turned, *rotary)[1]
+    return torch.cat([turned, rest], dim=-1) if rest.shape[-1] else turned
 
 
 def _heads(model: PreTrainedModel, layer: int) -> tuple[int, int]:

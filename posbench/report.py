@@ -13,7 +13,7 @@ import jinja2
 import pandas as pd
 from matplotlib.figure import Figure
 
-from posbench import paths, plots, sweep_plots, tables
+from posbench import curve_plots, paths, plots, sweep_plots, tables
 from posbench.errors import UserError
 from posbench.metrics import COLUMNS as METRICS
 from posbench.metrics import SUBSET_COLUMNS
@@ -33,6 +33,10 @@ NEEDED = {
     "attention_summary": ATTENTION,
     "search": (*SEARCH, "selected"),
     "channels": ("channel", "site", "layer", "position", "value", "sliding_mean"),
+    "generations": ("generation", "best", "mean", "worst", "evaluations", "candidates", "unmodified"),
+    "curve": ("part", "x", "y"),
+    "search (scales)": ("fitness", "beginning", "middle", "end", "scored", "complete", "unmodified", "selected"),
+    "search (epochs)": ("epoch", "loss"),
 }
 
 
@@ -101,7 +105,12 @@ def render_run(folder: Path) -> Path:
         sections.append(
             Section("Attention", figures=[_figure(folder, "attention", plots.attention_by_position(attention), caption)])
         )
-    if search is not None:
+    if search is not None and "fitness" in search:
+        sections.append(_curve_search(folder, search))
+    elif search is not None and "epoch" in search:
+        header, rows = list(search), [[f"{value:.4g}" for value in row] for row in search.itertuples(index=False)]
+        sections.append(Section("Search", "Mean loss and the scales at the end of every epoch.", header, rows, folded=True))
+    elif search is not None:
         sections.append(_search(folder, search))
     if channels is not None:
         caption = (
@@ -216,6 +225,37 @@ def _search(folder: Path, search: pd.DataFrame) -> Section:
     return Section("Search", text, header, rows, [figure])
 
 
+def _curve_search(folder: Path, search: pd.DataFrame) -> Section:
+    """The genetic search for one scale per layer: its best candidates, its course and its curve."""
+    scales = [column for column in search if column.startswith("scale_")]
+    best, full = search[search["complete"]].head(10), len(search) * int(search["scored"].max())
+    text = (
+        f"The ten best of {len(search)} candidates, accuracy in %. {int(search['scored'].sum())} of {full} answers were asked "
+        "for: a candidate that can no longer become a parent is given up."
+    )
+    header = ["scales", "fitness", "beginning", "middle", "end", ""]
+    rows = [
+        [
+            ", ".join(f"{row[column]:.2f}" for column in scales),
+            *(f"{100 * row[column]:.1f}" for column in header[1:5]),
+            "selected" if row["selected"] else "unmodified" if row["unmodified"] else "",
+        ]
+        for _, row in best.iterrows()
+    ]
+    section = Section("Search", text, header, rows)
+    generations, curve = read_csv(folder / "generations.csv"), read_csv(folder / "curve.csv")
+    if generations is not None:
+        caption = "Fitness of the best candidate and of the parents on average, generation by generation."
+        section.figures.append(_figure(folder, "convergence", curve_plots.convergence(generations), caption))
+    if curve is not None:
+        caption = (
+            "Left: control points and curve. Middle: the scale of every layer. Right: accuracy on the calibration questions "
+            "with the answer at the beginning, in the middle and at the end, and their weighted mean, the fitness."
+        )
+        section.figures.append(_figure(folder, "curve", curve_plots.curve(curve, search), caption))
+    return section
+
+
 def _origin(folder: Path, provenance: Mapping[str, Any]) -> list[Section]:
     """Config, how to repeat the run, and where it was made."""
     sections = []
@@ -281,8 +321,10 @@ def read_csv(path: Path) -> pd.DataFrame | None:
         twice = [c.removesuffix(".1") for c in names if c.endswith(".1") and c.removesuffix(".1") in names]
         return frame.rename(columns={c: f"{c} (swept)" for c in twice} | {f"{c}.1": c for c in twice})
 
-    needed = NEEDED[path.stem]
-    frame = _read(path, parse, f"a CSV with {', '.join(needed)}")
+    frame = _read(path, parse, f"a CSV with {', '.join(NEEDED[path.stem])}")
+    # The searches for scales leave other columns than the search for a channel.
+    kinds = {"fitness": "search (scales)", "epoch": "search (epochs)"} if path.stem == "search" and frame is not None else {}
+    needed = NEEDED[next((name for column, name in kinds.items() if column in frame), path.stem)]
     if frame is not None and not set(needed) <= set(frame):
         missing = ValueError(f"columns missing: {', '.join(c for c in needed if c not in frame)}")
         raise _unreadable(path, missing, f"a CSV with {', '.join(needed)}")

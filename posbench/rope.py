@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.integrations.sdpa_attention import repeat_kv
 
 from posbench import arch
 from posbench.errors import UserError
 from posbench.hooks import Attend, attending, replaced
+from posbench.lm import last_row
 
 if TYPE_CHECKING:
     from posbench.lm import LM
@@ -22,6 +24,8 @@ Table = tuple[Tensor, Tensor]
 """cos and sin, each [B, T, r] with r the rotated coordinates of a head."""
 
 _POSITIONS = "posbench_positions"
+_MEMORY = "posbench_memory"
+_BUSY = "posbench_rotates"
 
 
 @dataclass(frozen=True)
@@ -114,7 +118,7 @@ def check(lm: LM, method: str, *, plain: bool = False, by_hand: bool = False) ->
         by_hand: Whether it rotates in attention, which has to run through the library's attention functions.
 
     Raises:
-        UserError: The model has no rotary embedding (ALiBi, NoPE), or not of the kind that is needed.
+        UserError: The model has no rotary embedding (ALiBi, NoPE), or not of the kind that is needed, or another method rotates.
     """
     family, module = arch.family_of(lm.model), rotary_module(lm.model)
 
@@ -125,6 +129,10 @@ def check(lm: LM, method: str, *, plain: bool = False, by_hand: bool = False) ->
         refuse(f"a model with rotary position embedding (RoPE); {lm.name} ({family.name}) has none")
     if plain and getattr(module, "rope_type", "default") != "default":
         refuse(f"a model with plain RoPE; that of {lm.name} is {getattr(module, 'rope_type', None)}")
+    applied = getattr(module, _BUSY, None)
+    # One that rotates by hand would rotate what the other has rotated.
+    if applied == "by hand":
+        refuse("no method of rotary embeddings inside one that rotates head by head (ms_poe, moice): put that one last")
     if by_hand and not family.interface:
         refuse(f"a family whose attention runs through the library's attention functions; {family.name} does not")
 
@@ -163,6 +171,7 @@ def tables(
     made: dict[tuple[int, Any], tuple[Call, _Tables]] = {}
     with ExitStack() as stack:
         call_of = stack.enter_context(calls_of(model))
+        stack.enter_context(replaced(rotary_module(model), _BUSY, "tables"))
 
         def hook_of(layer: int, change: Callable[[Call], Call]) -> Callable[..., Any]:
             def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
@@ -213,12 +222,15 @@ class HandRotation:
     Attributes:
         layer: The layer.
         query: Un-rotated queries of the new tokens, [B, H, T, d].
-        key: Un-rotated keys of all tokens that the layer holds, one per query head, [B, H, S, d].
+        key: Un-rotated keys of all tokens that the layer holds, [B, G, S, d].
         query_positions: [B, T].
         key_positions: [B, S].
-        mask: The kernel's mask; see :data:`posbench.hooks.Attend`.
         call: The evaluation of the rotary embedding, for tables at any positions and base.
-        attend: Kernel from rotated queries [B, H, T, d] and keys [B, H, S, d] to the output [B, T, H, d].
+        attend: Kernel from rotated queries [B, H, T, d] and keys [B, G or H, S, d] to the output [B, T, H, d].
+        last_row: Attention weights of the last query, [B, H, S], from queries and keys shaped as for ``attend``.
+        memory: Whatever the function left here at the cache's last step in this layer; empty at a prompt.
+        unchanged: Whether the cached keys are those of that step: not so after a beam search has reordered its rows, after a
+            crop, or when another method has corrected them.
         model: The model.
     """
 
@@ -227,9 +239,11 @@ class HandRotation:
     key: Tensor
     query_positions: Tensor
     key_positions: Tensor
-    mask: Tensor | None
     call: Call
     attend: Callable[[Tensor, Tensor], Tensor]
+    last_row: Callable[[Tensor, Tensor], Tensor]
+    memory: dict[str, Any]
+    unchanged: bool
     model: PreTrainedModel
 
     def rotate(self, x: Tensor, table: Table) -> Tensor:
@@ -239,8 +253,18 @@ class HandRotation:
             return arch.rotate(self.model, self.layer, x, table)
         # The family's own function rotates all heads alike: heads become rows.
         flat = x.flatten(0, 1).unsqueeze(1)
-        rows = tuple(t.expand(*x.shape[:3], t.shape[-1]).flatten(0, 1) for t in (cos, sin))
-        return arch.rotate(self.model, self.layer, flat, rows).reshape(x.shape)  # type: ignore[arg-type]
+        return arch.rotate(self.model, self.layer, flat, (cos.flatten(0, 1), sin.flatten(0, 1))).reshape(x.shape)
+
+
+@dataclass(frozen=True)
+class _Held:
+    """What the hook before an attention module leaves for the function inside it."""
+
+    call: Call
+    positions: Tensor
+    cache: Any
+    memory: dict[str, Any]
+    unchanged: bool
 
 
 @contextmanager
@@ -251,23 +275,26 @@ def by_hand(model: PreTrainedModel, layers: Mapping[int, ByHand]) -> Iterator[No
         model: The model; see :func:`check`.
         layers: Per layer, the function from a :class:`HandRotation` to the attention output [B, T, H, d].
     """
-    held: dict[int, Tensor] = {}
-    calls: dict[int, Call] = {}
+    held: dict[int, _Held] = {}
     with ExitStack() as stack:
         call_of = stack.enter_context(calls_of(model))
         stack.enter_context(tables(model, dict.fromkeys(layers, lambda call: call), Call.identity))
+        stack.enter_context(replaced(rotary_module(model), _BUSY, "by hand"))
 
-        def positions(layer: int) -> Callable[..., None]:
+        def hold(layer: int) -> Callable[..., None]:
             def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-                calls[layer] = _given(kwargs, call_of, layer)
-                cache, now = kwargs.get("past_key_values"), calls[layer].positions
-                batch = (kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]).shape[0]
-                now = now.expand(batch, -1)
-                before = {} if cache is None or cache.get_seq_length(layer) == 0 else getattr(cache, _POSITIONS, {})
-                held[layer] = torch.cat([before[layer].to(now.device), now], dim=1) if layer in before else now
-                if cache is not None:
-                    # A copy of a cache shares its attributes: replace, never change.
-                    setattr(cache, _POSITIONS, {**getattr(cache, _POSITIONS, {}), layer: held[layer]})
+                # GPT-NeoX has another name for it.
+                cache = kwargs.get("past_key_values", kwargs.get("layer_past"))
+                call = _given(kwargs, call_of, layer)
+                now = call.positions.expand(arch.attention_input(args, kwargs).shape[0], -1)
+                past = cache.get_seq_length(layer) if cache is not None else 0
+                if cache is None or not past:
+                    held[layer] = _Held(call, now, cache, {}, unchanged=False)
+                    return
+                before = getattr(cache, _POSITIONS, {}).get(layer, now[:, :0])[:, :past].to(now.device)
+                keys, memory = getattr(cache, _MEMORY, {}).get(layer, (None, {}))
+                unchanged = keys is not None and cache.layers[layer].keys is keys
+                held[layer] = _Held(call, torch.cat([before, now], dim=1), cache, dict(memory), unchanged)
 
             return hook
 
@@ -277,28 +304,44 @@ def by_hand(model: PreTrainedModel, layers: Mapping[int, ByHand]) -> Iterator[No
             layer = module.layer_idx
             if layer not in layers:
                 return following(module, query, key, value, mask, **rest)
-            groups = query.shape[1] // key.shape[1]
-            keys, values = (x.repeat_interleave(groups, dim=1) for x in (key, value))
-            extra: list[Any] = []
+            now, others = held[layer], None
+            if now.positions.shape[1] < key.shape[2]:
+                raise ValueError(
+                    "this cache was filled outside the block, or has a fixed size: run the prompt inside, on a new one"
+                )
 
             def kernel(q: Tensor, k: Tensor) -> Tensor:
-                # Keys and values are spread over the query heads already.
+                nonlocal others
                 with ExitStack() as one:
-                    if hasattr(module, "num_key_value_groups"):
+                    groups = k.shape[1] // value.shape[1]
+                    if groups > 1:
                         one.enter_context(replaced(module, "num_key_value_groups", 1))
-                    out, *others = following(module, q, k, values, mask, **rest)
-                extra[:] = others
+                    out, others = following(module, q, k, repeat_kv(value, groups), mask, **rest)
                 return out
 
             rotation = HandRotation(
-                layer, query, keys, held[layer][:, -query.shape[2] :], held[layer][:, -key.shape[2] :], mask, calls[layer],
-                kernel, model,
-            )  # fmt: skip
+                layer=layer,
+                query=query,
+                key=key,
+                query_positions=now.positions[:, -query.shape[2] :],
+                key_positions=now.positions[:, -key.shape[2] :],
+                call=now.call,
+                attend=kernel,
+                last_row=lambda q, k: last_row(q, k, mask, **rest),
+                memory=now.memory,
+                unchanged=now.unchanged,
+                model=model,
+            )
             out = layers[layer](rotation)
-            return (out, *(extra or [None]))
+            if now.cache is not None:
+                # A copy of a cache shares its attributes: replace, never change.
+                kept = {_POSITIONS: now.positions, _MEMORY: (now.cache.layers[layer].keys, now.memory)}
+                for name, value_ in kept.items():
+                    setattr(now.cache, name, {**getattr(now.cache, name, {}), layer: value_})
+            return out, others
 
         attentions = arch.attention_modules(model)
         for layer in layers:
-            stack.callback(attentions[layer].register_forward_pre_hook(positions(layer), with_kwargs=True).remove)
+            stack.callback(attentions[layer].register_forward_pre_hook(hold(layer), with_kwargs=True).remove)
         stack.enter_context(attending(model, attend))
         yield

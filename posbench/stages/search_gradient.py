@@ -49,7 +49,8 @@ def answer_loss(lm: LM, scales: Tensor, pairs: Sequence[tuple[list[int], list[in
         pairs: Prompt and answer token ids.
     """
     inputs, targets = lm.pad_with_answers(pairs)
-    with rope.tables(lm.model, {layer: _divided(scales[layer]) for layer in rope.rotated_layers(lm.model)}, _with_gradients):
+    changes = {layer: _divided(scales[layer]) for layer in rope.rotated_layers(lm.model)}
+    with rope.tables(lm.model, changes, _with_gradients):
         logits = lm.model(**inputs, use_cache=False, logits_to_keep=targets.shape[1]).logits
     return lm.answer_nats(logits, targets).mean()
 

@@ -73,7 +73,7 @@ BARE = [
     ("unknown task", ["task=kv"], ["task", "'kv'", "mmlu", "did you mean kv_retrieval?"]),
     ("key of another task", ["task=mmlu", "task.pairs=3"], ["task.pairs", "'3'", "shots, subjects", "next:"]),
     ("unknown method", ["method=scale"], ["method", "'scale'", "did you mean scale_channel?"]),
-    ("unknown search", ["search=x"], ["search", "'x'", "channel, exhaustive, official"]),
+    ("unknown search", ["search=x"], ["search", "'x'", "channel, exhaustive, genetic"]),
     ("unknown runtime", ["runtime=x"], ["runtime", "'x'", "auto, gpu"]),
     ("unknown experiment", ["experiment=yu2025_fig66"], ["experiment", "'yu2025_fig66'", "yu2025_fig6"]),
     ("model=hf without a path", ["model=hf"], ["model.path", "None", "posbench model=hf model.path=DIR"]),

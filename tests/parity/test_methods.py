@@ -11,7 +11,7 @@ from posbench.config import check, plain
 from posbench.errors import UserError
 from tests.models import BUILDERS, build
 
-GIVEN = {"layer_scaling": ["method.points=[[0,1.2],[1.5,1.8],[3,1.4]]"]}
+GIVEN = {"layer_scaling": ["method.points=[[0,1.2],[1.5,1.8],[3,1.4]]"], "moice": ["method.weights=uniform"]}
 """Parameters that no published or found block of the embedded model gives."""
 ROTATES = {"position_interpolation", "layer_scaling", "ms_poe", "moice", "attention_buckets"}
 BY_HAND, PLAIN = {"ms_poe", "moice"}, {"moice", "attention_buckets"}

@@ -6,6 +6,7 @@ import gzip
 import json
 import re
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -185,3 +186,13 @@ def test_the_official_files_are_fetched_by_size(pairs: int, size: int, tmp_path:
         task.examples("evaluation")
     with pytest.raises(UserError, match="at most 300 with path=official"):
         KVRetrieval(path="official", pairs=301, positions=(0,))
+
+
+def test_calibration_positions_are_taken_in_turn_and_none_keeps_the_inner_ones():
+    task = KVRetrieval(records="words", pairs=8, positions=(0,), calibration_pairs=8, calibration_examples=7)
+    assert [e.gold_position for e in task.examples("calibration")] == [1, 1, 2, 3, 4, 5, 6]
+    given = replace(task, calibration_positions=("0%", 4, "100%"))
+    assert [e.gold_position for e in given.examples("calibration")] == [0, 4, 7, 0, 4, 7, 0]
+    # A question keeps its pairs wherever its answer goes.
+    first, last = (replace(task, calibration_positions=(p,)).examples("calibration")[0] for p in (0, 7))
+    assert first.prompt.split("}")[0] == last.prompt.split("}")[0] and first.answers != last.answers

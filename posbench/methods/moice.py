@@ -1,0 +1,259 @@
+"""Attention under several RoPE bases at once, mixed by a router for every token and head (MoICE)."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Self
+
+import torch
+import torch.nn.functional as F
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from posbench import arch, paths, rope
+from posbench.errors import UserError
+from posbench.methods.base import Method
+from posbench.rope import HandRotation, Table
+
+if TYPE_CHECKING:
+    from posbench.lm import LM
+
+BASES = (10000.0, 17500.0, 18000.0, 19000.0, 20000.0, 22500.0, 25000.0)
+"""Bases of the released program."""
+
+UNIFORM = "uniform"
+
+_NAME = re.compile(r"layers\.(\d+)\..*\b(gate_[123]\.weight)$")
+
+
+class Router(nn.Module):
+    """Scores of N bases from a query, the same for all heads of a layer: ``W2 (SiLU(W1 u) * W3 u)``, no biases.
+
+    Args:
+        width: Coordinates of a head.
+        experts: Bases N.
+    """
+
+    def __init__(self, width: int, experts: int) -> None:
+        super().__init__()
+        self.gate_1 = nn.Linear(width, experts, bias=False)
+        self.gate_2 = nn.Linear(experts, experts, bias=False)
+        self.gate_3 = nn.Linear(width, experts, bias=False)
+
+    def forward(self, query: Tensor) -> Tensor:
+        """Logits [B, H, T, N] from queries [B, H, T, d] rotated with the first base."""
+        return self.gate_2(F.silu(self.gate_1(query)) * self.gate_3(query))
+
+
+def mixture(logits: Tensor, top_k: int) -> Tensor:
+    """Weights [..., N] in float32 or better, which sum to 1: a softmax, of which the largest ``top_k`` are kept."""
+    weights = logits.to(torch.promote_types(logits.dtype, torch.float32)).softmax(-1)
+    if top_k == logits.shape[-1]:
+        return weights
+    chosen = logits.topk(top_k, dim=-1).indices
+    kept = torch.zeros_like(weights).scatter(-1, chosen, weights.gather(-1, chosen))
+    return kept / kept.sum(-1, keepdim=True)
+
+
+def auxiliary_loss(logits: Tensor, top_k: int) -> Tensor:
+    """The loss that asks for balanced experts, ``N sum_e P_e sum_k f_ke``, a scalar.
+
+    P_e is the mean probability of expert e, f_ke the share of rows whose k-th choice is e. With ``top_k`` = N, the released
+    setting, every expert is among the choices of every row: the inner sum is 1 for each e, the loss is the constant N, and its
+    gradient is zero. It then says nothing to the router.
+
+    Args:
+        logits: Router logits of all layers, tokens and heads, [rows, N].
+        top_k: Experts that are kept.
+    """
+    experts = logits.shape[-1]
+    share = F.one_hot(logits.topk(top_k, dim=-1).indices, experts).float().mean(0).sum(0)
+    return experts * (logits.float().softmax(-1).mean(0) * share).sum()
+
+
+@contextmanager
+def mixing(
+    model: PreTrainedModel,
+    routers: Mapping[int, Router] | None,
+    bases: tuple[float | None, ...],
+    top_k: int,
+    listen: Callable[[int, Tensor], None] = lambda layer, logits: None,
+) -> Iterator[None]:
+    """Attend under every base and mix the outputs, for the duration of a block.
+
+    Args:
+        model: The model; see :func:`posbench.rope.check`.
+        routers: A router for each layer that rotates; None mixes all bases evenly.
+        bases: The bases; None stands for the model's own.
+        top_k: Bases that a token and head keeps.
+        listen: Called with a layer and its router logits [B, H, T, N].
+    """
+    made: dict[int, list[tuple[Table, Table]]] = {}
+    latest: rope.Call | None = None
+
+    def tables(r: HandRotation) -> list[tuple[Table, Table]]:
+        nonlocal latest
+        # Layers that hold the same keys share their tables within one forward.
+        if latest is not r.call:
+            latest = r.call
+            made.clear()
+        count = r.key.shape[2]
+        if count not in made:
+            made[count] = []
+            for base in bases:
+                keys = r.call.table(r.key_positions, base)
+                same = r.query.shape[2] == count
+                made[count].append((keys if same else r.call.table(r.query_positions, base), keys))
+        return made[count]
+
+    def attend(r: HandRotation) -> Tensor:
+        mixed: Tensor | float = 0.0
+        for number, (for_query, for_key) in enumerate(tables(r)):
+            query = r.rotate(r.query, for_query)
+            if not number:
+                weights = _weights(r.layer, query)
+            # The output comes as [B, T, H, d].
+            mixed = mixed + weights[..., number].transpose(1, 2)[..., None] * r.attend(query, r.rotate(r.key, for_key))
+        assert isinstance(mixed, Tensor)
+        return mixed
+
+    def _weights(layer: int, query: Tensor) -> Tensor:
+        if routers is None:
+            return query.new_full((*query.shape[:3], len(bases)), 1 / len(bases))
+        exact = torch.promote_types(query.dtype, torch.float32)
+        logits = routers[layer].to(query.device, exact)(query.to(exact))
+        listen(layer, logits)
+        return mixture(logits, top_k).to(query.dtype)
+
+    with rope.by_hand(model, dict.fromkeys(rope.rotated_layers(model), attend)):
+        yield
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoICE(Method):
+    """Run attention once per RoPE base and mix the outputs with weights that a router gives to every token and head.
+
+    The router sees the query rotated with the first base; a softmax over the N bases gives the weights, of which the largest
+    ``top_k`` are kept and rescaled to sum 1. Keys stay un-rotated in the cache and are rotated N times at every step. All N
+    attentions are computed whatever ``top_k`` is.
+
+    Args:
+        weights: A safetensors file with the trained router (``python -m posbench.studies.moice_train`` writes one; a checkpoint
+            of the released program is read too), or ``uniform``: no router, all bases count the same.
+        bases: The N bases theta; null (None) is the model's own.
+        top_k: Bases that a token and head keeps, 1 to N.
+
+    Source: Lin et al., NeurIPS 2024 (MoICE); released program p1nksnow/MoICE, e14b5a3.
+    Differs from source: left padding is right (the released program gives all rows the positions of the first); any attention
+    kernel serves (released: flash attention alone).
+    """
+
+    weights: str | None = None
+    bases: tuple[float | None, ...] = BASES
+    top_k: int = 7
+
+    def check(self, lm: LM) -> None:
+        """See :meth:`Method.check`."""
+        rope.check(lm, "moice", plain=True, by_hand=True)
+        if not self.bases or any(base is not None and base <= 1 for base in self.bases):
+            raise UserError(
+                field="method.bases",
+                value=list(self.bases),
+                allowed="numbers above 1, or null for the model's own base",
+                hint="set method.bases=[10000,17500,18000,19000,20000,22500,25000]",
+            )
+        count = len(self.bases)
+        if not 1 <= self.top_k <= count:
+            raise UserError(
+                field="method.top_k",
+                value=self.top_k,
+                allowed=f"1 to {count}, the number of bases",
+                hint=f"set method.top_k={count}",
+            )
+        if self.weights is None:
+            raise UserError(
+                field="method.weights",
+                value=None,
+                allowed=f"a safetensors file with a trained router, or {UNIFORM}",
+                hint=f"python -m posbench.studies.moice_train --model {lm.name} trains one; method.weights={UNIFORM} needs none",
+            )
+        if self.weights == UNIFORM and self.top_k < count:
+            raise UserError(
+                field="method.top_k", value=self.top_k, allowed=f"{count} with method.weights={UNIFORM}, as no base is preferred",
+                hint=f"set method.top_k={count}",
+            )  # fmt: skip
+
+    def neutral(self) -> Self:
+        """The model's own base, as often as there are bases: whatever the weights, their sum is 1."""
+        return replace(self, bases=(None,) * len(self.bases))
+
+    @contextmanager
+    def applied(self, lm: LM) -> Iterator[LM]:
+        """See :meth:`Method.applied`."""
+        self.check(lm)
+        routers = None if self.weights == UNIFORM else load_routers(lm, str(self.weights), len(self.bases))
+        with mixing(lm.model, routers, self.bases, self.top_k):
+            yield lm
+
+
+def new_routers(model: PreTrainedModel, experts: int) -> dict[int, Router]:
+    """Routers with random weights, one for each layer that rotates, as the released program starts: normal, std 0.02."""
+    config = arch.text_config(model)
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    routers = {layer: Router(width, experts) for layer in rope.rotated_layers(model)}
+    for router in routers.values():
+        for parameter in router.parameters():
+            nn.init.normal_(parameter, std=0.02)
+    return routers
+
+
+def save_routers(routers: Mapping[int, Router], file: Path, metadata: Mapping[str, object]) -> None:
+    """Write routers under the tensor names of the released program, with metadata as JSON texts."""
+    tensors = {
+        f"model.layers.{layer}.self_attn.{name}": value.detach().float().cpu().contiguous()
+        for layer, router in routers.items()
+        for name, value in router.state_dict().items()
+    }
+    file.parent.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, file, {name: json.dumps(value) for name, value in metadata.items()})
+
+
+def load_routers(lm: LM, path: str, experts: int) -> dict[int, Router]:
+    """Read the routers of a model.
+
+    Args:
+        lm: The model.
+        path: The safetensors file; other tensors in it are left alone. ``posbench://NAME/FILE`` is a file of an embedded model.
+        experts: Number of bases.
+
+    Raises:
+        UserError: The file cannot be read, or does not fit the model.
+    """
+
+    def refuse(allowed: str) -> UserError:
+        hint = f"train one: python -m posbench.studies.moice_train --model {lm.name} --out FILE"
+        return UserError(field="method.weights", value=path, allowed=allowed, hint=hint)
+
+    file, found = Path(paths.model_path(path)), dict[int, dict[str, Tensor]]()
+    try:
+        with safe_open(file, "pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118, it is no mapping
+                if match := _NAME.search(name):
+                    found.setdefault(int(match[1]), {})[match[2]] = tensors.get_tensor(name)
+    except (OSError, SafetensorError) as error:
+        raise refuse(f"a readable safetensors file ({error})") from error
+    routers = new_routers(lm.model, experts)
+    for layer, router in routers.items():
+        wanted = {name: tuple(value.shape) for name, value in router.state_dict().items()}
+        given = {name: tuple(value.shape) for name, value in found.get(layer, {}).items()}
+        if wanted != given:
+            raise refuse(f"gates of layer {layer} with shapes {wanted}; the file has {given}")
+        router.load_state_dict(found[layer])
+    return routers

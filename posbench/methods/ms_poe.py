@@ -1,0 +1,144 @@
+"""One RoPE scale per attention head (Ms-PoE): heads that stand out on few positions keep them further apart than the others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal, Self
+
+import torch
+from torch import Tensor
+from transformers.integrations.sdpa_attention import repeat_kv
+
+from posbench import rope
+from posbench.errors import UserError
+from posbench.methods.base import Method
+from posbench.rope import HandRotation, Table
+
+if TYPE_CHECKING:
+    from posbench.lm import LM
+
+
+@dataclass(frozen=True, kw_only=True)
+class MsPoE(Method):
+    """Divide the positions that a head sees by a ratio of its own.
+
+    A head is position-aware when many keys get an outlying share of its attention: S_P is the share of keys whose weight, in
+    the row of the last prompt token, reaches ``alpha`` times the row's mean. The most position-aware head of a layer gets the
+    smallest ratio, the least aware the largest, in equal steps; heads with the same S_P go by their index.
+
+    A call with an empty cache is a prompt and ranks the heads, for every row of the batch apart; later calls on its cache
+    (decoding, the rest of a prompt that comes in parts) keep that order. Without a cache each call is a prompt of its own.
+    Batches with padding have it on the left. Scoring costs O(T d) per head, for only the last row is computed.
+
+    Args:
+        ratios: Smallest and largest ratio.
+        first_layer: First layer that is changed, 0-based; the paper's 3rd layer is 2.
+        alpha: What counts as outlying, in multiples of the mean attention weight.
+        variant: ``paper``, or ``official`` for what the released program does differently: scores come from queries and keys
+            before the rotation (paper variant: rotated as in the unmodified model), a weight has to exceed the bound (paper: or
+            equal it), the largest of H ratios stays one step below the maximum (paper: reaches it), and heads are matched with
+            ratios in the inverse order (see ``order``).
+        order: ``rank`` (the paper's intent: the head of rank i gets ratio i), ``permutation`` (released program: head i gets
+            the ratio whose number is the head of rank i), ``reversed`` (head type "normal" of the released program: head i of H
+            gets ratio H - 1 - i, no scores); None: that of the variant.
+
+    Source: Zhang et al. 2024 (Ms-PoE), Section 4 and Algorithm 1; released program VITA-Group/Ms-PoE, a46c3d1.
+    Differs from source: batches, with a ranking per row; a new prompt is ranked anew without a reset. With grouped keys each
+    query head sees keys rotated with its own ratio, in both variants; the released program rotates a key with the ratio of the
+    first query head of its group, so that positions of the group's other heads are relative no more. For that, a copy of the
+    rotated keys per query head stays beside the cache, so that a step rotates the new keys alone.
+    """
+
+    ratios: tuple[float, float] = (1.2, 1.8)
+    first_layer: int = 2
+    alpha: float = 3.0
+    variant: Literal["paper", "official"] = "paper"
+    order: Literal["rank", "permutation", "reversed"] | None = None
+
+    @property
+    def needs_prompt(self) -> bool:
+        """See :class:`Method`; not where no head is scored."""
+        return self.order != "reversed"
+
+    def check(self, lm: LM) -> None:
+        """See :meth:`Method.check`."""
+        rope.check(lm, "ms_poe", by_hand=True)
+        if len(self.ratios) != 2 or not 0 < self.ratios[0] <= self.ratios[1]:
+            raise UserError(
+                field="method.ratios",
+                value=list(self.ratios),
+                allowed="[smallest, largest], both above 0",
+                hint="set method.ratios=[1.2,1.8]",
+            )
+        rotated = rope.rotated_layers(lm.model)
+        if not 0 <= self.first_layer <= rotated[-1]:
+            raise UserError(
+                field="method.first_layer",
+                value=self.first_layer,
+                allowed=f"0 to {rotated[-1]}, the last layer of {lm.name} with RoPE",
+                hint="layers are 0-based; set method.first_layer=2",
+            )
+        if self.alpha <= 0:
+            raise UserError(field="method.alpha", value=self.alpha, allowed="a number above 0", hint="set method.alpha=3")
+
+    def neutral(self) -> Self:
+        """Ratio 1 in every head."""
+        return replace(self, ratios=(1.0, 1.0))
+
+    @contextmanager
+    def applied(self, lm: LM) -> Iterator[LM]:
+        """See :meth:`Method.applied`."""
+        self.check(lm)
+        layers = [layer for layer in rope.rotated_layers(lm.model) if layer >= self.first_layer]
+        with rope.by_hand(lm.model, dict.fromkeys(layers, self._attend)):
+            yield lm
+
+    def head_ratios(self, outlying: Tensor) -> Tensor:
+        """The ratio of each head, [B, H] in float32, from its number of outlying keys, [B, H]."""
+        heads = outlying.shape[1]
+        if self.order == "reversed":
+            number = torch.arange(heads - 1, -1, -1, device=outlying.device).expand(outlying.shape)
+        else:
+            ranked = outlying.argsort(dim=1, descending=True, stable=True)
+            direct = self.order == "permutation" or (self.order is None and self.variant == "official")
+            number = ranked if direct else ranked.argsort(dim=1)
+        steps = heads if self.variant == "official" else max(heads - 1, 1)
+        low, high = self.ratios
+        return low + (high - low) * number.float() / steps
+
+    def outlying(self, rotation: HandRotation) -> Tensor:
+        """Per head, how many keys the last token attends to with an outlying weight, [B, H]."""
+        query, key = rotation.query[:, :, -1:], rotation.key
+        if self.variant == "paper":
+            cos, sin = rotation.call.table()
+            query, key = rotation.rotate(query, (cos[:, -1:], sin[:, -1:])), rotation.rotate(key, (cos, sin))
+        weights = rotation.last_row(query, key)
+        # Equal scores give the mean to every key that the row may see, and nothing to padding.
+        mean = rotation.last_row(torch.zeros_like(query), key)
+        above = weights >= self.alpha * mean if self.variant == "paper" else weights > self.alpha * mean
+        return (above & (mean > 0)).sum(-1)
+
+    def _attend(self, rotation: HandRotation) -> Tensor:
+        memory, heads = rotation.memory, rotation.query.shape[1]
+        if "ratios" not in memory:
+            memory["ratios"] = self.head_ratios(self.outlying(rotation))
+
+        def table(positions: Tensor) -> Table:
+            fractional = positions[:, None] / memory["ratios"][..., None]
+            cos, sin = rotation.call.table(fractional.flatten(0, 1))
+            return cos.unflatten(0, (-1, heads)), sin.unflatten(0, (-1, heads))
+
+        # Ratios stay as they are, so keys that were rotated at an earlier step are good for this one.
+        rotated = memory.get("keys") if rotation.unchanged else None
+        known = rotation.key.shape[2] - rotation.query.shape[2] if rotated is not None else 0
+        new = repeat_kv(rotation.key[:, :, known:], heads // rotation.key.shape[1])
+        tables = table(rotation.key_positions[:, known:])
+        key = rotation.rotate(new, tables)
+        if rotated is not None:
+            key = torch.cat([rotated[:, :, rotated.shape[2] - known :], key], dim=2)
+        if key.shape[2] - known != rotation.query.shape[2]:
+            tables = table(rotation.query_positions)
+        memory["keys"] = key
+        return rotation.attend(rotation.rotate(rotation.query, tables), key)

@@ -1,0 +1,187 @@
+"""MoICE against a plain recomputation, base by base, and against outputs of the authors' program."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM
+
+import posbench
+from posbench.errors import UserError
+from posbench.methods.moice import BASES, MoICE, auxiliary_loss, load_routers, mixing, mixture
+from tests.models import build
+from tests.parity.plain import FAMILIES, attending_plainly, batch, prompt_then_steps
+
+GOLDEN = Path(__file__).parent / "golden"
+MANIFEST = json.loads((GOLDEN / "manifest.json").read_text())
+CASES = MANIFEST["moice"]["llama-mha-moice"]["cases"]
+ATOL = MANIFEST["tolerance"]["logits_atol"]
+ROUTER = GOLDEN / "moice_router.safetensors"
+PADS, PROMPT, STEPS = [0, 5, 11], 30, 6
+APART = (10000.0, 20.0, 300.0)
+"""Bases far enough apart to tell in prompts this short."""
+
+
+def gate(layer, name):
+    return f"model.layers.{layer}.self_attn.gate_{name}.weight"
+
+
+def router_file(folder, lm, experts, std=1.0):
+    """Random routers for every layer of a model, some of which may rotate nothing."""
+    generator = torch.Generator().manual_seed(3)
+    config = lm.model.config
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    shapes = {1: (experts, width), 2: (experts, experts), 3: (experts, width)}
+    tensors = {gate(i, n): torch.randn(shape, generator=generator) * std for i in range(lm.layers) for n, shape in shapes.items()}
+    save_file(tensors, folder / "router.safetensors")
+    return str(folder / "router.safetensors"), tensors
+
+
+def plain_weights(layer, query, tensors, top_k):
+    """Mixture weights [T, N] of one head, from the router's formula."""
+    seen = layer.turn(query, base=APART[0])
+    w1, w2, w3 = (tensors[gate(layer.number, n)] for n in (1, 2, 3))
+    logits = (F.silu(seen @ w1.T) * (seen @ w3.T)) @ w2.T
+    kept = torch.zeros_like(logits, dtype=torch.bool)
+    for token, row in enumerate(logits.tolist()):
+        kept[token, sorted(range(len(row)), key=lambda e: -row[e])[:top_k]] = True
+    return logits.masked_fill(~kept, float("-inf")).softmax(-1)
+
+
+def plainly(model, ids, pads, tensors, top_k):
+    def attend(layer):
+        out = torch.zeros_like(layer.query)
+        for head, (query, key, value) in enumerate(zip(layer.query, layer.key, layer.value, strict=True)):
+            weights = plain_weights(layer, query, tensors, top_k)
+            for number, base in enumerate(APART):
+                attention = layer.weights(layer.turn(query, base=base), layer.turn(key, base=base))
+                out[head] += weights[:, number, None] * (attention @ value)
+        return out
+
+    with attending_plainly(model, pads, attend), torch.no_grad():
+        return model(ids, use_cache=False).logits
+
+
+@pytest.mark.parametrize(("family", "top_k"), [*((family, 3) for family in FAMILIES), ("llama-gqa", 1), ("qwen2", 2)])
+def test_prompt_and_steps_equal_a_plain_recomputation(tmp_path, family, top_k):
+    lm = posbench.load(build(family))
+    weights, tensors = router_file(tmp_path, lm, len(APART))
+    ids, mask, positions = batch(PADS, PROMPT + STEPS)
+    expected = plainly(lm.model, ids, PADS, tensors, top_k)
+    with MoICE(weights=weights, bases=APART, top_k=top_k).applied(lm):
+        found = prompt_then_steps(lm.model, ids, mask, positions, PROMPT)
+    torch.testing.assert_close(found[mask.bool()], expected[mask.bool()], atol=1e-4, rtol=0)
+    stock = prompt_then_steps(lm.model, ids, mask, positions, PROMPT)
+    assert (stock - expected)[mask.bool()].abs().max() > 1e-2
+
+
+def test_a_batch_equals_its_rows_one_by_one(tmp_path):
+    lm = posbench.load(build("llama-gqa"))
+    weights, _ = router_file(tmp_path, lm, len(APART))
+    ids, mask, positions = batch(PADS, PROMPT + STEPS)
+    with MoICE(weights=weights, bases=APART, top_k=2).applied(lm):
+        together = prompt_then_steps(lm.model, ids, mask, positions, PROMPT)
+        for row, pad in enumerate(PADS):
+            one = slice(row, row + 1), slice(pad, None)
+            alone = prompt_then_steps(lm.model, ids[one], mask[one], positions[one], PROMPT - pad)
+            torch.testing.assert_close(together[one], alone, atol=1e-4, rtol=0)
+
+
+def test_the_models_own_base_changes_nothing_whatever_the_router(tmp_path):
+    lm = posbench.load(build("llama-gqa"))
+    weights, _ = router_file(tmp_path, lm, len(BASES))
+    ids, mask, positions = batch(PADS, PROMPT + STEPS)
+    stock = prompt_then_steps(lm.model, ids, mask, positions, PROMPT)
+    with MoICE(weights=weights, top_k=3).neutral().applied(lm):
+        found = prompt_then_steps(lm.model, ids, mask, positions, PROMPT)
+    torch.testing.assert_close(found[mask.bool()], stock[mask.bool()], atol=5e-5, rtol=0)
+    # Equal numbers are another way to say it; uniform is the router with equal logits.
+    zero, tensors = router_file(tmp_path, lm, len(BASES), std=0.0)
+    assert not any(value.any() for value in tensors.values())
+    with MoICE(weights=zero).applied(lm):
+        even = prompt_then_steps(lm.model, ids, mask, positions, PROMPT)
+    with MoICE(weights="uniform").applied(lm):
+        uniform = prompt_then_steps(lm.model, ids, mask, positions, PROMPT)
+    torch.testing.assert_close(uniform, even, atol=1e-5, rtol=0)
+
+
+@pytest.fixture(scope="module")
+def golden():
+    with np.load(GOLDEN / "moice_llama-mha-moice.npz") as data:
+        return posbench.load(AutoModelForCausalLM.from_pretrained(GOLDEN / "llama-mha")), dict(data)
+
+
+@pytest.mark.parametrize("kind", ["", "batch_"], ids=["one", "batch"])
+@pytest.mark.parametrize("case", CASES, ids=lambda c: c["id"])
+@torch.no_grad()
+def test_outputs_of_the_released_program(golden, case, kind):
+    (lm, arrays), name = golden, case["id"]
+    ids = torch.tensor(arrays["batch_ids" if kind else "prompt_ids"])
+    method = MoICE(weights=str(ROUTER), bases=tuple(map(float, case["base_set"])), top_k=case["topk"])
+    with method.applied(lm):
+        out = lm.model(ids)
+        generated = lm.model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False, pad_token_id=0,
+            return_dict_in_generate=True, output_logits=True,
+        )  # fmt: skip
+    tokens, steps = generated.sequences[:, ids.shape[1] :], torch.stack(generated.logits, 1)
+    if kind:
+        np.testing.assert_allclose(out.logits[:, -1], arrays[f"{name}/batch_last_logits"], atol=ATOL, rtol=0)
+    else:
+        np.testing.assert_allclose(out.logits[0], arrays[f"{name}/prefill_logits"], atol=ATOL, rtol=0)
+        tokens, steps = tokens[0], steps[0]
+        if f"{name}/key_cache_unrotated" in arrays:
+            keys = torch.stack([layer.keys[0, :, ::8].transpose(0, 1) for layer in out.past_key_values.layers])
+            np.testing.assert_allclose(keys, arrays[f"{name}/key_cache_unrotated"], atol=ATOL, rtol=0)
+    np.testing.assert_array_equal(tokens, arrays[f"{name}/{kind}tokens"])
+    np.testing.assert_allclose(steps, arrays[f"{name}/{kind}step_logits"], atol=ATOL, rtol=0)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: c["id"])
+@torch.no_grad()
+def test_router_and_auxiliary_loss_of_the_released_program(golden, case):
+    lm, arrays = golden
+    ids, heard = torch.tensor(arrays["prompt_ids"]), {}
+    routers, bases = load_routers(lm, str(ROUTER), len(BASES)), tuple(map(float, case["base_set"]))
+    with mixing(lm.model, routers, bases, case["topk"], heard.__setitem__):
+        lm.model(ids)
+    logits = torch.stack([heard[layer][0].transpose(0, 1) for layer in range(lm.layers)])
+    expected = arrays[f"{case['id']}/router_logits"]
+    np.testing.assert_allclose(logits, expected, atol=MANIFEST["tolerance"]["router_logits_atol"], rtol=0)
+    loss = auxiliary_loss(logits.flatten(0, 2), case["topk"])
+    np.testing.assert_allclose(loss, case["aux_loss"], atol=MANIFEST["tolerance"]["loss_atol"], rtol=0)
+
+
+def test_the_auxiliary_loss_says_nothing_where_all_experts_are_kept():
+    logits = torch.randn(50, 7, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    constant = auxiliary_loss(logits, 7)
+    constant.backward()
+    assert constant.item() == pytest.approx(7, abs=1e-5)
+    assert logits.grad.abs().max() < 1e-7
+    logits.grad = None
+    auxiliary_loss(logits, 3).backward()
+    assert logits.grad.abs().max() > 1e-4
+
+
+def test_mixture_keeps_the_largest():
+    weights = mixture(torch.tensor([[0.0, 1.0, 2.0]]).log1p(), 2)
+    torch.testing.assert_close(weights, torch.tensor([[0.0, 0.4, 0.6]]))
+
+
+@pytest.mark.parametrize(
+    ("given", "field"),
+    [
+        ({"weights": None}, "weights"), ({"weights": "missing.safetensors"}, "weights"), ({"top_k": 8}, "top_k"),
+        ({"top_k": 0}, "top_k"), ({"weights": "uniform", "top_k": 3}, "top_k"), ({"bases": (1.0,), "top_k": 1}, "bases"),
+        ({"bases": (10000.0, 20000.0), "top_k": 2}, "weights"),
+    ],
+)  # fmt: skip
+def test_bad_parameters(golden, given, field):
+    lm = golden[0]
+    with pytest.raises(UserError) as error, MoICE(**{"weights": str(ROUTER), **given}).applied(lm):
+        pass
+    assert error.value.field == f"method.{field}"
