@@ -47,13 +47,20 @@ class Call:
     bases: tuple[float | None, ...] = ()
 
     def table(self, positions: Tensor | None = None, base: float | None = None) -> Table:
-        """The tables at other positions, which may be fractional, [B, T], or with another base theta in all rows."""
+        """The tables at other positions, which may be fractional, [B, T], or with another base theta in all rows.
+
+        Positions of each head, [B * H, T], give tables [B * H, T, r].
+        """
         at = self.positions if positions is None else positions
         if base is None and self.bases:
+            rows, alone = self.hidden.shape[0], replace(self, bases=())
             # Positions that all rows share come as a single row.
-            at, alone = at.expand(self.hidden.shape[0], -1), replace(self, bases=())
-            parts = [alone.table(at[row :: len(self.bases)], base) for row, base in enumerate(self.bases)]
-            cos, sin = (torch.stack(kind, dim=1).flatten(0, 1) for kind in zip(*parts, strict=True))
+            at = (at.expand(rows, -1) if at.shape[0] == 1 else at).unflatten(0, (rows, -1))
+            parts = [alone.table(at[row :: len(self.bases)].flatten(0, 1), base) for row, base in enumerate(self.bases)]
+            cos, sin = (
+                torch.stack([part.unflatten(0, (-1, at.shape[1])) for part in kind], dim=1).flatten(0, 2)
+                for kind in zip(*parts, strict=True)
+            )
             return cos, sin
         if base is None:
             return self.module.forward(self.hidden, at, **self.options)
@@ -122,8 +129,8 @@ def check(lm: LM, method: str, *, plain: bool = False, by_hand: bool = False) ->
     """
     family, module = arch.family_of(lm.model), rotary_module(lm.model)
 
-    def refuse(allowed: str) -> None:
-        raise UserError(field="method", value=method, allowed=allowed, hint="method=scale_channel needs no rotary embedding")
+    def refuse(allowed: str, hint: str = "method=scale_channel needs no rotary embedding") -> None:
+        raise UserError(field="method", value=method, allowed=allowed, hint=hint)
 
     if not rotated_layers(lm.model):
         refuse(f"a model with rotary position embedding (RoPE); {lm.name} ({family.name}) has none")
@@ -132,7 +139,7 @@ def check(lm: LM, method: str, *, plain: bool = False, by_hand: bool = False) ->
     applied = getattr(module, _BUSY, None)
     # One that rotates by hand would rotate what the other has rotated.
     if applied == "by hand":
-        refuse("no method of rotary embeddings inside one that rotates head by head (ms_poe, moice): put that one last")
+        refuse("no method of rotary embeddings inside one that rotates head by head (ms_poe, moice)", "put that one last")
     if by_hand and not family.interface:
         refuse(f"a family whose attention runs through the library's attention functions; {family.name} does not")
 

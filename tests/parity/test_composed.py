@@ -18,10 +18,11 @@ from posbench.methods import Method, ScaleChannel, Unmodified
 from posbench.methods.attention_buckets import AttentionBuckets
 from posbench.methods.composed import Composed
 from posbench.methods.layer_scaling import LayerScaling
+from posbench.methods.ms_poe import MsPoE
 from posbench.methods.position_interpolation import PositionInterpolation
 from tests.models import LAYERS, build
 from tests.parity.test_families import Memory
-from tests.parity.test_methods import method
+from tests.parity.test_methods import BY_HAND, ROTATES, method
 from tests.parity.test_rope import BASES, PROMPT, SCALES, STEPS, TIGHT, attentions, frequencies, prompts, through_posbench
 
 NAMES = sorted({file.stem for file in (paths.CONF / "method").glob("*.yaml")} - {"none"})
@@ -44,6 +45,11 @@ def test_any_neutral_pair_changes_nothing(pair, family, models, neutral):
     lm, (ids, mask) = models[family], prompts(True)
     before = lm.logits(ids, mask)
     both = Composed(parts={name: neutral[name] for name in pair}).neutral()
+    if pair[0] in BY_HAND and pair[1] in ROTATES:
+        with pytest.raises(UserError, match="put that one last"), both.applied(lm):
+            pass
+        assert torch.equal(lm.logits(ids, mask), before)
+        return
     logits, steps, tokens = through_posbench(lm, both, ids, mask)
     whole = torch.cat([mask, torch.ones(len(ids), STEPS, dtype=torch.long)], dim=1)
     assert (logits - before)[mask.bool()].abs().max() < TIGHT
@@ -112,7 +118,11 @@ def test_position_scales_multiply():
             assert (lm.logits(ids, mask) - expected)[mask.bool()].abs().max() < TIGHT
 
 
-@pytest.mark.parametrize("other", [LayerScaling(scales=SCALES), ScaleChannel(**CHANNEL)], ids=["layer_scaling", "scale_channel"])
+@pytest.mark.parametrize(
+    "other",
+    [LayerScaling(scales=SCALES), ScaleChannel(**CHANNEL), MsPoE(ratios=(1.2, 1.8), first_layer=1)],
+    ids=["layer_scaling", "scale_channel", "ms_poe"],
+)
 def test_buckets_around_another_method_mix_its_runs(other):
     """The same as a bucket of one base at a time around that method, mixed afterwards; padding and cached decoding included."""
     lm, (ids, mask) = posbench.load(build("llama-gqa")), prompts(True)
