@@ -30,7 +30,8 @@ class MsPoE(Method):
 
     A call with an empty cache is a prompt and ranks the heads, for every row of the batch apart; later calls on its cache
     (decoding, the rest of a prompt that comes in parts) keep that order. Without a cache each call is a prompt of its own.
-    Batches with padding have it on the left. Scoring costs O(T d) per head, for only the last row is computed.
+    Padding stands on the left. Together with scale_channel, which runs a prompt in two parts, the ranking comes from
+    the token before the last. Scoring costs O(T d) per head, for only the last row is computed.
 
     Args:
         ratios: Smallest and largest ratio.

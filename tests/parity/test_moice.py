@@ -12,7 +12,10 @@ from transformers import AutoModelForCausalLM
 
 import posbench
 from posbench.errors import UserError
+from posbench.methods import ScaleChannel
 from posbench.methods.moice import BASES, MoICE, auxiliary_loss, load_routers, mixing, mixture
+from posbench.studies.moice_train import Settings, held_out
+from posbench.tasks import KVRetrieval
 from tests.models import build
 from tests.parity.plain import FAMILIES, attending_plainly, batch, prompt_then_steps
 
@@ -109,6 +112,18 @@ def test_the_models_own_base_changes_nothing_whatever_the_router(tmp_path):
     torch.testing.assert_close(uniform, even, atol=1e-5, rtol=0)
 
 
+@pytest.mark.parametrize("family", ["llama-gqa", "gemma"])
+def test_together_with_a_scaled_channel(family):
+    lm = posbench.load(build(family))
+    ids, mask, positions = batch(PADS, PROMPT + STEPS)
+    scale = ScaleChannel(channel=3, factor=-1.0, layers=(1, 3))
+    with scale.applied(lm):
+        scaled = prompt_then_steps(lm.model, ids, mask, positions, PROMPT)
+    with MoICE(weights="uniform").neutral().applied(lm), scale.applied(lm):
+        both = prompt_then_steps(lm.model, ids, mask, positions, PROMPT)
+    torch.testing.assert_close(both[mask.bool()], scaled[mask.bool()], atol=1e-4, rtol=0)
+
+
 @pytest.fixture(scope="module")
 def golden():
     with np.load(GOLDEN / "moice_llama-mha-moice.npz") as data:
@@ -165,6 +180,17 @@ def test_the_auxiliary_loss_says_nothing_where_all_experts_are_kept():
     logits.grad = None
     auxiliary_loss(logits, 3).backward()
     assert logits.grad.abs().max() > 1e-4
+
+
+def test_the_router_of_the_embedded_model_helps_on_prompts_it_was_not_trained_on():
+    lm, rows = posbench.load("tiny"), []
+    task = KVRetrieval(pairs=32, positions=(0, 15, 31), records="words", prompt="compact", examples_per_position=8)
+    for example in task.examples("evaluation"):
+        prompt, answer = lm.answer_ids(example.prompt, example.answers[0])
+        rows.append(prompt + answer)
+    losses = held_out(lm, rows, load_routers(lm, "posbench://tiny/moice.safetensors", len(BASES)), Settings())
+    trained, even, stock = (torch.tensor(losses[n]).mean() for n in ("trained router", "even mixture", "unmodified"))
+    assert trained < stock < even
 
 
 def test_mixture_keeps_the_largest():

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 import posbench
 from posbench.errors import UserError
 from posbench.hooks import fork
-from posbench.methods import ScaleChannel
+from posbench.methods import ScaleChannel, Unmodified
 from posbench.methods.ms_poe import MsPoE
 from posbench.methods.position_interpolation import PositionInterpolation
 from tests.models import build
@@ -130,6 +130,18 @@ def test_together_with_a_scaled_channel():
         both = prompt_then_steps(lm.model, ids, mask, positions, PROMPT)
     torch.testing.assert_close(both[mask.bool()], scaled[mask.bool()], atol=1e-4, rtol=0)
     assert (scaled - stock)[mask.bool()].abs().max() > 1e-2
+
+
+def test_one_ratio_for_all_heads_is_position_interpolation_also_with_a_scaled_channel():
+    lm = posbench.load(build("llama-gqa"))
+    ids, mask, positions = batch(PADS, PROMPT + STEPS)
+    scale = ScaleChannel(channel=3, factor=-1.0, layers=(1, 3))
+    for extra in (Unmodified(), scale):
+        found = []
+        for method in (MsPoE(ratios=(2.0, 2.0), first_layer=0), PositionInterpolation(scale=2.0)):
+            with method.applied(lm), extra.applied(lm):
+                found.append(prompt_then_steps(lm.model, ids, mask, positions, PROMPT)[mask.bool()])
+        torch.testing.assert_close(*found, atol=1e-4, rtol=0)
 
 
 def test_two_methods_that_rotate_are_refused_together():
