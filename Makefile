@@ -62,7 +62,7 @@ tiny-seeds: setup ## the study over ten seeds, in outputs/tiny_seeds
 docs: setup ## the tables of the documentation that come from code
 	$(BIN)/python -m posbench.studies.families README.md
 
-bench: setup ## what scale_channel and its search cost, side by side
+bench: setup ## what every method and the channel search cost, side by side
 	$(BIN)/python -m posbench.studies.latency --out outputs/bench/latency.md $(ARGS)
 
 lpes: setup ## the ablations of LPES on the embedded model, in outputs/lpes

@@ -7,6 +7,7 @@ import itertools
 import json
 import logging
 import os
+import re
 import shlex
 import sys
 import tempfile
@@ -27,6 +28,7 @@ HELP = """posbench finds, explains and removes position bias in language models.
   posbench task=kv_retrieval model=mistral7b method=scale_channel
   posbench model=llama2_13b runtime=gpu runtime.device_map=auto    shard a big model over the GPUs of this machine
   posbench model=hf model.path=DIR stages=[search]    find the channel of your own checkpoint
+  posbench method=[layer_scaling,scale_channel]       methods one inside the other; keys: method.parts.scale_channel.factor=0
   posbench -m method.factor=1,0.5,0,-0.5,-1           sweep; ends with one summary table and one figure
   posbench experiment=yu2025_fig6                     one figure or table of a paper
 
@@ -94,6 +96,7 @@ def _hydra(args: list[str], task: Callable[[Any], None]) -> int:
         # Hydra would print a traceback and exit 1 on its own; with this it raises and the message is ours.
         os.environ |= {"HYDRA_FULL_ERROR": "1", "POSBENCH_SWEEP": sweep}
         # Its parser refuses an override that follows a flag and its value: overrides go last.
+        overrides = composed(overrides, Path(sweep) / "conf", known.config_dir)
         sys.argv = ["posbench", *(a for a in args if a not in known.overrides), *flags, *overrides]
         try:
             GlobalHydra.instance().clear()
@@ -156,6 +159,42 @@ def _experiment(known: Any) -> tuple[str, list[str], list[str]]:
     # The last --config-dir wins, so the user's own goes on the search path.
     own = [f"hydra.searchpath=[file://{Path(known.config_dir).absolute()}]"] if known.config_dir else []
     return names[-1], ["--config-dir", str(paths.EXPERIMENTS)], [*rest, *own]
+
+
+def composed(overrides: Sequence[str], folder: Path, config_dir: str | None = None) -> list[str]:
+    """Overrides in which each ``method=[a,b]``, also among the values of a sweep, names a YAML written to ``folder``.
+
+    Args:
+        overrides: As typed.
+        folder: Receives ``method/a-b.yaml``; it joins Hydra's search path.
+        config_dir: The user's own config folder.
+
+    Raises:
+        UserError: A list names no method, an unknown one, or one of them twice.
+    """
+    there = choices(*(root / "method" for root in (paths.CONF, *([Path(config_dir)] if config_dir else []))))
+
+    def write(match: re.Match[str]) -> str:
+        names = [name.strip() for name in match[1].split(",")]
+        for number, name in enumerate(names):
+            if name not in there or name in names[:number]:
+                raise UserError(
+                    field="method", value=match[0], allowed=f"a list of different ones of: {', '.join(there)}",
+                    hint=near(name, there, "write method=[layer_scaling,scale_channel]"),
+                )  # fmt: skip
+        whole = "-".join(names)
+        lines = ["defaults:", *(f"  - {name}@parts.{name}" for name in names), "  - _self_"]
+        lines += ["_target_: posbench.methods.composed.Composed", f"name: {whole}"]
+        (folder / "method").mkdir(parents=True, exist_ok=True)
+        (folder / "method" / f"{whole}.yaml").write_text("\n".join(lines) + "\n")
+        return whole
+
+    found = [re.sub(r"\[([^\[\]]*)\]", write, o) if o.startswith("method=") else o for o in overrides]
+    if found == list(overrides):
+        return found
+    path = "hydra.searchpath=["
+    others = next((o.removeprefix(path) for o in found if o.startswith(path)), "]")
+    return [*(o for o in found if not o.startswith(path)), f"{path}file://{folder}{',' if others != ']' else ''}{others}"]
 
 
 def _job(config: Any, command: str) -> None:

@@ -15,6 +15,7 @@ from posbench import sources
 from posbench.checkpoint import ModelConfig, with_blocks
 from posbench.errors import UserError
 from posbench.methods import Method
+from posbench.methods.composed import Composed, in_words_of_the_whole
 from posbench.reference import Reference
 from posbench.schema import build, required
 from posbench.search import Search
@@ -137,22 +138,50 @@ class Config:
             UserError: A parameter is missing or wrong.
         """
         values = self.method_fields | {k: v for k, v in (found or {}).items() if k in self.method_fields and k not in self.pinned}
-        missing = [k for k, v in values.items() if v is None and k in required(self.method_class)]
+        if not issubclass(self.method_class, Composed):
+            return self._method(self.method_class, values, self.method_name)
+        parts: dict[str, Method] = {}
+        for name, (cls, fields_) in self._parts().items():
+            with in_words_of_the_whole(name):
+                parts[name] = self._method(cls, fields_, name)
+        return build(Composed, values | {"parts": parts}, "method")
+
+    @property
+    def method_classes(self) -> list[type[Method]]:
+        """The method's class, and those of its parts where it is composed."""
+        parts = self._parts() if issubclass(self.method_class, Composed) else {}
+        return [self.method_class, *(cls for cls, _ in parts.values())]
+
+    def _parts(self) -> dict[str, tuple[type[Method], dict[str, Any]]]:
+        """Class and parameters of each part of a composed method."""
+        given = self.method_fields.get("parts")
+        if not isinstance(given, Mapping) or not given or not all(isinstance(part, Mapping) for part in given.values()):
+            raise UserError(
+                field="method.parts", value=given, allowed="methods by name", hint="write method=[layer_scaling,scale_channel]"
+            )
+        found = {}
+        for name, part in given.items():
+            cls, fields_ = target(part, Method, f"method.parts.{name}")
+            found[str(name)] = cls, {key: value for key, value in fields_.items() if key != "name"}
+        return found
+
+    def _method(self, cls: type[Method], values: dict[str, Any], name: str) -> Method:
+        missing = [k for k, v in values.items() if v is None and k in required(cls)]
         if missing:
             raise UserError(
                 field=f"method.{missing[0]}",
                 value=None,
-                allowed=f"a value (model {self.model.name} has no {self.method_name} block with it)",
-                hint=self._where_from(missing[0]),
+                allowed=f"a value (model {self.model.name} has no {name} block with it)",
+                hint=self._where_from(cls, name, missing[0]),
             )
-        return build(self.method_class, values, "method")
+        return build(cls, values, "method")
 
-    def _where_from(self, key: str) -> str:
-        if not serves(self.search, self.method_class):
-            return f"type method.{key}=..., or add the block {self.method_name} to the model's YAML"
+    def _where_from(self, cls: type[Method], name: str, key: str) -> str:
+        if not serves(self.search, cls):
+            return f"type method.{key}=..., or add the block {name} to the model's YAML"
         given = self.model.source == "given by the user"
         model = f"hf model.path={self.model.path}" if given else self.model.name
-        return f"find one: posbench stages=[search] model={model} method={self.method_name}"
+        return f"find one: posbench stages=[search] model={model} method={name}"
 
     def trial(self) -> Method:
         """The method with legal stand-ins for what the search will find, so that everything else can be checked first."""

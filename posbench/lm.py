@@ -405,7 +405,8 @@ class LM:
 
         Yields:
             Dict layer -> weights [B, H, T] of the latest forward (post-softmax, float32 or better). A sliding-window layer
-            that no longer holds all keys gives the newest T' < T. Memory is linear in T where the family allows it.
+            that no longer holds all keys gives the newest T' < T. Memory is linear in T where the family allows it. Under
+            attention_buckets there are B * N rows, those of the N bases next to each other.
         """
         weights: dict[int, Tensor] = {}
         if arch.family_of(self.model).interface:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,16 +33,24 @@ class Call:
         hidden: A tensor of the dtype and device that the tables take.
         positions: Positions of the tokens, [B, T].
         options: Further arguments, such as the kind of layer in Gemma 3.
+        bases: Bases theta that the rows of the batch take in turn, None for the model's own; empty: the model's own in all rows.
     """
 
     module: nn.Module
     hidden: Tensor
     positions: Tensor
     options: dict[str, Any]
+    bases: tuple[float | None, ...] = ()
 
     def table(self, positions: Tensor | None = None, base: float | None = None) -> Table:
-        """The tables at other positions, which may be fractional, [B, T], or with another base theta."""
+        """The tables at other positions, which may be fractional, [B, T], or with another base theta in all rows."""
         at = self.positions if positions is None else positions
+        if base is None and self.bases:
+            # Positions that all rows share come as a single row.
+            at, alone = at.expand(self.hidden.shape[0], -1), replace(self, bases=())
+            parts = [alone.table(at[row :: len(self.bases)], base) for row, base in enumerate(self.bases)]
+            cos, sin = (torch.stack(kind, dim=1).flatten(0, 1) for kind in zip(*parts, strict=True))
+            return cos, sin
         if base is None:
             return self.module.forward(self.hidden, at, **self.options)
         count = self.module.inv_freq.numel()
@@ -54,6 +62,18 @@ class Call:
         """Tables that rotate by nothing."""
         cos, sin = self.table()
         return torch.ones_like(cos), torch.zeros_like(sin)
+
+
+class _Tables(tuple[Tensor, Tensor]):
+    """Tables that remember the call they were made for, so that the method of an inner block starts from it."""
+
+    call: Call
+
+
+def _given(kwargs: Mapping[str, Any], call_of: Callable[[int], Call], layer: int) -> Call:
+    """The call that an attention module's tables were made for, as the methods of outer blocks left it."""
+    tables = kwargs["position_embeddings"]
+    return tables.call if isinstance(tables, _Tables) else call_of(layer)
 
 
 @contextmanager
@@ -130,43 +150,54 @@ def calls_of(model: PreTrainedModel) -> Iterator[Callable[[int], Call]]:
 
 
 @contextmanager
-def tables(model: PreTrainedModel, layers: Mapping[int, Callable[[Call], Table]]) -> Iterator[None]:
-    """Rotate in some layers with other tables.
+def tables(
+    model: PreTrainedModel, layers: Mapping[int, Callable[[Call], Call]], make: Callable[[Call], Table] = Call.table
+) -> Iterator[None]:
+    """Rotate in some layers with other tables. An inner block changes what the outer ones have made of the call.
 
     Args:
         model: The model; see :func:`check`.
-        layers: Per layer, the function that makes its tables. Layers that share a function share its tables.
+        layers: Per layer, what to change in the call. Layers that share a function share their tables.
+        make: The tables of a changed call.
     """
-    made: dict[tuple[int, Any], tuple[Call, Table]] = {}
+    made: dict[tuple[int, Any], tuple[Call, _Tables]] = {}
     with ExitStack() as stack:
         call_of = stack.enter_context(calls_of(model))
 
-        def change(layer: int, make: Callable[[Call], Table]) -> Callable[..., Any]:
+        def hook_of(layer: int, change: Callable[[Call], Call]) -> Callable[..., Any]:
             def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
                 if kwargs.get("position_embeddings") is None:
                     return args, kwargs
-                call = call_of(layer)
-                key = (id(make), call.options.get("layer_type"))
+                call = _given(kwargs, call_of, layer)
+                key = (id(change), call.options.get("layer_type"))
                 if key not in made or made[key][0] is not call:
-                    made[key] = (call, make(call))
-                where = kwargs["position_embeddings"][0].device
-                cos, sin = made[key][1]
-                return args, kwargs | {"position_embeddings": (cos.to(where), sin.to(where))}
+                    changed = change(call)
+                    made[key] = (call, _remembering(make(changed), changed))
+                found, where = made[key][1], kwargs["position_embeddings"][0].device
+                if found[0].device != where:
+                    found = _remembering((found[0].to(where), found[1].to(where)), found.call)
+                return args, kwargs | {"position_embeddings": found}
 
             return hook
 
         attentions = arch.attention_modules(model)
-        for layer, make in layers.items():
-            stack.callback(attentions[layer].register_forward_pre_hook(change(layer, make), with_kwargs=True).remove)
+        for layer, change in layers.items():
+            stack.callback(attentions[layer].register_forward_pre_hook(hook_of(layer, change), with_kwargs=True).remove)
         yield
 
 
-def scaled(scales: Mapping[int, float]) -> dict[int, Callable[[Call], Table]]:
+def _remembering(table: Table, call: Call) -> _Tables:
+    tables = _Tables(table)
+    tables.call = call
+    return tables
+
+
+def scaled(scales: Mapping[int, float]) -> dict[int, Callable[[Call], Call]]:
     """Per layer, the function that divides positions by its scale; layers of one scale share their tables."""
 
-    def divide(scale: float) -> Callable[[Call], Table]:
+    def divide(scale: float) -> Callable[[Call], Call]:
         # Angles of fractional positions need float32: positions are whole numbers otherwise.
-        return lambda call: call.table() if scale == 1 else call.table(call.positions.float() / scale)
+        return lambda call: call if scale == 1 else replace(call, positions=call.positions.float() / scale)
 
     by_scale = {scale: divide(scale) for scale in set(scales.values())}
     return {layer: by_scale[scale] for layer, scale in scales.items()}
@@ -221,13 +252,15 @@ def by_hand(model: PreTrainedModel, layers: Mapping[int, ByHand]) -> Iterator[No
         layers: Per layer, the function from a :class:`HandRotation` to the attention output [B, T, H, d].
     """
     held: dict[int, Tensor] = {}
+    calls: dict[int, Call] = {}
     with ExitStack() as stack:
         call_of = stack.enter_context(calls_of(model))
-        stack.enter_context(tables(model, dict.fromkeys(layers, Call.identity)))
+        stack.enter_context(tables(model, dict.fromkeys(layers, lambda call: call), Call.identity))
 
         def positions(layer: int) -> Callable[..., None]:
             def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-                cache, now = kwargs.get("past_key_values"), call_of(layer).positions
+                calls[layer] = _given(kwargs, call_of, layer)
+                cache, now = kwargs.get("past_key_values"), calls[layer].positions
                 batch = (kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]).shape[0]
                 now = now.expand(batch, -1)
                 before = {} if cache is None or cache.get_seq_length(layer) == 0 else getattr(cache, _POSITIONS, {})
@@ -258,7 +291,7 @@ def by_hand(model: PreTrainedModel, layers: Mapping[int, ByHand]) -> Iterator[No
                 return out
 
             rotation = HandRotation(
-                layer, query, keys, held[layer][:, -query.shape[2] :], held[layer][:, -key.shape[2] :], mask, call_of(layer),
+                layer, query, keys, held[layer][:, -query.shape[2] :], held[layer][:, -key.shape[2] :], mask, calls[layer],
                 kernel, model,
             )  # fmt: skip
             out = layers[layer](rotation)

@@ -192,7 +192,7 @@ def fingerprint(model: ModelConfig) -> str:
 def source_digest(config: Config) -> str:
     """Hash of the package's code and of the user's own method and task: results of two codes never meet in one folder."""
     total = hashlib.sha256()
-    own = {inspect.getsourcefile(cls) for cls in (config.method_class, type(config.task), type(config.search))}
+    own = {inspect.getsourcefile(cls) for cls in (*config.method_classes, type(config.task), type(config.search))}
     files = {*paths.PACKAGE.rglob("*.py"), *(Path(file).resolve() for file in own if file)}
     for file in sorted(files):
         name = file.relative_to(paths.PACKAGE).as_posix() if file.is_relative_to(paths.PACKAGE) else file.name

@@ -70,7 +70,9 @@ def shortened(rows: Iterable[Mapping[str, Any]]) -> str:
 
 def applied(method: Mapping[str, Any]) -> str:
     """The method as it ran, from ``method.json``: its name, every parameter, and where published constants come from."""
-    values = ", ".join(f"{k} {v}" for k, v in method.items() if k not in ("name", "source") and v is not None)
+    parts = method.get("parts", {"": {k: v for k, v in method.items() if k not in ("name", "source")}})
+    words = {name: ", ".join(f"{k} {v}" for k, v in part.items() if v is not None) for name, part in parts.items()}
+    values = "; ".join(f"{name} ({text})" if name else text for name, text in words.items())
     return f"{method['name']}: {values}" + (f"; constants: {method['source']}" if "source" in method else "")
 
 

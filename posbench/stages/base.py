@@ -18,6 +18,7 @@ from posbench.checkpoint import load
 from posbench.config import Config
 from posbench.lm import LM, Encoded
 from posbench.methods import Method, Unmodified
+from posbench.methods.composed import Composed
 from posbench.record import Row, RunDir, digest, write_bytes
 from posbench.tasks import Example, Task
 from posbench.tasks.base import Split
@@ -72,12 +73,15 @@ class Run:
         return both
 
     def _origin(self, method: Method) -> dict[str, str]:
-        """The ``source`` of the model's block for the method, where the method runs with the constants of that block."""
-        model, name = self.config.model, self.config.method_name
-        block = (model.scale_channel if name == "scale_channel" else model.blocks.get(name)) or {}
-        ran = json.loads(json.dumps(asdict(method)))
-        published = all(ran.get(key) == value for key, value in block.items() if key != "source")
-        return {"source": str(block["source"])} if published and "source" in block else {}
+        """The ``source`` of the model's block for each method, where the method runs with the constants of that block."""
+        model, sources = self.config.model, []
+        for name, part in (method.parts if isinstance(method, Composed) else {self.config.method_name: method}).items():
+            block = (model.scale_channel if name == "scale_channel" else model.blocks.get(name)) or {}
+            ran = json.loads(json.dumps(asdict(part)))
+            published = all(ran.get(key) == value for key, value in block.items() if key != "source")
+            if published and "source" in block:
+                sources.append(f"{name}: {block['source']}" if isinstance(method, Composed) else str(block["source"]))
+        return {"source": "; ".join(sources)} if sources else {}
 
     @contextmanager
     def progress(self, label: str, total: int) -> Iterator[Callable[[int], None]]:

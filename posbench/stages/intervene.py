@@ -45,7 +45,8 @@ def attention_to_items(lm: LM, encoded: Sequence[Encoded], examples: Sequence[Ex
             pool[row, item, tokens] = 1 / max(len(tokens), 1)
     with lm.last_attention() as weights:
         lm.model(**inputs, use_cache=False, logits_to_keep=1)
-        rows = [weights[layer].mean(1).float().cpu() for layer in range(lm.layers)]
+        # A method may run a prompt as several rows next to each other; their weights are averaged as heads are.
+        rows = [weights[layer].unflatten(0, (len(examples), -1)).mean((1, 2)).float().cpu() for layer in range(lm.layers)]
     # A sliding-window layer may hold the newest keys only: the others have no weight.
     layers = [F.pad(row, (width - row.shape[-1], 0)) for row in rows]
     return torch.einsum("lbt,bit->bli", torch.stack(layers), pool)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 import pandas as pd
@@ -48,18 +49,20 @@ def answer_loss(lm: LM, scales: Tensor, pairs: Sequence[tuple[list[int], list[in
         pairs: Prompt and answer token ids.
     """
     inputs, targets = lm.pad_with_answers(pairs)
-    with rope.tables(lm.model, {layer: _divided(scales[layer]) for layer in rope.rotated_layers(lm.model)}):
+    changes = {layer: _divided(scales[layer]) for layer in rope.rotated_layers(lm.model)}
+    with rope.tables(lm.model, changes, _with_gradients):
         logits = lm.model(**inputs, use_cache=False, logits_to_keep=targets.shape[1]).logits
     return lm.answer_nats(logits, targets).mean()
 
 
-def _divided(scale: Tensor) -> Callable[[rope.Call], rope.Table]:
-    def table(call: rope.Call) -> rope.Table:
-        # The library computes its tables without gradients; below that decorator is the same function with them.
-        forward = type(call.module).forward.__wrapped__  # type: ignore[attr-defined]
-        return forward(call.module, call.hidden, call.positions.float() / scale, **call.options)
+def _divided(scale: Tensor) -> Callable[[rope.Call], rope.Call]:
+    return lambda call: replace(call, positions=call.positions.float() / scale)
 
-    return table
+
+def _with_gradients(call: rope.Call) -> rope.Table:
+    # The library computes its tables without gradients; below that decorator is the same function with them.
+    forward = type(call.module).forward.__wrapped__  # type: ignore[attr-defined]
+    return forward(call.module, call.hidden, call.positions, **call.options)
 
 
 def _search(run: Run) -> None:

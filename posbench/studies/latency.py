@@ -1,4 +1,4 @@
-"""What scale_channel and its search cost: ratios measured side by side in one run, on random weights.
+"""What the methods and the channel search cost: ratios measured side by side in one run, on random weights.
 
 ``make bench``, or ``python -m posbench.studies.latency --help``.
 """
@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 import transformers
+import yaml
+from omegaconf import OmegaConf
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
@@ -36,12 +38,15 @@ from transformers import (
 )
 
 import posbench
-from posbench import arch
+from posbench import arch, paths
+from posbench.config import target
+from posbench.errors import UserError
 from posbench.hooks import replaced
 from posbench.lm import LM
 from posbench.methods import Method, ScaleChannel, Unmodified
 from posbench.record import write_text
 from posbench.runner import hardware
+from posbench.schema import build
 from posbench.search import Candidate
 from posbench.stages.search import candidate_losses
 from posbench.tables import markdown
@@ -65,6 +70,16 @@ SHAPES: dict[str, Callable[[], PreTrainedModel]] = {
     "mpt_7b": lambda: MptForCausalLM(MptConfig(d_model=4096, n_heads=32, n_layers=32, vocab_size=50432, max_seq_len=16384)),
 }  # fmt: skip
 """Random-weight models: ``small`` for a laptop, the published 7B shapes for a GPU (context windows widened for long prompts)."""
+
+PAPERS = {
+    "layer_scaling": "1.00 (LPES, Table 5)",
+    "ms_poe": "1.45 (LPES, Table 5); 1.86 to 2.77 (Yu et al., Table 5)",
+    "moice": "2.42 (LPES, Table 5)",
+    "attention_buckets": "4.76 (LPES, Table 5: the row whose name is lost)",
+    "scale_channel": "1.07 to 1.45 (Yu et al., Table 5)",
+}
+"""The papers' ratios to their own unmodified 7B model, from the printed times. LPES: Vicuna-7B, MDQA, H100; Yu et al.:
+Llama-2-7B, multi-document questions and key-value pairs, A100; both with FlashAttention-2 and each with its own programs."""
 
 
 class Reprojection(ScaleChannel):
@@ -97,43 +112,90 @@ class Reprojection(ScaleChannel):
         return (torch.cat([base[0][:, :-1], scaled[0][:, -1:]], dim=1), scaled[1])
 
 
-def methods_of(model: PreTrainedModel) -> dict[str, Method]:
-    """The unmodified model, scale_channel over half of the layers (the paper's share), and the direct way."""
+def _channel(model: PreTrainedModel) -> dict[str, Any]:
+    """scale_channel over half of the layers, the paper's share."""
     count = model.config.num_hidden_layers
-    setting: dict[str, Any] = {"channel": 3, "factor": 0.0, "layers": (round(count * 10 / 32), round(count * 25 / 32))}
+    return {"channel": 3, "factor": 0.0, "layers": (round(count * 10 / 32), round(count * 25 / 32))}
+
+
+def methods_of(model: PreTrainedModel) -> dict[str, Method]:
+    """The unmodified model, scale_channel, and the direct way."""
+    setting = _channel(model)
     return {"unmodified": Unmodified(), "scale_channel": ScaleChannel(**setting), "re-projection": Reprojection(**setting)}
 
 
-def _seconds(work: Callable[[], Any], device: torch.device) -> float:
+def all_methods(lm: LM) -> dict[str, Method]:
+    """Every method of ``conf/method`` that applies to a model, the unmodified one first.
+
+    Parameters are the YAML's own; those that a checkpoint would give are stand-ins, which the cost does not depend on.
+    """
+    last = lm.layers - 1
+    given: dict[str, dict[str, Any]] = {
+        "scale_channel": _channel(lm.model),
+        "layer_scaling": {"points": [[0, 1.2], [last / 3, 1.8], [last / 1.5, 1.4], [last, 1.6]]},
+        "moice": {"weights": "uniform"},
+    }
+    found: dict[str, Method] = {"unmodified": Unmodified()}
+    for file in sorted((paths.CONF / "method").glob("*.yaml")):
+        # The YAML refers to the model's block, which is not there.
+        raw = OmegaConf.create({"model": {}, "method": yaml.safe_load(file.read_text())})
+        data: Any = OmegaConf.to_container(raw.method, resolve=True)
+        cls, values = target(data | given.get(file.stem, {}), Method, "method")
+        method = build(cls, {key: value for key, value in values.items() if key != "name"}, "method")
+        try:
+            method.check(lm)
+        except UserError:
+            continue
+        if not isinstance(method, Unmodified):
+            found[file.stem] = method
+    return found
+
+
+CLOCKS = {"wall": time.perf_counter, "processor": time.process_time}
+
+
+def _seconds(work: Callable[[], Any], device: torch.device, clock: Callable[[], float]) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    start = time.perf_counter()
+    start = clock()
     work()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    return time.perf_counter() - start
+    return clock() - start
 
 
-def side_by_side(works: dict[str, Callable[[], Any]], device: torch.device, repeats: int) -> dict[str, list[float]]:
+def side_by_side(
+    works: dict[str, Callable[[], Any]], device: torch.device, repeats: int, clock: Callable[[], float] = time.perf_counter
+) -> dict[str, list[float]]:
     """Seconds of each work, in turn A B C A B C ..., after one warm-up round, so that drift hits all alike."""
     times: dict[str, list[float]] = {name: [] for name in works}
     for round_ in range(repeats + 1):
         for name, work in works.items():
-            spent = _seconds(work, device)
+            spent = _seconds(work, device, clock)
             if round_:
                 times[name].append(spent)
     return times
 
 
 @torch.inference_mode()
-def generation(lm: LM, *, tokens: int, new_tokens: int, repeats: int) -> list[list[str]]:
-    """Prefill and greedy decoding per method: rows of method, seconds (median), and ratio to the unmodified model.
+def generation(
+    lm: LM,
+    methods: dict[str, Method],
+    *,
+    tokens: int,
+    new_tokens: int,
+    repeats: int,
+    clock: Callable[[], float] = time.perf_counter,
+) -> list[list[str]]:
+    """Prefill and greedy decoding per method: rows of work, method, seconds (median), ratio to the unmodified model, paper's.
 
     Args:
         lm: The model.
+        methods: By name; ``unmodified`` is one of them.
         tokens: Prompt tokens.
         new_tokens: Tokens generated; 1 measures the prefill.
         repeats: Measured rounds.
+        clock: Gives the time in seconds.
     """
     ids = torch.randint(5, lm.model.config.vocab_size, (1, tokens), device=lm.device)
 
@@ -144,13 +206,18 @@ def generation(lm: LM, *, tokens: int, new_tokens: int, repeats: int) -> list[li
                 pad_token_id=0,
             )  # fmt: skip
 
-    times = side_by_side({name: partial(run, m) for name, m in methods_of(lm.model).items()}, lm.device, repeats)
+    times = side_by_side({name: partial(run, m) for name, m in methods.items()}, lm.device, repeats, clock)
     what = f"{tokens} + {new_tokens} tokens"
-    return [[what, name, f"{median(spent):.3f}", ratios(spent, times["unmodified"])] for name, spent in times.items()]
+    return [
+        [what, name, f"{median(spent):.3f}", ratios(spent, times["unmodified"]), PAPERS.get(name, "")]
+        for name, spent in times.items()
+    ]
 
 
 @torch.inference_mode()
-def search(lm: LM, *, tokens: int, candidates: int, answer: int, repeats: int) -> list[list[str]]:
+def search(
+    lm: LM, *, tokens: int, candidates: int, answer: int, repeats: int, clock: Callable[[], float] = time.perf_counter
+) -> list[list[str]]:
     """One prefill for all candidates against one forward per candidate, losses compared bit by bit.
 
     Args:
@@ -159,6 +226,7 @@ def search(lm: LM, *, tokens: int, candidates: int, answer: int, repeats: int) -
         candidates: Candidates in the search.
         answer: Answer tokens whose loss is measured.
         repeats: Measured rounds.
+        clock: Gives the time in seconds.
 
     Raises:
         RuntimeError: The two ways disagree.
@@ -181,12 +249,12 @@ def search(lm: LM, *, tokens: int, candidates: int, answer: int, repeats: int) -
                 found.append(lm.answer_nats(lm.model(**inputs, logits_to_keep=answer).logits, targets))
         losses["apart"] = torch.cat(found).double().cpu()
 
-    times = side_by_side({"one forward per candidate": apart, "one shared prefill": shared}, lm.device, repeats)
+    times = side_by_side({"one forward per candidate": apart, "one shared prefill": shared}, lm.device, repeats, clock)
     if not torch.equal(losses["shared"], losses["apart"]):
         raise RuntimeError(f"losses differ by up to {(losses['shared'] - losses['apart']).abs().max():.3g}")
     what = f"search, {len(tried)} candidates, {tokens} + {answer} tokens"
     base = times["one forward per candidate"]
-    return [[what, name, f"{median(spent):.3f}", ratios(base, spent)] for name, spent in times.items()]
+    return [[what, name, f"{median(spent):.3f}", ratios(base, spent), ""] for name, spent in times.items()]
 
 
 def ratios(numerator: list[float], denominator: list[float]) -> str:
@@ -201,12 +269,18 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--shape", choices=SHAPES, default="small")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--prompts", type=int, nargs="+", default=[4096], help="prompt lengths in tokens")
+    parser.add_argument(
+        "--methods-at", type=int, nargs="*", default=[2048], help="prompt lengths at which all methods run side by side"
+    )
+    parser.add_argument(
+        "--prompts", type=int, nargs="*", default=[4096], help="prompt lengths of scale_channel and its direct way"
+    )
     parser.add_argument("--new-tokens", type=int, nargs="+", default=[1], help="generated tokens; 1 measures the prefill")
     parser.add_argument("--search-tokens", type=int, default=2048, help="prompt length of the search; 0 leaves it out")
     parser.add_argument("--candidates", type=int, default=40)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--threads", type=int, default=None)
+    parser.add_argument("--clock", choices=CLOCKS, default="wall", help="processor: where a CPU is shared with other work")
     parser.add_argument("--out", type=Path, help="write the table as Markdown")
     options = parser.parse_args(argv)
     if options.threads:
@@ -224,22 +298,29 @@ def main(argv: Sequence[str] | None = None) -> None:
     # MPT's own default is to go without.
     model.generation_config.use_cache = True
     rows = []
-    for tokens in options.prompts:
+    every, direct = all_methods(lm), methods_of(model)
+    works = [(tokens, every) for tokens in options.methods_at] + [(tokens, direct) for tokens in options.prompts]
+    for tokens, methods in works:
         for new in options.new_tokens:
-            rows += generation(lm, tokens=tokens, new_tokens=new, repeats=options.repeats)
+            rows += generation(lm, methods, tokens=tokens, new_tokens=new, repeats=options.repeats, clock=CLOCKS[options.clock])
     if options.search_tokens:
         settings = {"tokens": options.search_tokens, "candidates": options.candidates, "answer": 4}
-        rows += search(lm, **settings, repeats=max(1, options.repeats // 2))
-    title = f"{options.shape} shape, random weights, {options.dtype}, {device}, {options.repeats} rounds"
-    note = "ratio: to the unmodified model (generation, lower is better); speed-up over one forward per candidate (search)"
-    publish(title, rows, note, options.out)
+        rows += search(lm, **settings, repeats=max(1, options.repeats // 2), clock=CLOCKS[options.clock])
+    title = f"{options.shape} shape, random weights, {options.dtype}, {device}, {options.repeats} rounds, {options.clock} time"
+    note = (
+        "ratio: to the unmodified model (generation, lower is better); speed-up over one forward per candidate (search). "
+        "The papers' ratios are of other models, machines and programs."
+    )
+    publish(title, rows, note, options.out, header=[*HEADER, "papers' ratio"])
 
 
-def publish(title: str, rows: Sequence[Sequence[str]], note: str, out: Path | None) -> None:
-    """Print measured rows (work, way, seconds, ratio) with hardware and versions, and write them as Markdown where asked."""
+HEADER = ("work", "way", "seconds (median)", "ratio: median (min to max)")
+
+
+def publish(title: str, rows: Sequence[Sequence[str]], note: str, out: Path | None, *, header: Sequence[str] = HEADER) -> None:
+    """Print measured rows with hardware and versions, and write them as Markdown where asked."""
     versions = f"posbench {posbench.__version__}, torch {torch.__version__}, transformers {transformers.__version__}"
     title = f"{title}; {hardware()}; {versions}"
-    header = ["work", "way", "seconds (median)", "ratio: median (min to max)"]
     table = Table(*header, title=title, title_justify="left")
     for row in rows:
         table.add_row(*row)
@@ -247,7 +328,7 @@ def publish(title: str, rows: Sequence[Sequence[str]], note: str, out: Path | No
     Console().print(note)
     if out:
         out.parent.mkdir(parents=True, exist_ok=True)
-        write_text(out, f"# {title}\n\n{markdown(header, rows)}\n\n{note}\n")
+        write_text(out, f"# {title}\n\n{markdown(list(header), rows)}\n\n{note}\n")
 
 
 if __name__ == "__main__":

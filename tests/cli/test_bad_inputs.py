@@ -72,7 +72,7 @@ BARE = [
     ("unknown model", ["model=mistral7"], ["model", "'mistral7'", "mistral7b, ", "did you mean mistral7b?"]),
     ("unknown task", ["task=kv"], ["task", "'kv'", "mmlu", "did you mean kv_retrieval?"]),
     ("key of another task", ["task=mmlu", "task.pairs=3"], ["task.pairs", "'3'", "shots, subjects", "next:"]),
-    ("unknown method", ["method=scale"], ["method", "'scale'", "none, scale_channel"]),
+    ("unknown method", ["method=scale"], ["method", "'scale'", "did you mean scale_channel?"]),
     ("unknown search", ["search=x"], ["search", "'x'", "channel, exhaustive, genetic"]),
     ("unknown runtime", ["runtime=x"], ["runtime", "'x'", "auto, gpu"]),
     ("unknown experiment", ["experiment=yu2025_fig66"], ["experiment", "'yu2025_fig66'", "yu2025_fig6"]),

@@ -1,0 +1,138 @@
+"""Several RoPE bases side by side, their predictions mixed at every step (Attention Buckets, Chen et al. 2023)."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from functools import wraps
+from typing import TYPE_CHECKING, Any, Literal, Self
+
+import torch
+from torch import Tensor
+
+from posbench import arch, rope
+from posbench.errors import UserError
+from posbench.hooks import replaced
+from posbench.methods.base import Method
+
+if TYPE_CHECKING:
+    from posbench.lm import LM
+
+RAG = (10000.0, 13000.0, 16000.0, 19000.0, 22000.0, 25000.0, 28000.0)
+"""Bases of the authors' program for question answering over retrieved documents."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionBuckets(Method):
+    """Run every prompt once per RoPE base and let the N predictions of each token make one.
+
+    Inside the block a forward of B rows runs B * N rows, row by row all bases next to each other, and returns B rows of
+    logits [B, T, V]; its cache holds B * N rows. Every base keeps its own hidden states and keys; they share the tokens. Costs
+    N times the memory and about N times the computation. Stock ``lm.model(...)`` and ``lm.model.generate(...)`` see the method,
+    greedy or sampling; beam search reorders the cache and is refused, as are outputs of single layers.
+
+    Args:
+        bases: The N bases theta, in all layers; None is the model's own. Published: 10000, 13000, 16000, 19000, 22000, 25000,
+            28000 (retrieved documents, the default here) and 10000, 17500, 18000, 19000, 20000, 25000 (tools). Both were made
+            for a model of base 10000.
+        mixture: ``logits`` (the authors' program): logits z_j of base j weighted by softmax over j of max_v z_j[v].
+            ``probabilities`` (the paper's text): probabilities p_j weighted by their confidence max_v p_j[v], weights summing
+            to 1; the result is given as log-probabilities. The paper's own confidence formula could not be compared.
+
+    Source: Chen et al. 2023, Fortify the Shortest Stave in Attention (arXiv 2312.04455), and its released program.
+    Differs from source: the program runs batches of one prompt with a list of caches and returns the last logits alone; here
+    all positions are mixed, so that losses have a value, and batches with left padding work.
+    """
+
+    bases: tuple[float | None, ...] = RAG
+    mixture: Literal["logits", "probabilities"] = "logits"
+
+    def check(self, lm: LM) -> None:
+        """See :meth:`Method.check`."""
+        rope.check(lm, "attention_buckets", plain=True)
+        if not self.bases or any(base is not None and base <= 1 for base in self.bases):
+            raise UserError(
+                field="method.bases",
+                value=list(self.bases),
+                allowed="one base or more, each a number above 1, or null for the model's own",
+                hint="set method.bases=[10000,17500,18000,19000,20000,25000]",
+            )
+
+    def neutral(self) -> Self:
+        """The model's own base N times, logits mixed."""
+        return replace(self, bases=(None,) * len(self.bases), mixture="logits")
+
+    def mix(self, logits: Tensor) -> Tensor:
+        """One prediction from those of the bases.
+
+        Args:
+            logits: [B, N, T, V].
+
+        Returns:
+            [B, T, V], in the dtype of the logits: mixed logits, or log-probabilities.
+        """
+        exact = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        if self.mixture == "logits":
+            weights = exact.amax(-1, keepdim=True).softmax(1)
+            return (weights * exact).sum(1).to(logits.dtype)
+        shares = exact.log_softmax(-1)
+        confidence = shares.amax(-1, keepdim=True).log_softmax(1)
+        return (confidence + shares).logsumexp(1).to(logits.dtype)
+
+    @contextmanager
+    def applied(self, lm: LM) -> Iterator[LM]:
+        """See :meth:`Method.applied`."""
+        self.check(lm)
+        model, forward, count = lm.model, lm.model.forward, len(self.bases)
+        signature = inspect.signature(forward)
+
+        @wraps(forward)
+        def mixed_forward(*args: Any, **kwargs: Any) -> Any:
+            bound = signature.bind(*args, **kwargs).arguments
+            call = {k: v for k, v in bound.items() if k != "kwargs"} | bound.get("kwargs", {})
+            labels, as_dict = call.pop("labels", None), call.pop("return_dict", None)
+            _refuse_what_has_no_mixture(call)
+            tokens = call["input_ids"] if call.get("input_ids") is not None else call["inputs_embeds"]
+            rows = tokens.shape[0]
+            _check_cache(call.get("past_key_values"), rows * count)
+            out = forward(**{name: _repeated(value, rows, count) for name, value in call.items()})
+            out.logits = self.mix(out.logits.unflatten(0, (rows, count)))
+            if labels is not None:
+                vocabulary = arch.text_config(model).vocab_size
+                out.loss = model.loss_function(logits=out.logits, labels=labels, vocab_size=vocabulary)
+            return out.to_tuple() if as_dict is False else out
+
+        def with_bases(call: rope.Call) -> rope.Call:
+            return replace(call, bases=self.bases)
+
+        with ExitStack() as stack:
+            stack.enter_context(rope.tables(model, dict.fromkeys(rope.rotated_layers(model), with_bases)))
+            stack.enter_context(replaced(model, "forward", mixed_forward))
+            yield lm
+
+
+def _repeated(value: Any, rows: int, count: int) -> Any:
+    """An argument of the forward with each row ``count`` times; what has no row per prompt stays as it is."""
+    if isinstance(value, dict):
+        return {name: _repeated(part, rows, count) for name, part in value.items()}
+    if isinstance(value, Tensor) and value.ndim >= 2 and value.shape[0] == rows:
+        return value.repeat_interleave(count, dim=0)
+    return value
+
+
+def _check_cache(cache: Any, rows: int) -> None:
+    if cache is None or cache.get_seq_length() == 0:
+        return
+    held = cache.layers[0].keys.shape[0]
+    if held != rows:
+        raise ValueError(
+            f"this cache holds {held} rows where attention_buckets needs {rows}: run the prompt inside the block, without beams"
+        )
+
+
+def _refuse_what_has_no_mixture(call: dict[str, Any]) -> None:
+    for name in ("output_attentions", "output_hidden_states"):
+        if call.get(name):
+            raise ValueError(f"{name} is not available under attention_buckets: every base has its own")

@@ -1,0 +1,70 @@
+"""Several methods at once, one inside the other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Self
+
+from posbench.errors import UserError
+from posbench.methods.base import Method
+
+if TYPE_CHECKING:
+    from posbench.lm import LM
+
+
+@dataclass(frozen=True, kw_only=True)
+class Composed(Method):
+    """Apply methods one inside the other: ``method=[layer_scaling,scale_channel]`` on the command line.
+
+    The first part is the outermost: it is applied first and taken back last, and a later part works on the model as the
+    earlier ones left it. So methods of rotary embeddings stand before scale_channel. Among these, position scales
+    multiply, and a base set by a later part replaces that of an earlier one.
+
+    Args:
+        parts: The methods by name, outermost first. Their parameters are ``method.parts.<name>.<key>``.
+    """
+
+    parts: dict[str, Method]
+
+    @property
+    def needs_prompt(self) -> bool:
+        """See :class:`Method`."""
+        return any(part.needs_prompt for part in self.parts.values())
+
+    def check(self, lm: LM) -> None:
+        """See :meth:`Method.check`."""
+        for name, part in self.parts.items():
+            with in_words_of_the_whole(name):
+                part.check(lm)
+
+    def neutral(self) -> Self:
+        """Every part neutral."""
+        return replace(self, parts={name: part.neutral() for name, part in self.parts.items()})
+
+    @contextmanager
+    def applied(self, lm: LM) -> Iterator[LM]:
+        """See :meth:`Method.applied`."""
+        self.check(lm)
+        with ExitStack() as stack:
+            for part in self.parts.values():
+                stack.enter_context(part.applied(lm))
+            yield lm
+
+
+@contextmanager
+def in_words_of_the_whole(name: str) -> Iterator[None]:
+    """Let a part's errors name the keys as they are typed: ``method.parts.<name>.<key>`` for its ``method.<key>``."""
+    try:
+        yield
+    except UserError as error:
+        own = f"method.parts.{name}."
+        if error.field.startswith(own):
+            raise
+        raise UserError(
+            field=error.field.replace("method.", own),
+            value=error.value,
+            allowed=error.allowed.replace("method.", own),
+            hint=error.hint.replace("method.", own),
+        ) from error

@@ -1,0 +1,240 @@
+"""Methods one inside the other: order, neutral pairs, restoration, and a brute-force recomputation."""
+
+import inspect
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from itertools import permutations
+
+import pytest
+import torch
+
+import posbench
+from posbench import paths
+from posbench.cli import _hydra, composed
+from posbench.config import check, plain
+from posbench.errors import UserError
+from posbench.hooks import replaced
+from posbench.methods import Method, ScaleChannel, Unmodified
+from posbench.methods.attention_buckets import AttentionBuckets
+from posbench.methods.composed import Composed
+from posbench.methods.layer_scaling import LayerScaling
+from posbench.methods.position_interpolation import PositionInterpolation
+from tests.models import LAYERS, build
+from tests.parity.test_families import Memory
+from tests.parity.test_methods import method
+from tests.parity.test_rope import BASES, PROMPT, SCALES, STEPS, TIGHT, attentions, frequencies, prompts, through_posbench
+
+NAMES = sorted({file.stem for file in (paths.CONF / "method").glob("*.yaml")} - {"none"})
+CHANNEL = dict(channel=(5, 9), factor=-1.0, layers=(1, 2))
+
+
+@pytest.fixture(scope="module")
+def models():
+    return {name: posbench.load(build(name)) for name in ("llama", "llama-gqa")}
+
+
+@pytest.fixture(scope="module")
+def neutral():
+    return {name: method(name).neutral() for name in NAMES}
+
+
+@pytest.mark.parametrize("family", ["llama", "llama-gqa"])
+@pytest.mark.parametrize("pair", list(permutations(NAMES, 2)), ids="-".join)
+def test_any_neutral_pair_changes_nothing(pair, family, models, neutral):
+    lm, (ids, mask) = models[family], prompts(True)
+    before = lm.logits(ids, mask)
+    both = Composed(parts={name: neutral[name] for name in pair}).neutral()
+    logits, steps, tokens = through_posbench(lm, both, ids, mask)
+    whole = torch.cat([mask, torch.ones(len(ids), STEPS, dtype=torch.long)], dim=1)
+    assert (logits - before)[mask.bool()].abs().max() < TIGHT
+    assert (steps - lm.logits(tokens, whole)[:, PROMPT - 1 : -1]).abs().max() < TIGHT
+    assert torch.equal(lm.logits(ids, mask), before)
+
+
+@torch.no_grad()
+def two_attentions(model, ids, mask, *, scales, first_row):
+    """Logits of one forward without cache: every layer rotates at position / scale, by tables made here, and the chosen ones
+    run once on their input and once on the scaled input with the values of the first run; rows from ``first_row`` on are the
+    second run's."""
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+
+    def wrap(number, module, scale):
+        forward, signature = module.forward, inspect.signature(module.forward)
+
+        def call(*args, **kwargs):
+            bound = signature.bind(*args, **kwargs).arguments
+            arguments = {k: v for k, v in bound.items() if k != "kwargs"} | bound.get("kwargs", {})
+            angles = torch.stack([torch.outer(row.float() / scale, frequencies(module)) for row in positions]).repeat(1, 1, 2)
+            arguments["position_embeddings"] = (angles.cos(), angles.sin())
+            first = Memory()
+            base = forward(**arguments | {"past_key_values": first})
+            if not CHANNEL["layers"][0] <= number <= CHANNEL["layers"][1]:
+                return base
+            scaled = arguments["hidden_states"].clone()
+            scaled[..., list(CHANNEL["channel"])] *= CHANNEL["factor"]
+            kept = Memory({"value": first.kept["value"]})
+            second = forward(**arguments | {"past_key_values": kept, "hidden_states": scaled})
+            return (torch.cat([base[0][:, :first_row], second[0][:, first_row:]], dim=1), *base[1:])
+
+        return replaced(module, "forward", call)
+
+    with ExitStack() as stack:
+        for number, (module, scale) in enumerate(zip(attentions(model), scales, strict=True)):
+            stack.enter_context(wrap(number, module, scale))
+        return model(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False).logits
+
+
+@pytest.mark.parametrize("padded", [False, True], ids=["plain", "left-padded"])
+@pytest.mark.parametrize("name", ["llama", "llama-gqa", "mistral-window", "qwen2", "qwen3"])
+def test_layer_scaling_with_scale_channel_equals_two_attentions(name, padded):
+    model = build(name)
+    both = Composed(parts={"layer_scaling": LayerScaling(scales=SCALES), "scale_channel": ScaleChannel(**CHANNEL)})
+    ids, mask = prompts(padded)
+    prefill, steps, tokens = through_posbench(posbench.load(model), both, ids, mask)
+    whole = torch.cat([mask, torch.ones(len(ids), STEPS, dtype=torch.long)], dim=1)
+    expected = two_attentions(model, tokens, whole, scales=SCALES, first_row=PROMPT - 1)
+    assert (prefill - expected[:, :PROMPT])[mask.bool()].abs().max() < TIGHT
+    assert (steps - expected[:, PROMPT - 1 : -1]).abs().max() < TIGHT
+    for other in (
+        two_attentions(model, tokens, whole, scales=SCALES, first_row=tokens.shape[1]),
+        two_attentions(model, tokens, whole, scales=(1.0,) * LAYERS, first_row=PROMPT - 1),
+    ):
+        assert (expected - other)[:, PROMPT - 1 :].abs().max() > 100 * TIGHT, "one of the two has no effect to test"
+
+
+def test_position_scales_multiply():
+    lm, (ids, mask) = posbench.load(build("llama-gqa")), prompts(True)
+    parts = {"position_interpolation": PositionInterpolation(scale=1.5), "layer_scaling": LayerScaling(scales=SCALES)}
+    with LayerScaling(scales=tuple(1.5 * s for s in SCALES)).applied(lm):
+        expected = lm.logits(ids, mask)
+    for order in (parts, dict(reversed(parts.items()))):
+        with Composed(parts=order).applied(lm):
+            assert (lm.logits(ids, mask) - expected)[mask.bool()].abs().max() < TIGHT
+
+
+@pytest.mark.parametrize("other", [LayerScaling(scales=SCALES), ScaleChannel(**CHANNEL)], ids=["layer_scaling", "scale_channel"])
+def test_buckets_around_another_method_mix_its_runs(other):
+    """The same as a bucket of one base at a time around that method, mixed afterwards; padding and cached decoding included."""
+    lm, (ids, mask) = posbench.load(build("llama-gqa")), prompts(True)
+    parts = {"attention_buckets": AttentionBuckets(bases=BASES), "other": other}
+    prefill, steps, tokens = through_posbench(lm, Composed(parts=parts), ids, mask)
+    found = []
+    for base in BASES:
+        one = Composed(parts={"attention_buckets": AttentionBuckets(bases=(base,)), "other": other})
+        with one.applied(lm), torch.no_grad():
+            positions = (mask.cumsum(-1) - 1).clamp(min=0)
+            out = lm.model(ids, attention_mask=mask, position_ids=positions, use_cache=True)
+            later, seen = [out.logits[:, -1:]], mask
+            for step in range(STEPS - 1):
+                seen = torch.cat([seen, torch.ones(len(ids), 1, dtype=torch.long)], dim=1)
+                given, at = tokens[:, PROMPT + step : PROMPT + step + 1], seen.sum(-1, keepdim=True) - 1
+                out = lm.model(given, attention_mask=seen, position_ids=at, past_key_values=out.past_key_values)
+                later.append(out.logits)
+        found.append((lm_logits(lm, one, ids, mask), torch.cat(later, dim=1)))
+    whole, generated = (torch.stack(part, dim=1) for part in zip(*found, strict=True))
+    mix = AttentionBuckets(bases=BASES).mix
+    assert (mix(whole) - prefill)[mask.bool()].abs().max() < TIGHT
+    assert (mix(generated) - steps).abs().max() < TIGHT
+
+
+def lm_logits(lm, found, ids, mask):
+    with found.applied(lm):
+        return lm.logits(ids, mask)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Noted(Unmodified):
+    """Writes down when it begins and ends."""
+
+    name: str
+    diary: list[str]
+
+    @contextmanager
+    def applied(self, lm):
+        self.diary.append(f"+{self.name}")
+        try:
+            yield lm
+        finally:
+            self.diary.append(f"-{self.name}")
+
+
+def test_the_first_part_is_the_outermost_also_after_an_exception():
+    diary: list[str] = []
+    parts: dict[str, Method] = {name: Noted(name=name, diary=diary) for name in "abc"}
+    with pytest.raises(RuntimeError, match="inside"), Composed(parts=parts).applied(posbench.load(build("llama"))):
+        raise RuntimeError("inside")
+    assert diary == ["+a", "+b", "+c", "-c", "-b", "-a"]
+
+
+def test_a_part_that_does_not_fit_leaves_the_model_alone():
+    lm, (ids, mask) = posbench.load(build("llama")), prompts(False)
+    before = lm.logits(ids, mask)
+    parts = {"layer_scaling": LayerScaling(scales=SCALES), "scale_channel": ScaleChannel(channel=4000, factor=0.0, layers=(0, 1))}
+    both = Composed(parts=parts)
+    with pytest.raises(UserError, match=r"^method\.parts\.scale_channel\.channel = \[4000\]"), both.applied(lm):
+        pass
+    assert torch.equal(lm.logits(ids, mask), before)
+    assert both.needs_prompt and not Composed(parts={"layer_scaling": parts["layer_scaling"]}).needs_prompt
+
+
+def built(*overrides: str):
+    found = []
+    _hydra([*overrides, "model=tiny"], lambda config: found.append(check(plain(config))))
+    return found[0]
+
+
+def test_the_command_line_builds_the_parts_in_order():
+    config = built(
+        "method=[position_interpolation,scale_channel]", "method.parts.scale_channel.factor=0.5", "stages=[evaluate]"
+    )  # fmt: skip
+    assert config.method_name == "position_interpolation-scale_channel"
+    expected = {
+        "position_interpolation": PositionInterpolation(scale=1.5),
+        "scale_channel": ScaleChannel(channel=15, factor=0.5, layers=(1, 3)),
+    }
+    parts = config.method().parts
+    assert parts == expected and list(parts) == list(expected)
+    assert config.method_classes == [Composed, PositionInterpolation, ScaleChannel]
+
+
+def test_lists_stand_among_the_values_of_a_sweep(tmp_path):
+    found = composed(["method=none,[position_interpolation, scale_channel],[none,scale_channel]", "task.pairs=[1]"], tmp_path)
+    assert found[:2] == ["method=none,position_interpolation-scale_channel,none-scale_channel", "task.pairs=[1]"]
+    assert found[2:] == [f"hydra.searchpath=[file://{tmp_path}]"]
+    assert {file.stem for file in (tmp_path / "method").iterdir()} == {
+        "position_interpolation-scale_channel", "none-scale_channel"
+    }  # fmt: skip
+
+
+def test_a_search_path_that_was_given_is_kept(tmp_path):
+    found = composed(["hydra.searchpath=[file:///own]", "method=[none,scale_channel]"], tmp_path)
+    assert found == ["method=none-scale_channel", f"hydra.searchpath=[file://{tmp_path},file:///own]"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["method=[layer_scaling,scale_chanel]"], "did you mean scale_channel"),
+        (["method=[scale_channel,scale_channel]"], "different ones of"),
+        (["method=[]"], "different ones of"),
+        (["method=[none,scale_channel]", "method.factor=0"], "name the part"),
+        (["method=[none,scale_channel]", "method.parts.scale_channel.factr=0"], "did you mean method.parts.scale_channel.factor"),
+        (["method=[none,layer_scaling]"], "method.parts.layer_scaling.points = None"),
+        (["method=[none,scale_channel]", "method.parts.scale_channel.last=0.5"], "method.parts.scale_channel.last = 0.5"),
+    ],
+    ids=lambda case: case[-1] if isinstance(case, list) else None,
+)
+def test_mistakes_are_told_in_one_line(overrides, words):
+    with pytest.raises(UserError) as error:
+        built(*overrides).method()
+    assert words in str(error.value) and "\n" not in str(error.value)
+
+
+def test_the_search_refuses_composed_methods():
+    found = []
+    command = ["method=[position_interpolation,scale_channel]", "model=tiny"]
+    _hydra(command, lambda config: found.append(plain(config)))
+    assert found[0]["stages"] == ["search", "intervene", "evaluate", "report"]
+    assert check(found[0]).stages == ("intervene", "evaluate", "report")
+    with pytest.raises(UserError, match="no search for method position_interpolation-scale_channel"):
+        check(found[0], ["stages"])

@@ -1,0 +1,229 @@
+"""Methods of rotary embeddings against forwards that rotate by hand, and against transformers' own scaling."""
+
+import copy
+from contextlib import ExitStack
+
+import pytest
+import torch
+from torch import Tensor
+
+import posbench
+from posbench.errors import UserError
+from posbench.hooks import replaced
+from posbench.methods.attention_buckets import AttentionBuckets
+from posbench.methods.layer_scaling import LayerScaling
+from posbench.methods.position_interpolation import PositionInterpolation
+from tests.models import LAYERS, VOCABULARY, attentions, build
+
+PROMPT, STEPS, TIGHT = 33, 6, 1e-4
+SCALES = (1.0, 1.3, 1.7, 2.4)
+FAMILIES = [
+    "llama", "llama-gqa", "llama-tied-llama3", "mistral-window", "qwen2", "qwen3", "gemma2", "gemma3", "phi3-partial", "gpt_neox",
+    "falcon", "olmo2", "smollm3", "cohere2",
+]  # fmt: skip
+"""Grouped keys, rescaled and partial rotation, norms behind the projection, windows, fused projections, layers without RoPE."""
+LINEAR = ["llama", "llama-gqa", "mistral", "qwen2", "qwen3", "gemma", "gpt_neox", "olmo2"]
+BASES = (10000.0, 500.0, None, 40000.0)
+
+
+def prompts(padded: bool, batch: int = 3) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(1)
+    ids, mask = torch.randint(1, VOCABULARY - 1, (batch, PROMPT)), torch.ones(batch, PROMPT, dtype=torch.long)
+    for row, pads in enumerate([7, 0, 12] if padded else []):
+        ids[row, :pads], mask[row, :pads] = 0, 0
+    return ids, mask
+
+
+@torch.no_grad()
+def through_posbench(lm, method, ids, mask):
+    """Logits of the prompt, of each greedy step, and all tokens, through stock calls inside the block."""
+    with method.applied(lm):
+        prefill = lm.logits(ids, mask)
+        out = lm.model.generate(
+            ids, attention_mask=mask, max_new_tokens=STEPS, do_sample=False, return_dict_in_generate=True, output_logits=True,
+            use_cache=True,
+        )  # fmt: skip
+    return prefill, torch.stack(out.logits, dim=1), out.sequences
+
+
+def frequencies(module) -> Tensor:
+    """Angles per position, [r / 2], written out for plain RoPE; a rescaled rotation is read from the model."""
+    config = module.config
+    rope = config.rope_parameters
+    if "rope_theta" not in rope:
+        rope = rope[module.layer_type if hasattr(module, "layer_type") else config.layer_types[module.layer_idx]]
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    width = int(width * rope.get("partial_rotary_factor", 1.0))
+    assert rope["rope_type"] == "default"
+    return torch.tensor([rope["rope_theta"] ** (-2 * i / width) for i in range(width // 2)])
+
+
+@torch.no_grad()
+def rotated_by_hand(model, ids, mask, scales) -> Tensor:
+    """Logits [B, T, V] of one forward without cache in which each layer rotates at position / scale.
+
+    Each attention is called with cos and sin that are computed here, position by position, and knows nothing of posbench.
+    """
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    own = model.base_model.rotary_emb
+
+    def wrap(module, scale):
+        forward = module.forward
+
+        def call(*args, **kwargs):
+            if kwargs.get("position_embeddings") is not None:
+                plain = own.inv_freq if "llama3" in str(getattr(own, "rope_type", "")) else frequencies(module)
+                angles = torch.stack([torch.outer(row.float() / scale, plain) for row in positions])
+                if "cohere2" in module.config.model_type:
+                    angles = angles.repeat_interleave(2, dim=-1)
+                else:
+                    angles = torch.cat([angles, angles], dim=-1)
+                kwargs["position_embeddings"] = (angles.cos(), angles.sin())
+            return forward(*args, **kwargs)
+
+        return replaced(module, "forward", call)
+
+    with ExitStack() as stack:
+        for module, scale in zip(attentions(model), scales, strict=True):
+            stack.enter_context(wrap(module, scale))
+        return model(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False).logits
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("padded", [False, True], ids=["plain", "left-padded"])
+@pytest.mark.parametrize("method", [LayerScaling(scales=SCALES), PositionInterpolation(scale=1.6)], ids=["layers", "uniform"])
+def test_scaled_positions_equal_a_rotation_by_hand(name, padded, method):
+    model = build(name)
+    ids, mask = prompts(padded)
+    prefill, steps, tokens = through_posbench(posbench.load(model), method, ids, mask)
+    whole = torch.cat([mask, torch.ones(len(ids), STEPS, dtype=torch.long)], dim=1)
+    scales = SCALES if isinstance(method, LayerScaling) else (1.6,) * LAYERS
+    expected = rotated_by_hand(model, tokens, whole, scales)
+    assert (prefill - expected[:, :PROMPT])[mask.bool()].abs().max() < TIGHT
+    assert (steps - expected[:, PROMPT - 1 : -1]).abs().max() < TIGHT
+    plain = rotated_by_hand(model, tokens, whole, (1.0,) * LAYERS)
+    assert (expected - plain)[whole.bool()].abs().max() > 100 * TIGHT, "the scales have no effect to test"
+
+
+@pytest.mark.parametrize("name", LINEAR)
+def test_scale_two_in_every_layer_is_the_librarys_linear_scaling(name):
+    model = build(name)
+    config = copy.deepcopy(model.config)
+    config.rope_parameters = dict(config.rope_parameters, rope_type="linear", factor=2.0)
+    stock = type(model)(config).eval()
+    stock.load_state_dict(model.state_dict())
+    ids, mask = prompts(True)
+    expected = posbench.load(stock).logits(ids, mask)
+    for method in (LayerScaling(scales=(2.0,) * LAYERS), PositionInterpolation(scale=2.0)):
+        lm = posbench.load(model)
+        with method.applied(lm):
+            found = lm.logits(ids, mask)
+        assert (found - expected)[mask.bool()].abs().max() < 1e-5
+    assert (lm.logits(ids, mask) - expected)[mask.bool()].abs().max() > 1e-2
+
+
+def with_base(model, base):
+    """A stock model with another base in its config and the same weights."""
+    if base is None:
+        return model
+    config = copy.deepcopy(model.config)
+    config.rope_parameters = dict(config.rope_parameters, rope_theta=base)
+    stock = type(model)(config).eval()
+    stock.load_state_dict(model.state_dict())
+    return stock
+
+
+def mixed(parts: list[Tensor], mixture: str) -> Tensor:
+    """The mixture, written out: parts are the N bases' logits [B, T, V]."""
+    if mixture == "logits":
+        most = [part.max(-1).values for part in parts]
+        total = sum(m.exp() for m in most)
+        return sum(m.exp().div(total)[..., None] * part for m, part in zip(most, parts, strict=True))
+    shares = [part.softmax(-1) for part in parts]
+    total = sum(share.max(-1).values for share in shares)
+    return sum(share.max(-1).values.div(total)[..., None] * share for share in shares).log()
+
+
+@pytest.mark.parametrize("mixture", ["logits", "probabilities"])
+@pytest.mark.parametrize("name", ["llama", "llama-gqa", "mistral-window", "qwen3", "phi3-partial", "falcon", "cohere2"])
+def test_buckets_equal_stock_models_of_each_base(name, mixture):
+    model = build(name)
+    method, lm = AttentionBuckets(bases=BASES, mixture=mixture), posbench.load(model)
+    for padded in (False, True):
+        ids, mask = prompts(padded)
+        prefill, steps, tokens = through_posbench(lm, method, ids, mask)
+        whole = torch.cat([mask, torch.ones(len(ids), STEPS, dtype=torch.long)], dim=1)
+        expected = mixed([posbench.load(with_base(model, base)).logits(tokens, whole) for base in BASES], mixture)
+        assert (prefill - expected[:, :PROMPT])[mask.bool()].abs().max() < TIGHT
+        assert (steps - expected[:, PROMPT - 1 : -1]).abs().max() < TIGHT
+        alone = posbench.load(with_base(model, BASES[0])).logits(tokens, whole)
+        assert (expected.softmax(-1) - alone.softmax(-1))[whole.bool()].abs().max() > 1e-3, "the bases have no effect to test"
+
+
+def test_buckets_of_probabilities_sum_to_one():
+    lm = posbench.load(build("llama"))
+    with AttentionBuckets(bases=BASES, mixture="probabilities").applied(lm):
+        logits = lm.logits(*prompts(True))
+    torch.testing.assert_close(logits.exp().sum(-1), torch.ones(logits.shape[:2]))
+
+
+def test_buckets_in_losses_and_continuations():
+    """Everything that runs on a prompt's cache gives what one forward over the whole text gives."""
+    lm, method = posbench.load("tiny"), AttentionBuckets(bases=BASES)
+    prompt = 'Json data: {"bal": "kop", "dip": "gel"} The value of key "dip" is "'
+    ids, answer = lm.answer_ids(prompt, "gel kop")
+    with method.applied(lm):
+        loss = lm.answer_loss([prompt, prompt[11:]], ["gel kop", "gel"])[0]
+        found = lm.continuations([ids, ids[5:]], [[answer, answer[:1]], [answer]])[0][0][0]
+        out = lm.model(input_ids=torch.tensor([ids + answer]), labels=torch.tensor([[-100] * len(ids) + answer]))
+    assert len(answer) > 1
+    torch.testing.assert_close(loss, out.loss.detach(), atol=2e-5, rtol=0)
+    assert abs(found + len(answer) * loss.item()) < 1e-3
+
+
+def test_buckets_refuse_what_they_cannot_mix():
+    lm = posbench.load(build("llama"))
+    ids, mask = prompts(False)
+    cache = lm.model(ids, use_cache=True).past_key_values
+    with AttentionBuckets(bases=BASES).applied(lm):
+        with pytest.raises(ValueError, match="run the prompt inside the block"):
+            lm.model(ids[:, :1], past_key_values=cache)
+        with pytest.raises(ValueError, match="without beams"):
+            lm.model.generate(ids, attention_mask=mask, max_new_tokens=3, num_beams=2, do_sample=False)
+        with pytest.raises(ValueError, match="output_hidden_states"):
+            lm.model(ids, output_hidden_states=True)
+    with pytest.raises(UserError, match=r"method\.bases"):
+        AttentionBuckets(bases=(10000.0, 0.5)).check(lm)
+
+
+def test_attention_under_buckets_is_the_average_over_bases():
+    model = build("llama")
+    lm, method = posbench.load(model), AttentionBuckets(bases=BASES)
+    ids, mask = prompts(True)
+    with method.applied(lm), lm.last_attention() as found:
+        lm.logits(ids, mask)
+    for number, base in enumerate(BASES):
+        alone = posbench.load(with_base(model, base))
+        with alone.last_attention() as weights:
+            alone.logits(ids, mask)
+        for layer, rows in weights.items():
+            assert (found[layer][number :: len(BASES)] - rows).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("method", [LayerScaling(scales=SCALES), PositionInterpolation(scale=1.6), AttentionBuckets(bases=BASES)])
+def test_restored_after_an_exception(method):
+    lm = posbench.load(build("llama-gqa"))
+    ids, mask = prompts(True)
+    before = lm.logits(ids, mask)
+    with pytest.raises(RuntimeError, match="inside"), method.applied(lm):
+        lm.logits(ids, mask)
+        raise RuntimeError("inside")
+    assert torch.equal(lm.logits(ids, mask), before)
+    assert not [m for m in lm.model.modules() if "forward" in vars(m) or m._forward_pre_hooks or m._forward_hooks]
+
+
+@pytest.mark.parametrize("name", ["mpt", "falcon-alibi", "smollm3-nope"])
+@pytest.mark.parametrize("method", [LayerScaling(scales=SCALES), PositionInterpolation(scale=1.6), AttentionBuckets(bases=BASES)])
+def test_models_without_rope_are_refused_in_words(name, method):
+    with pytest.raises(UserError, match="a model with rotary position embedding"), method.applied(posbench.load(build(name))):
+        pass
