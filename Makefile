@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 OLDEST := $(VENV)-oldest
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-fast test-versions lint format tiny tiny-seeds figure figures docs bench throughput scorers rope-curves bucket-search precision wheel clean
+.PHONY: help setup run test test-fast test-versions lint format tiny tiny-seeds figure figures docs bench lpes throughput scorers rope-curves bucket-search precision wheel clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-13s %s\n", $$1, $$2}'
@@ -64,6 +64,9 @@ docs: setup ## the tables of the documentation that come from code
 
 bench: setup ## what every method and the channel search cost, side by side
 	$(BIN)/python -m posbench.studies.latency --out outputs/bench/latency.md $(ARGS)
+
+lpes: setup ## the ablations of LPES on the embedded model, in outputs/lpes
+	$(BIN)/python -m posbench.studies.lpes --out outputs/lpes $(ARGS)
 
 throughput: setup ## the evaluate stage against a loop over single prompts, side by side, outputs equal
 	$(BIN)/python -m posbench.studies.throughput --out outputs/bench/throughput.md $(ARGS)

@@ -27,18 +27,18 @@ def convergence(generations: pd.DataFrame) -> Figure:
         UserError: a column is missing or there is no row.
     """
     need(generations, "generations", "generation", "best", "mean", "unmodified")
-    figure = new_figure(COLUMN, 2.4)
+    figure = new_figure(COLUMN, 2.7)
     axes = figure.subplots()
     if "search" in generations:
         for index, (name, rows) in enumerate(generations.groupby("search", sort=False)):
             curve = rows.groupby("generation")["best"].mean()
-            axes.plot(curve.index, 100 * curve, label=str(name), markevery=5, **line_style(index))
+            axes.plot(curve.index, 100 * curve, label=str(name), **line_style(index))
     else:
         for index, (column, label) in enumerate((("best", "best"), ("mean", "mean of the parents"))):
             axes.plot(generations["generation"], 100 * generations[column], label=label, **line_style(index))
-    for value in generations["unmodified"].unique():
+    for value in generations["unmodified"].dropna().unique():
         axes.axhline(100 * value, color="black", linestyle=(0, (4, 2)), linewidth=1, label="unmodified")
-    axes.set(xlabel="generation", ylabel="fitness (weighted accuracy, %)")
+    axes.set(xlabel="generation", ylabel="fitness (%)")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     legend_below(figure, axes)
     return figure
