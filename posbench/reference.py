@@ -75,6 +75,8 @@ class Reference:
                     hint=f"write it as {self.file} does",
                 )
         table["position"] = table["position"].fillna("all")
+        # Cells that the paper leaves blank.
+        table = table[~table["value"].isin(["—", "-"]) & table["value"].notna()]
         placed = {paper: ours.partition("/") for paper, ours in tasks.items()}
         return [
             {
