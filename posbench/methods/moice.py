@@ -142,7 +142,8 @@ class MoICE(Method):
 
     The router sees the query rotated with the first base; a softmax over the N bases gives the weights, of which the largest
     ``top_k`` are kept and rescaled to sum 1. Keys stay un-rotated in the cache and are rotated N times at every step. All N
-    attentions are computed whatever ``top_k`` is.
+    attentions are computed whatever ``top_k`` is. :meth:`posbench.lm.LM.last_attention` sees the attention of the last base, not the
+    mixture.
 
     Args:
         weights: A safetensors file with the trained router (``python -m posbench.studies.moice_train`` writes one; a checkpoint
