@@ -46,7 +46,7 @@ class Call:
 
     def table(self, positions: Tensor | None = None, base: float | None = None) -> Table:
         """The tables at other positions, which may be fractional, [B, T], or with another base theta."""
-        at = self.positions if positions is None else positions
+        at = self.positions if positions is None else positions.to(self.hidden.device)
         if base is None:
             return self.module.forward(self.hidden, at, **self.options)
         count = self.module.inv_freq.numel()
@@ -217,9 +217,9 @@ class HandRotation:
 
     def rotate(self, x: Tensor, table: Table) -> Tensor:
         """Rotate queries or keys [B, H, T, d] with tables [B, T, r], or per head [B, H, T, r]."""
-        cos, sin = table
+        cos, sin = (t.to(x.device) for t in table)
         if cos.ndim == 3:
-            return arch.rotate(self.model, self.layer, x, table)
+            return arch.rotate(self.model, self.layer, x, (cos, sin))
         # The family's own function rotates all heads alike: heads become rows.
         flat = x.flatten(0, 1).unsqueeze(1)
         return arch.rotate(self.model, self.layer, flat, (cos.flatten(0, 1), sin.flatten(0, 1))).reshape(x.shape)
@@ -286,12 +286,13 @@ def by_hand(model: PreTrainedModel, layers: Mapping[int, ByHand]) -> Iterator[No
                     out, others = following(module, q, k, repeat_kv(value, groups), mask, **rest)
                 return out
 
+            positions = now.positions.to(query.device)
             rotation = HandRotation(
                 layer=layer,
                 query=query,
                 key=key,
-                query_positions=now.positions[:, -query.shape[2] :],
-                key_positions=now.positions[:, -key.shape[2] :],
+                query_positions=positions[:, -query.shape[2] :],
+                key_positions=positions[:, -key.shape[2] :],
                 call=call_of(layer),
                 attend=kernel,
                 last_row=lambda q, k: last_row(q, k, mask, **rest),
