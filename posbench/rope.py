@@ -51,7 +51,7 @@ class Call:
 
         Positions of each head, [B * H, T], give tables [B * H, T, r].
         """
-        at = self.positions if positions is None else positions
+        at = self.positions if positions is None else positions.to(self.hidden.device)
         if base is None and self.bases:
             rows, alone = self.hidden.shape[0], replace(self, bases=())
             # Positions that all rows share come as a single row.
@@ -255,9 +255,9 @@ class HandRotation:
 
     def rotate(self, x: Tensor, table: Table) -> Tensor:
         """Rotate queries or keys [B, H, T, d] with tables [B, T, r], or per head [B, H, T, r]."""
-        cos, sin = table
+        cos, sin = (t.to(x.device) for t in table)
         if cos.ndim == 3:
-            return arch.rotate(self.model, self.layer, x, table)
+            return arch.rotate(self.model, self.layer, x, (cos, sin))
         # The family's own function rotates all heads alike: heads become rows.
         flat = x.flatten(0, 1).unsqueeze(1)
         return arch.rotate(self.model, self.layer, flat, (cos.flatten(0, 1), sin.flatten(0, 1))).reshape(x.shape)
@@ -326,12 +326,13 @@ def by_hand(model: PreTrainedModel, layers: Mapping[int, ByHand]) -> Iterator[No
                     out, others = following(module, q, k, repeat_kv(value, groups), mask, **rest)
                 return out
 
+            positions = now.positions.to(query.device)
             rotation = HandRotation(
                 layer=layer,
                 query=query,
                 key=key,
-                query_positions=now.positions[:, -query.shape[2] :],
-                key_positions=now.positions[:, -key.shape[2] :],
+                query_positions=positions[:, -query.shape[2] :],
+                key_positions=positions[:, -key.shape[2] :],
                 call=now.call,
                 attend=kernel,
                 last_row=lambda q, k: last_row(q, k, mask, **rest),

@@ -114,23 +114,22 @@ def mixing(
         return made[count]
 
     def attend(r: HandRotation) -> Tensor:
-        mixed: Tensor | float = 0.0
+        mixed = torch.zeros((), device=r.query.device)
         for number, (for_query, for_key) in enumerate(tables(r)):
             query = r.rotate(r.query, for_query)
             if not number:
-                weights = _weights(r.layer, query)
-            # The output comes as [B, T, H, d].
+                weights = weigh(r.layer, query)
+            # The output comes as [B, T, H, d]; weights in float32 keep their sum 1.
             mixed = mixed + weights[..., number].transpose(1, 2)[..., None] * r.attend(query, r.rotate(r.key, for_key))
-        assert isinstance(mixed, Tensor)
-        return mixed
+        return mixed.to(r.query.dtype)
 
-    def _weights(layer: int, query: Tensor) -> Tensor:
-        if routers is None:
-            return query.new_full((*query.shape[:3], len(bases)), 1 / len(bases))
+    def weigh(layer: int, query: Tensor) -> Tensor:
         exact = torch.promote_types(query.dtype, torch.float32)
+        if routers is None:
+            return query.new_full((*query.shape[:3], len(bases)), 1 / len(bases), dtype=exact)
         logits = routers[layer].to(query.device, exact)(query.to(exact))
         listen(layer, logits)
-        return mixture(logits, top_k).to(query.dtype)
+        return mixture(logits, top_k)
 
     with rope.by_hand(model, dict.fromkeys(rope.rotated_layers(model), attend)):
         yield
@@ -142,7 +141,8 @@ class MoICE(Method):
 
     The router sees the query rotated with the first base; a softmax over the N bases gives the weights, of which the largest
     ``top_k`` are kept and rescaled to sum 1. Keys stay un-rotated in the cache and are rotated N times at every step. All N
-    attentions are computed whatever ``top_k`` is.
+    attentions are computed whatever ``top_k`` is. :meth:`posbench.lm.LM.last_attention` sees the attention of the last base, not
+    the mixture.
 
     Args:
         weights: A safetensors file with the trained router (``python -m posbench.studies.moice_train`` writes one; a checkpoint

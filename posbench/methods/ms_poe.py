@@ -1,4 +1,4 @@
-"""One RoPE scale per attention head (Ms-PoE): heads that stand out on few positions keep them further apart than the others."""
+"""One RoPE scale per attention head (Ms-PoE): position-aware heads keep positions further apart than the others."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ class MsPoE(Method):
             ratios in the inverse order (see ``order``).
         order: ``rank`` (the paper's intent: the head of rank i gets ratio i), ``permutation`` (released program: head i gets
             the ratio whose number is the head of rank i), ``reversed`` (head type "normal" of the released program: head i of H
-            gets ratio H - 1 - i, no scores); None: that of the variant.
+            gets ratio H - 1 - i, whatever the scores); None: that of the variant.
 
-    Source: Zhang et al. 2024 (Ms-PoE), Section 4 and Algorithm 1; released program VITA-Group/Ms-PoE, a46c3d1.
+    Source: Zhang et al. 2024 (Ms-PoE), Algorithm 1; released program VITA-Group/Ms-PoE, a46c3d1.
     Differs from source: batches, with a ranking per row; a new prompt is ranked anew without a reset. With grouped keys each
     query head sees keys rotated with its own ratio, in both variants; the released program rotates a key with the ratio of the
     first query head of its group, so that positions of the group's other heads are relative no more. For that, a copy of the
