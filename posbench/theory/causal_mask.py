@@ -1,7 +1,7 @@
 """How the causal mask alone encodes position (Behind RoPE): closed forms, the exact limit of many dimensions, and simulation.
 
 The network has no parameters: f(X) = softmax(mask(Y Y')) Y + X with Y the rows of X at length 1. Inputs are unit vectors with
-cosine ``alpha`` between any two. Maps are of Y Y' before the softmax, numbered by the layer that reads them (layer 1 sees inputs).
+cosine ``alpha`` between any two. Maps are of Y Y' before the softmax, numbered by the layer that reads them, from 1.
 """
 
 from __future__ import annotations
@@ -10,43 +10,44 @@ from typing import Literal
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 Array = NDArray[np.float64]
 Norm = Literal["l2", "layernorm", "layernorm_sqrt"]
 
 
-def g(i: Array | int, alpha: float) -> Array:
+def g(i: ArrayLike, alpha: float) -> Array:
     """Unnormalised score of token i (from 1, i >= 2) with any earlier token at layer 2; Behind RoPE, Section 3."""
-    i, e, a = np.asarray(i, dtype=np.float64), np.e, np.exp(alpha)
+    i, e, a = np.asarray(i, dtype=np.float64), np.e, float(np.exp(alpha))
     return 2 * (2 * alpha * e + a * (1 + alpha * (2 * i - 3))) / (e + (i - 1) * a)
 
 
-def h(i: Array | int, alpha: float) -> Array:
+def h(i: ArrayLike, alpha: float) -> Array:
     """Length of token i (from 1) after layer 1."""
-    i, e, a = np.asarray(i, dtype=np.float64), np.e, np.exp(alpha)
+    i, e, a = np.asarray(i, dtype=np.float64), np.e, float(np.exp(alpha))
     own, rest = 2 * e + (i - 1) * a, a * (i - 1)
     return np.sqrt(own**2 + 2 * own * rest * alpha + a * rest * (1 + (i - 2) * alpha)) / (e + (i - 1) * a)
 
 
-def g_prime(i: Array | int, alpha: float) -> Array:
+def g_prime(i: ArrayLike, alpha: float) -> Array:
     """As :func:`g` without the residual stream."""
-    i, e, a = np.asarray(i, dtype=np.float64), np.e, np.exp(alpha)
+    i, e, a = np.asarray(i, dtype=np.float64), np.e, float(np.exp(alpha))
     return (e * alpha + a * (1 + alpha * (i - 2))) / (e + (i - 1) * a)
 
 
-def h_prime(i: Array | int, alpha: float) -> Array:
+def h_prime(i: ArrayLike, alpha: float) -> Array:
     """As :func:`h` without the residual stream.
 
-    Differs from source: Appendix A.2 prints the difference of squares with a wrong sign in its middle term; see :func:`h_prime_step`.
+    Differs from source: Appendix A.2 prints the difference of squares with a wrong sign in its middle term, see
+    :func:`h_prime_step`.
     """
-    i, e, a = np.asarray(i, dtype=np.float64), np.e, np.exp(alpha)
+    i, e, a = np.asarray(i, dtype=np.float64), np.e, float(np.exp(alpha))
     return np.sqrt(e**2 + 2 * e * a * alpha * (i - 1) + a**2 * (i - 1) * (1 + alpha * (i - 2))) / (e + (i - 1) * a)
 
 
-def h_prime_step(i: Array | int, alpha: float) -> Array:
+def h_prime_step(i: ArrayLike, alpha: float) -> Array:
     """h'(i + 1)^2 - h'(i)^2 in closed form, never positive: the corrected line of Appendix A.2."""
-    i, e, a = np.asarray(i, dtype=np.float64), np.e, np.exp(alpha)
+    i, e, a = np.asarray(i, dtype=np.float64), np.e, float(np.exp(alpha))
     inside = 2 * e**3 + 2 * e**2 * a * (i - 1) + a**3 * i * (i - 1)
     return (alpha - 1) * a * inside / ((e + i * a) ** 2 * (e + (i - 1) * a) ** 2)
 
@@ -160,7 +161,7 @@ def simulate(
 
 
 def diagonal_normalised(scores: Array) -> Array:
-    """Each sub-diagonal minus its own mean, [..., n, n]: what is left depends on more than i - j. Not a number above the diagonal."""
+    """Each sub-diagonal minus its own mean, [..., n, n]: what is left depends on more than i - j. NaN above the diagonal."""
     n = scores.shape[-1]
     found = np.full(scores.shape, np.nan)
     for offset in range(n):

@@ -128,6 +128,6 @@ def decay_peak(layers: int, m: float) -> float:
 def window_half_time(n: int, width: int) -> float:
     """Layers until about half of the last token's weight is on the first one under a window mask of equal weights.
 
-    The drift of a random walk, 2 (n - 1) / (width - 1), while the window is short against n; the paper gives no rate that is near.
+    The drift of a random walk, 2 (n - 1) / (width - 1), while the window is short against n; the paper's rate is far below.
     """
     return 2 * (n - 1) / (width - 1)
