@@ -5,8 +5,10 @@ from __future__ import annotations
 from math import comb, expm1, log
 
 import numpy as np
+import pandas as pd
 import pytest
 
+from posbench.studies import causal_mask as study
 from posbench.theory import causal_mask as rope
 from posbench.theory import masks
 
@@ -182,3 +184,36 @@ def test_diagonal_normalisation() -> None:
     for offset in range(9):
         assert np.diagonal(found, -offset, axis1=1, axis2=2).mean(-1) == pytest.approx(0)
     assert np.isnan(found[:, 0, 1:]).all() and (found[:, 8, 0] == 0).all()
+
+
+def test_the_study_draws_and_tabulates_what_the_theory_says(tmp_path) -> None:
+    study.main(["--draws", "60", "--tokens", "9", "--dim", "16", "--figures", "1", "2", "10", "--out", str(tmp_path)])
+    names = {f"figure_{f}.{kind}" for f in ("1", "2", "10") for kind in ("png", "pdf")}
+    assert names | {"closed_forms.png", "closed_forms.pdf", "causal_mask.md", "scores.csv"} == {
+        p.name for p in tmp_path.iterdir()
+    }
+    text = (tmp_path / "causal_mask.md").read_text()
+    assert "| 2 | alpha 0.2 | 2 |" in text and "| 7 of 7 |" in text
+    frame = pd.read_csv(tmp_path / "scores.csv")
+    one = frame[
+        (frame.figure == 2) & (frame.setting == "alpha 0.2") & (frame.layer == 2) & (frame["query"] == 9) & (frame.key == 4)
+    ]
+    mean, error = rope.simulate(9, 4, 0.2, dim=16, draws=60)
+    assert one.score.item() == pytest.approx(mean[1, 8, 3]) and one.standard_error.item() == pytest.approx(error[1, 8, 3])
+    assert len(frame[(frame.figure == 10) & (frame.layer == 1)]) == 81, "without a mask all pairs have a score"
+
+
+def test_shares_beyond_distance_as_in_the_limit() -> None:
+    printed = {0.0: (0.41, 0.21, 0.10), 0.5: (0.05, 0.06, 0.06)}
+    for alpha, wanted in printed.items():
+        setting = study.Setting(alpha, rope=True)
+        limit = np.array(study.exact(setting, 50, 64))
+        rows = study.facts(setting, 50, 64, 1, limit, limit)
+        assert [float(row[4]) for row in rows] == pytest.approx(wanted) and {row[5] for row in rows} == {"1.000"}
+    free = np.array(study.exact(study.Setting(0.0, rope=True, mask=False), 50, 64))
+    assert [theory_left(x) for x in free[1:]] == pytest.approx([0, 0, 0], abs=1e-9)
+    assert study.rising_rows(np.tril(np.arange(25.0).reshape(5, 5))) == 3 and study.rising_rows(np.zeros((5, 5))) == 0
+
+
+def theory_left(scores: np.ndarray) -> float:
+    return float(np.nanmean(rope.diagonal_normalised(scores) ** 2))
