@@ -7,10 +7,14 @@ from math import comb, expm1, log
 import numpy as np
 import pandas as pd
 import pytest
+import torch
 
+import posbench
 from posbench.studies import causal_mask as study
+from posbench.studies import masks as layers_study
 from posbench.theory import causal_mask as rope
 from posbench.theory import masks
+from tests.models import BUILDERS
 
 M = -log(0.8)
 
@@ -217,3 +221,38 @@ def test_shares_beyond_distance_as_in_the_limit() -> None:
 
 def theory_left(scores: np.ndarray) -> float:
     return float(np.nanmean(rope.diagonal_normalised(scores) ** 2))
+
+
+def test_the_studies_of_masks() -> None:
+    rates = layers_study.causal_rates()
+    assert (rates["weight"] <= rates["bound"] + 1e-12).all()
+    late = rates[rates["layers"] > 36]
+    assert (late["weight"] / late["predicted"]).between(0.97, 1.03).groupby(late["token"]).all()[[2, 3, 5]].all()
+    halves = layers_study.half_times().set_index("width")["measured"]
+    # An independent run found these, in products of one attention more than its count.
+    assert list(halves.loc[[2, 3, 5, 9, 17, 32]]) == [60 + 1, 30 + 1, 15 + 1, 8 + 1, 5 + 1, 4 + 1]
+    tops = layers_study.peaks()
+    assert (tops["measured"] - tops["predicted"]).abs().max() <= 1
+    mass = layers_study.item_mass().set_index(["attention", "layers", "item"])["weight"]
+    assert [mass["no PE, causal", 2, i] for i in ("first", "middle", "last")] == pytest.approx([0.35, 0.08, 0.02], abs=0.006)
+    assert [mass["decay 0.8, causal", 6, i] for i in ("first", "middle", "last")] == pytest.approx([0.60, 0.03, 0.00], abs=0.006)
+
+
+def test_the_rollout_of_a_model_is_the_product_of_its_attentions() -> None:
+    torch.manual_seed(0)
+    lm = posbench.load(BUILDERS["llama-gqa"]())
+    ids = [[5, 9, 40, 33, 8, 100, 7, 61], [77, 8, 9, 10, 11, 12, 13, 14]]
+    kernel = lm.model.config._attn_implementation
+    frame = layers_study.model_rollout(lm, ids, residual=0.0, places=4)
+    assert lm.model.config._attn_implementation == kernel and frame["n"].eq(2).all()
+    lm.model.set_attn_implementation("eager")
+    wanted = np.zeros(4)
+    for row in ids:
+        state = torch.eye(8)
+        for weights in lm.model(torch.tensor([row]), output_attentions=True).attentions:
+            state = weights[0].mean(0) @ state
+        wanted += state[-1].detach().numpy().reshape(4, 2).sum(1) / 2
+    assert frame[frame.layers == lm.layers]["weight"].to_numpy() == pytest.approx(wanted, abs=1e-5)
+    assert frame.groupby("layers")["weight"].sum().to_numpy() == pytest.approx(1)
+    half = layers_study.model_rollout(lm, ids, residual=0.5, places=8)
+    assert half[(half.layers == 1) & (half.part == 7)]["weight"].item() > 0.5
