@@ -119,6 +119,33 @@ def model_rollout(lm: LM, prompts: Sequence[Sequence[int]], residual: float = 0.
     return pd.DataFrame({**values, "n": len(prompts)})
 
 
+@torch.inference_mode()
+def model_sinks(lm: LM, prompts: Sequence[Sequence[int]], tokens: int = 64) -> pd.DataFrame:
+    """Both sink metrics of a model on the first tokens of each prompt, which is where sinks are looked for.
+
+    Args:
+        lm: A model; it runs with eager attention inside.
+        prompts: Token ids, each at least that long to count.
+        tokens: Tokens T of each prompt (Gu et al.: 64).
+
+    Returns:
+        Rows of token (from 0), by_head (Gu et al.), by_entry (Wu et al.), n.
+    """
+    before = lm.model.config.get_text_config()._attn_implementation
+    long = [list(ids[:tokens]) for ids in prompts if len(ids) >= tokens]
+    stacks = []
+    lm.model.set_attn_implementation("eager")
+    try:
+        for ids in long:
+            out = lm.model(**lm.pad([ids]), output_attentions=True, use_cache=False)
+            stacks.append(np.stack([a[0].double().cpu().numpy() for a in out.attentions]))
+    finally:
+        lm.model.set_attn_implementation(before)
+    weights = np.stack(stacks)
+    values = {"by_head": masks.sink_by_head(weights), "by_entry": masks.sink_by_entry(weights, masks.causal(tokens))}
+    return pd.DataFrame({"token": np.arange(tokens), **values, "n": len(long)})
+
+
 @styled
 def theory_figure(rates: pd.DataFrame, halves: pd.DataFrame, rows: pd.DataFrame, tops: pd.DataFrame) -> Figure:
     """Theorems 4.1, 4.2 and 4.5: dots are stacks of attention with equal scores, lines are predictions."""
@@ -186,6 +213,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parts = {"attention alone": model_rollout(lm, prompts, 0.0), "with the residual stream": model_rollout(lm, prompts, 0.5)}
     save(rollout_figure(parts, options.model), options.out / "rollout")
     frames["rollout"] = pd.concat([frame.assign(rollout=name) for name, frame in parts.items()], ignore_index=True)
+    frames["sinks"] = model_sinks(lm, prompts)
     for name, frame in frames.items():
         write_csv(options.out / f"{name}.csv", frame)
     console, rates = Console(), frames["causal_rates"]
@@ -202,6 +230,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         console.print(
             f"{options.model}, {name}: first tenth {last[0]:.3f}, last {last[-1]:.3f}, lowest inner one {inner.min():.3f}."
         )
+    sinks = frames["sinks"]
+    top, other = sinks.iloc[0], sinks.iloc[1:]
+    share = {name: f"{100 * top[name]:.1f} % and {100 * other[name].max():.1f} %" for name in ("by_head", "by_entry")}
+    console.print(f"{options.model}, attention sinks, token 1 and the strongest other: {share['by_head']} of heads (Gu et al.), ")
+    console.print(f"{share['by_entry']} of entries (Wu et al.).")
     console.print(f"written: {options.out}", soft_wrap=True)
 
 

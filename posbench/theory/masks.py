@@ -131,3 +131,24 @@ def window_half_time(n: int, width: int) -> float:
     The drift of a random walk, 2 (n - 1) / (width - 1), while the window is short against n; the paper's rate is far below.
     """
     return 2 * (n - 1) / (width - 1)
+
+
+def sink_by_head(weights: Array, threshold: float = 0.3) -> Array:
+    """Share of heads in which a token is a sink, [n], from attention weights [..., n, n] (layers, heads, samples in front).
+
+    A token is a sink of a head if its mean weight over the queries that see it is above the threshold.
+
+    Source: Gu et al. 2024, attention sink metric (threshold 0.3, 64 tokens, 100 sequences); causal attention.
+    """
+    n = weights.shape[-1]
+    importance = weights.sum(axis=-2) / np.arange(n, 0, -1)
+    return (importance > threshold).reshape(-1, n).mean(0)
+
+
+def sink_by_entry(weights: Array, mask: Mask, threshold: float = 0.2) -> Array:
+    """Share of queries that give a token more than the threshold, averaged over whatever stands in front, [n].
+
+    Source: Wu et al. 2025, Appendix K.4. Not the metric of Gu et al.: it counts single entries.
+    """
+    n = len(mask)
+    return ((weights > threshold) & mask).sum(axis=-2).reshape(-1, n).mean(0) / mask.sum(0)
