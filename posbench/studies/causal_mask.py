@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 from rich.console import Console
@@ -109,23 +110,28 @@ def facts(setting: Setting, n: int, dim: int, draws: int, mean: Array, again: Ar
 @styled
 def maps(rows: Sequence[tuple[str, Array]]) -> Figure:
     """Heat maps: a row per (name, [L, n, n]), a column per layer; each has its own colours, from its 1 % to its 99 % quantile."""
+    columns = max(len(scores) for _, scores in rows)
     figure = new_figure(PAGE, 1.75 * len(rows) + 0.1)
-    grid = figure.subplots(len(rows), LAYERS, squeeze=False)
+    grid = figure.subplots(len(rows), columns, squeeze=False)
     for line, (name, scores) in zip(grid, rows, strict=True):
         for layer, (axes, values) in enumerate(zip(line, scores, strict=True), start=1):
-            n = len(values)
-            # The diagonal is 1 in every map and would hide the rest.
-            shown = np.where(
-                np.tri(n, k=-1, dtype=bool) | (np.triu(np.ones((n, n), bool), 1) & np.isfinite(values)), values, np.nan
-            )
-            low, high = np.nanquantile(shown, QUANTILES) if np.isfinite(shown).any() else (0, 1)
-            image = axes.imshow(shown, cmap="viridis", vmin=low, vmax=high, interpolation="nearest")
-            figure.colorbar(image, ax=axes, fraction=0.046, pad=0.04)
+            draw_map(figure, axes, values)
             left = f"{name.replace(', ', chr(10))}\n\nquery" if layer == 1 else ""
-            axes.set(title=f"layer {layer}", xlabel="key", ylabel=left)
-            axes.set_xticks([0, n - 1], ["1", str(n)])
-            axes.set_yticks([0, n - 1], ["1", str(n)])
+            axes.set(title=f"layer {layer}", ylabel=left)
     return figure
+
+
+def draw_map(figure: Figure, axes: Axes, values: Array) -> None:
+    """One heat map of a query's score with every key but itself, with its own colours from the 1 % to the 99 % quantile."""
+    n = len(values)
+    # The diagonal is far above the rest and would hide it.
+    shown = np.where(np.eye(n, dtype=bool), np.nan, values)
+    low, high = np.nanquantile(shown, QUANTILES)
+    image = axes.imshow(shown, cmap="viridis", vmin=low, vmax=high, interpolation="nearest")
+    figure.colorbar(image, ax=axes, fraction=0.046, pad=0.04)
+    axes.set(xlabel="key", ylabel="query")
+    axes.set_xticks([0, n - 1], ["1", str(n)])
+    axes.set_yticks([0, n - 1], ["1", str(n)])
 
 
 @styled
