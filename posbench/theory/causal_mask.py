@@ -1,0 +1,171 @@
+"""How the causal mask alone encodes position (Behind RoPE): closed forms, the exact limit of many dimensions, and simulation.
+
+The network has no parameters: f(X) = softmax(mask(Y Y')) Y + X with Y the rows of X at length 1. Inputs are unit vectors with
+cosine ``alpha`` between any two. Maps are of Y Y' before the softmax, numbered by the layer that reads them, from 1.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import numpy as np
+import torch
+from numpy.typing import ArrayLike, NDArray
+
+Array = NDArray[np.float64]
+Norm = Literal["l2", "layernorm", "layernorm_sqrt"]
+
+
+def g(i: ArrayLike, alpha: float) -> Array:
+    """Unnormalised score of token i (from 1, i >= 2) with any earlier token at layer 2; Behind RoPE, Section 3."""
+    i, e, a = np.asarray(i, dtype=np.float64), np.e, float(np.exp(alpha))
+    return 2 * (2 * alpha * e + a * (1 + alpha * (2 * i - 3))) / (e + (i - 1) * a)
+
+
+def h(i: ArrayLike, alpha: float) -> Array:
+    """Length of token i (from 1) after layer 1."""
+    i, e, a = np.asarray(i, dtype=np.float64), np.e, float(np.exp(alpha))
+    own, rest = 2 * e + (i - 1) * a, a * (i - 1)
+    return np.sqrt(own**2 + 2 * own * rest * alpha + a * rest * (1 + (i - 2) * alpha)) / (e + (i - 1) * a)
+
+
+def g_prime(i: ArrayLike, alpha: float) -> Array:
+    """As :func:`g` without the residual stream."""
+    i, e, a = np.asarray(i, dtype=np.float64), np.e, float(np.exp(alpha))
+    return (e * alpha + a * (1 + alpha * (i - 2))) / (e + (i - 1) * a)
+
+
+def h_prime(i: ArrayLike, alpha: float) -> Array:
+    """As :func:`h` without the residual stream.
+
+    Differs from source: Appendix A.2 prints the difference of squares with a wrong sign in its middle term, see
+    :func:`h_prime_step`.
+    """
+    i, e, a = np.asarray(i, dtype=np.float64), np.e, float(np.exp(alpha))
+    return np.sqrt(e**2 + 2 * e * a * alpha * (i - 1) + a**2 * (i - 1) * (1 + alpha * (i - 2))) / (e + (i - 1) * a)
+
+
+def h_prime_step(i: ArrayLike, alpha: float) -> Array:
+    """h'(i + 1)^2 - h'(i)^2 in closed form, never positive: the corrected line of Appendix A.2."""
+    i, e, a = np.asarray(i, dtype=np.float64), np.e, float(np.exp(alpha))
+    inside = 2 * e**3 + 2 * e**2 * a * (i - 1) + a**3 * i * (i - 1)
+    return (alpha - 1) * a * inside / ((e + i * a) ** 2 * (e + (i - 1) * a) ** 2)
+
+
+def scores_2(n: int, alpha: float) -> Array:
+    """Scores that layer 2 reads, [n, n], below the diagonal: g(i) / (h(i) h(j)); 1 on the diagonal, not a number above it."""
+    i = np.arange(1, n + 1)
+    found = np.outer(g(i, alpha) / h(i, alpha), 1 / h(i, alpha))
+    found[np.diag_indices(n)] = 1
+    return np.where(np.tril(np.ones((n, n), dtype=bool)), found, np.nan)
+
+
+def rope_kernel(n: int, dim: int = 64, base: float = 10000.0) -> Array:
+    """What RoPE multiplies the scores with in the limit, [n, n]: the mean over frequencies of cos((i - j) theta)."""
+    distance = np.subtract.outer(np.arange(n), np.arange(n))
+    theta = base ** (-2 * np.arange(dim // 2) / dim)
+    return np.cos(distance[..., None] * theta).mean(-1)
+
+
+def limit(
+    n: int, layers: int, alpha: float, *, mask: bool = True, kernel: Array | None = None, residual: bool = True
+) -> list[Array]:
+    """Scores in the limit of infinitely many dimensions, exactly: one [n, n] per layer, layer 1 first.
+
+    Every hidden state is a combination of the inputs; with the inputs' Gram matrix G known, a layer maps its coefficients C
+    to softmax(mask(Y G Y')) Y + C, Y being C with rows of length 1.
+
+    Args:
+        n: Tokens.
+        layers: Maps wanted.
+        alpha: Cosine between any two inputs, 0 <= alpha < 1.
+        mask: Whether attention is causal.
+        kernel: Factor of the scores, such as :func:`rope_kernel`; None is 1.
+        residual: Whether the input of a layer is added to its output.
+    """
+    gram = (1 - alpha) * np.eye(n) + alpha
+    kernel = np.ones((n, n)) if kernel is None else kernel
+    seen = np.tril(np.ones((n, n), dtype=bool)) if mask else np.ones((n, n), dtype=bool)
+    state, found = np.eye(n), []
+    for _ in range(layers):
+        unit = state / np.sqrt(np.einsum("ij,jk,ik->i", state, gram, state))[:, None]
+        scores = unit @ gram @ unit.T * kernel
+        found.append(scores)
+        weights = np.exp(np.where(seen, scores, -np.inf))
+        state = weights / weights.sum(1, keepdims=True) @ unit + (state if residual else 0)
+    return found
+
+
+@torch.inference_mode()
+def simulate(
+    n: int = 50,
+    layers: int = 4,
+    alpha: float = 0.0,
+    *,
+    dim: int = 64,
+    draws: int = 10000,
+    mask: bool = True,
+    rope: bool = False,
+    norm: Norm = "l2",
+    input_norm: float = 1.0,
+    seed: int = 0,
+    batch: int = 400,
+) -> tuple[Array, Array]:
+    """Mean scores over random inputs, and their standard errors: two arrays [layers, n, n].
+
+    Args:
+        n: Tokens.
+        layers: Maps wanted.
+        alpha: Share of a direction that all tokens of a draw have in common, 0 <= alpha < 1.
+        dim: Dimensions d.
+        draws: Random inputs.
+        mask: Whether attention is causal.
+        rope: Rotate queries and keys (not values) with RoPE, halves paired, base 10000.
+        norm: ``l2`` (the paper's), or a LayerNorm without parameters whose scores are divided by d or by sqrt(d).
+        input_norm: Length of the input vectors. The paper's LayerNorm runs start from length 1, at which the update weighs
+            sqrt(d) times the stream; with sqrt(d) here and ``layernorm`` the limit is that of ``l2``.
+        seed: Seed of the draws.
+        batch: Draws at once.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    total, square = torch.zeros(layers, n, n, dtype=torch.float64), torch.zeros(layers, n, n, dtype=torch.float64)
+    distance = torch.arange(n, dtype=torch.float32)
+    angles = torch.outer(distance, 10000.0 ** (-2 * torch.arange(dim // 2) / dim)).repeat(1, 2)
+    shut = torch.triu(torch.ones(n, n, dtype=torch.bool), 1)
+    factor = {"l2": 1.0, "layernorm": 1 / dim, "layernorm_sqrt": dim**-0.5}[norm]
+    done = 0
+    while done < draws:
+        size = min(batch, draws - done)
+        own = torch.randn(size, n, dim, generator=generator)
+        shared = torch.randn(size, 1, dim, generator=generator)
+        states = (1 - alpha) ** 0.5 * own + alpha**0.5 * shared
+        states = states / states.norm(dim=-1, keepdim=True) * input_norm
+        for layer in range(layers):
+            if norm == "l2":
+                unit = states / states.norm(dim=-1, keepdim=True)
+            else:
+                unit = torch.nn.functional.layer_norm(states, (dim,), eps=1e-12)
+            turned = unit
+            if rope:
+                halves = torch.cat([-unit[..., dim // 2 :], unit[..., : dim // 2]], dim=-1)
+                turned = unit * angles.cos() + halves * angles.sin()
+            scores = turned @ turned.transpose(1, 2) * factor
+            total[layer] += scores.double().sum(0)
+            square[layer] += scores.double().square().sum(0)
+            weights = (scores.masked_fill(shut, float("-inf")) if mask else scores).softmax(-1)
+            states = weights @ unit + states
+        done += size
+    mean = total / draws
+    error = ((square / draws - mean**2).clamp(min=0) / max(draws - 1, 1)).sqrt()
+    return mean.numpy(), error.numpy()
+
+
+def diagonal_normalised(scores: Array) -> Array:
+    """Each sub-diagonal minus its own mean, [..., n, n]: what is left depends on more than i - j. NaN above the diagonal."""
+    n = scores.shape[-1]
+    found = np.full(scores.shape, np.nan)
+    for offset in range(n):
+        rows = np.arange(offset, n)
+        line = scores[..., rows, rows - offset]
+        found[..., rows, rows - offset] = line - line.mean(axis=-1, keepdims=True)
+    return found

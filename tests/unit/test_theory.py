@@ -1,0 +1,285 @@
+"""Theory against closed forms, brute force, and the numbers that the papers and independent runs print."""
+
+from __future__ import annotations
+
+from math import comb, expm1, log
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+
+import posbench
+from posbench.studies import causal_mask as study
+from posbench.studies import masks as layers_study
+from posbench.theory import causal_mask as rope
+from posbench.theory import masks
+from tests.models import BUILDERS
+
+M = -log(0.8)
+
+
+def test_centre_nodes_by_brute_force() -> None:
+    rng = np.random.default_rng(0)
+    for mask in (masks.causal(9), masks.window(9, 3), masks.prefix(9, 4), *(rng.random((8, 7, 7)) < 0.3)):
+        n = len(mask)
+        wanted = []
+        for j in range(n):
+            found, edge = {j}, {j}
+            while edge:
+                edge = {i for i in range(n) for k in edge if mask[i, k]} - found
+                found |= edge
+            wanted += [j] if len(found) == n else []
+        assert masks.centre_nodes(mask) == wanted
+    assert masks.centre_nodes(masks.causal(9)) == masks.centre_nodes(masks.window(9, 2)) == [0]
+    assert masks.centre_nodes(masks.prefix(9, 4)) == [0, 1, 2, 3]
+    assert masks.centre_nodes(masks.window(9, 1)) == []
+
+
+def test_causal_paths_are_binomial() -> None:
+    counts = masks.path_counts(masks.causal(10), 5)
+    for i in range(10):
+        for j in range(10):
+            assert counts[i, j] == (comb(4 + i - j, i - j) if j <= i else 0)
+
+
+def test_the_first_token_takes_over() -> None:
+    """Theorem 4.1 with equal weights, 17 tokens."""
+    found = masks.rollout([masks.uniform(masks.causal(17))] * 20)
+    printed = {1: 0.0588, 2: 0.2023, 4: 0.5831, 6: 0.8413, 10: 0.9860, 20: 0.99998}
+    for layers, mass in printed.items():
+        assert found[layers - 1][-1, 0] == pytest.approx(mass, abs=6e-5)
+        assert (found[layers - 1][-1] <= masks.causal_bound(17, layers, 1 / 17) + 1e-15).all()
+    late = [found[layers][-1, 1] for layers in (18, 19)]
+    assert log(late[0] / late[1]) == pytest.approx(log(2), rel=0.02)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_bounds_hold_for_random_scores(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    n, layers = 12, 6
+    stack = [masks.attention(rng.uniform(-1, 1, (n, n)), masks.causal(n)) for _ in range(layers)]
+    smallest = min(weights[masks.causal(n)].min() for weights in stack)
+    for t, found in enumerate(masks.rollout(stack), start=1):
+        assert found.sum(-1) == pytest.approx(1) and (found[-1] <= masks.causal_bound(n, t, smallest) + 1e-12).all()
+    seen = masks.prefix(n, 4)
+    stack = [masks.attention(rng.uniform(-1, 1, (n, n)), seen) for _ in range(layers)]
+    smallest = min(weights[seen].min() for weights in stack)
+    for t, found in enumerate(masks.rollout(stack), start=1):
+        assert (found[-1] <= masks.prefix_bound(n, 4, t, smallest) + 1e-12).all()
+    scores = rng.uniform(-0.7, 0.4, (n, n))
+    weights = masks.attention(scores + masks.decay(n, M), masks.causal(n))
+    low, high = masks.decay_bounds(n, M, -0.7, 0.4)
+    assert (low[masks.causal(n)] <= weights[masks.causal(n)]).all() and (weights <= high + 1e-15).all()
+
+
+def test_the_printed_upper_bound_fails_in_the_first_row() -> None:
+    printed = np.exp(0.0) / (1 + np.exp(-M))
+    assert printed < 1 == masks.attention(masks.decay(5, M), masks.causal(5))[0, 0] <= masks.decay_bounds(5, M, 0, 0)[1][0, 0]
+
+
+def test_window_and_prefix_masses() -> None:
+    for width, printed in ((5, (0, 0.114, 0.9993)), (9, (0.012, 0.665, 1)), (13, (0.084, 0.790, 1))):
+        found = masks.rollout([masks.uniform(masks.window(17, width))] * 20)
+        assert [found[t - 1][-1, 0] for t in (2, 6, 20)] == pytest.approx(printed, abs=6e-4)
+    for width in (2, 3, 5):
+        found = masks.rollout([masks.uniform(masks.window(32, width))] * 80)
+        first = next(t for t, p in enumerate(found, start=1) if p[-1, 0] >= 0.5)
+        assert first == pytest.approx(masks.window_half_time(32, width), rel=0.06)
+    last = masks.rollout([masks.uniform(masks.prefix(12, 4))] * 60)[-1][-1]
+    assert last[:4] == pytest.approx(0.25, abs=1e-9) and last[4:] == pytest.approx(0, abs=1e-9)
+
+
+@pytest.mark.parametrize("m", [M, 0.5])
+def test_decay_gives_the_negative_binomial_law(m: float) -> None:
+    n = 256
+    weights = masks.attention(masks.decay(n, m), masks.causal(n))
+    x = np.arange(100)
+    for t in (2, 4, 6):
+        row = masks.rollout([weights] * t)[-1][-1, ::-1][:100]
+        assert row == pytest.approx(masks.decay_law(t, m, x), abs=1e-11)
+        peak = masks.decay_peak(t, m)
+        assert peak == pytest.approx((t - 1) / expm1(m)) and int(row.argmax()) in {int(peak + 1e-9), int(peak + 1e-9) - 1}
+
+
+# Behind RoPE
+
+
+@pytest.mark.parametrize("alpha", [0, 0.05, 0.2, 0.5, 0.8, 0.99])
+def test_closed_forms_are_the_exact_limit(alpha: float) -> None:
+    n, lower = 50, np.tril_indices(50, -1)
+    assert rope.scores_2(n, alpha)[lower] == pytest.approx(rope.limit(n, 2, alpha)[1][lower], abs=1e-13)
+    i = np.arange(1, n + 1)
+    plain = np.outer(rope.g_prime(i, alpha) / rope.h_prime(i, alpha), 1 / rope.h_prime(i, alpha))
+    assert plain[lower] == pytest.approx(rope.limit(n, 2, alpha, residual=False)[1][lower], abs=1e-13)
+    long = np.arange(1, 2001)
+    assert (np.diff(rope.h(long, alpha)) < 0).all() and (np.diff(rope.h_prime(long, alpha)) < 0).all()
+    step = rope.h_prime(long + 1, alpha) ** 2 - rope.h_prime(long, alpha) ** 2
+    assert step == pytest.approx(rope.h_prime_step(long, alpha), abs=1e-13)
+
+
+def test_printed_values() -> None:
+    assert [float(rope.scores_2(3, 0)[i, j]) for i, j in ((1, 0), (2, 0), (2, 1))] == pytest.approx(
+        [0.154, 0.132, 0.150], abs=1e-3
+    )
+    for alpha, g2, g50, h50 in (
+        (0, 0.53788, 0.03867, 1.06123),
+        (0.2, 1.29604, 0.83123, 1.29845),
+        (0.5, 2.37754, 2.01974, 1.59456),
+    ):
+        assert [rope.g(2, alpha), rope.g(50, alpha), rope.h(50, alpha), rope.h(1, alpha)] == pytest.approx(
+            [g2, g50, h50, 2], abs=1e-5
+        )  # fmt: skip
+    rows = {
+        (0, False): (0.0182, 0.0326, 0.0343, 0.0697, 0.1415, 0.1390, 0.1539, 0.3559, 0.3591),
+        (0.2, False): (0.3201, 0.4813, 0.4928, 0.4079, 0.7218, 0.7403, 0.4576, 0.8480, 0.8653),
+        (0, True): (0.0087, 0.0205, 0.0331, 0.0331, 0.0889, 0.1343, 0.0729, 0.2225, 0.3460),
+    }
+    for (alpha, rotated), wanted in rows.items():
+        found = rope.limit(50, 4, alpha, kernel=rope.rope_kernel(50) if rotated else None)
+        assert [found[layer][49, j] for layer in (1, 2, 3) for j in (0, 24, 48)] == pytest.approx(wanted, abs=6e-5)
+
+
+def test_scores_rise_with_the_key_but_not_at_every_layer() -> None:
+    def rising(alpha: float, layer: int) -> int:
+        rows = rope.limit(50, 4, alpha)[layer - 1]
+        return sum((np.diff(rows[i, :i]) > 0).all() for i in range(2, 50))
+
+    assert [rising(0, layer) for layer in (2, 3, 4)] == [48, 24, 30], "layers 3 and 4 do not always rise at alpha 0"
+    assert [rising(0.2, layer) for layer in (2, 3, 4)] == [48, 48, 48]
+
+
+def test_the_simulation_meets_the_limit() -> None:
+    lower = np.tril_indices(20, -1)
+    mean, error = rope.simulate(20, 3, 0.2, dim=512, draws=3000, seed=1)
+    exact = rope.limit(20, 3, 0.2)
+    assert mean[0][lower] == pytest.approx(0.2, abs=0.01)
+    # The bias at layer 2 is about -1/2 per dimension.
+    away = mean[1][lower] - exact[1][lower]
+    assert abs(away.mean() + 0.5 / 512) < 0.002 and np.corrcoef(mean[1][lower], exact[1][lower])[0, 1] > 0.999
+    assert (error[1:][:, lower[0], lower[1]] > 0).all() and np.abs(away).max() < 0.01
+
+
+def test_layernorm_with_inputs_of_length_sqrt_d_is_l2() -> None:
+    dim, lower = 256, np.tril_indices(12, -1)
+    plain, _ = rope.simulate(12, 3, 0.2, dim=dim, draws=1500, seed=2)
+    normed, _ = rope.simulate(12, 3, 0.2, dim=dim, draws=1500, seed=2, norm="layernorm", input_norm=dim**0.5)
+    short, _ = rope.simulate(12, 3, 0.2, dim=dim, draws=1500, seed=2, norm="layernorm")
+    assert np.abs(normed[1:] - plain[1:])[:, lower[0], lower[1]].max() < 0.01
+    assert np.abs(short[1] - plain[1])[lower].max() > 0.1, "inputs of length 1 are another model"
+
+
+def test_only_the_mask_leaves_more_than_distance() -> None:
+    rotated = {"rope": True, "draws": 4000, "dim": 64, "n": 30, "layers": 3}
+    halves = [
+        [rope.diagonal_normalised(rope.simulate(mask=mask, seed=seed, **rotated)[0][2]) for seed in (0, 1)]
+        for mask in (True, False)
+    ]
+    lower = np.tril_indices(30, -1)
+    with_mask, without = (np.corrcoef(a[lower], b[lower])[0, 1] for a, b in halves)
+    assert with_mask > 0.8 and abs(without) < 0.3
+
+
+def test_diagonal_normalisation() -> None:
+    rng = np.random.default_rng(0)
+    only_distance = rng.normal(size=9)[np.abs(np.subtract.outer(np.arange(9), np.arange(9)))]
+    assert np.nan_to_num(rope.diagonal_normalised(only_distance)) == pytest.approx(0)
+    found = rope.diagonal_normalised(rng.normal(size=(2, 9, 9)))
+    for offset in range(9):
+        assert np.diagonal(found, -offset, axis1=1, axis2=2).mean(-1) == pytest.approx(0)
+    assert np.isnan(found[:, 0, 1:]).all() and (found[:, 8, 0] == 0).all()
+
+
+def test_the_study_draws_and_tabulates_what_the_theory_says(tmp_path) -> None:
+    study.main(["--draws", "60", "--tokens", "9", "--dim", "16", "--figures", "1", "2", "10", "--out", str(tmp_path)])
+    names = {f"figure_{f}.{kind}" for f in ("1", "2", "10") for kind in ("png", "pdf")}
+    assert names | {"closed_forms.png", "closed_forms.pdf", "causal_mask.md", "scores.csv"} == {
+        p.name for p in tmp_path.iterdir()
+    }
+    text = (tmp_path / "causal_mask.md").read_text()
+    assert "| 2 | alpha 0.2 | 2 |" in text and "| 7 of 7 |" in text
+    frame = pd.read_csv(tmp_path / "scores.csv")
+    one = frame[
+        (frame.figure == 2) & (frame.setting == "alpha 0.2") & (frame.layer == 2) & (frame["query"] == 9) & (frame.key == 4)
+    ]
+    mean, error = rope.simulate(9, 4, 0.2, dim=16, draws=60)
+    assert one.score.item() == pytest.approx(mean[1, 8, 3]) and one.standard_error.item() == pytest.approx(error[1, 8, 3])
+    assert len(frame[(frame.figure == 10) & (frame.layer == 1)]) == 81, "without a mask all pairs have a score"
+
+
+def test_shares_beyond_distance_as_in_the_limit() -> None:
+    printed = {0.0: (0.41, 0.21, 0.10), 0.5: (0.05, 0.06, 0.06)}
+    for alpha, wanted in printed.items():
+        setting = study.Setting(alpha, rope=True)
+        limit = np.array(study.exact(setting, 50, 64))
+        rows = study.facts(setting, 50, 64, 1, limit, limit)
+        assert [float(row[4]) for row in rows] == pytest.approx(wanted) and {row[5] for row in rows} == {"1.000"}
+    free = np.array(study.exact(study.Setting(0.0, rope=True, mask=False), 50, 64))
+    assert [theory_left(x) for x in free[1:]] == pytest.approx([0, 0, 0], abs=1e-9)
+    assert study.rising_rows(np.tril(np.arange(25.0).reshape(5, 5))) == 3 and study.rising_rows(np.zeros((5, 5))) == 0
+
+
+def theory_left(scores: np.ndarray) -> float:
+    return float(np.nanmean(rope.diagonal_normalised(scores) ** 2))
+
+
+def test_the_studies_of_masks() -> None:
+    rates = layers_study.causal_rates()
+    assert (rates["weight"] <= rates["bound"] + 1e-12).all()
+    late = rates[rates["layers"] > 36]
+    assert (late["weight"] / late["predicted"]).between(0.97, 1.03).groupby(late["token"]).all()[[2, 3, 5]].all()
+    halves = layers_study.half_times().set_index("width")["measured"]
+    # An independent run found these, in products of one attention more than its count.
+    assert list(halves.loc[[2, 3, 5, 9, 17, 32]]) == [60 + 1, 30 + 1, 15 + 1, 8 + 1, 5 + 1, 4 + 1]
+    tops = layers_study.peaks()
+    assert (tops["measured"] - tops["predicted"]).abs().max() <= 1 + 1e-9
+    mass = layers_study.item_mass().set_index(["attention", "layers", "item"])["weight"]
+    assert [mass["no PE, causal", 2, i] for i in ("first", "middle", "last")] == pytest.approx([0.35, 0.08, 0.02], abs=0.006)
+    assert [mass["decay 0.8, causal", 6, i] for i in ("first", "middle", "last")] == pytest.approx([0.60, 0.03, 0.00], abs=0.006)
+
+
+def test_the_rollout_of_a_model_is_the_product_of_its_attentions() -> None:
+    torch.manual_seed(0)
+    lm = posbench.load(BUILDERS["llama-gqa"]())
+    ids = [[5, 9, 40, 33, 8, 100, 7, 61], [77, 8, 9, 10, 11, 12, 13, 14]]
+    kernel = lm.model.config._attn_implementation
+    frame = layers_study.model_rollout(lm, ids, residual=0.0, places=4)
+    assert lm.model.config._attn_implementation == kernel and frame["n"].eq(2).all()
+    lm.model.set_attn_implementation("eager")
+    wanted = np.zeros(4)
+    for row in ids:
+        state = torch.eye(8)
+        for weights in lm.model(torch.tensor([row]), output_attentions=True).attentions:
+            state = weights[0].mean(0) @ state
+        wanted += state[-1].detach().numpy().reshape(4, 2).sum(1) / 2
+    assert frame[frame.layers == lm.layers]["weight"].to_numpy() == pytest.approx(wanted, abs=1e-5)
+    assert frame.groupby("layers")["weight"].sum().to_numpy() == pytest.approx(1)
+    half = layers_study.model_rollout(lm, ids, residual=0.5, places=8)
+    assert half[(half.layers == 1) & (half.part == 7)]["weight"].item() > 0.5
+
+
+def test_sinks_by_hand() -> None:
+    first = np.zeros((4, 4))
+    first[:, 0] = 1
+    own = np.eye(4)
+    stack = np.stack([first, own])
+    # The first head sees token 1 alone; the second sees itself: mean weights 1/4, 1/3, 1/2, 1 over the queries that see a token.
+    assert masks.sink_by_head(stack).tolist() == [0.5, 0.5, 0.5, 0.5] and masks.sink_by_head(own[None]).tolist() == [0, 1, 1, 1]
+    assert masks.sink_by_entry(stack, masks.causal(4)) == pytest.approx([(1 + 1 / 4) / 2, 1 / 6, 1 / 4, 1 / 2])
+    even = masks.uniform(masks.prefix(12, 4))
+    assert (masks.sink_by_entry(even, masks.prefix(12, 4), 0.08)[:4] == 1).all()
+    deep = masks.rollout([masks.uniform(masks.causal(16))] * 10)[-1]
+    assert masks.sink_by_head(deep)[0] == 1 and masks.sink_by_head(deep)[1:].sum() == 0
+
+
+def test_sinks_of_a_model() -> None:
+    torch.manual_seed(0)
+    lm = posbench.load(BUILDERS["llama"]())
+    with torch.no_grad():
+        for layer in lm.model.model.layers:
+            layer.self_attn.q_proj.weight.zero_()
+    frame = layers_study.model_sinks(lm, [[5, 9, 40, 33, 8, 100], [7, 7, 9, 8], [5]], tokens=4)
+    # Without queries every head attends evenly.
+    even = masks.uniform(masks.causal(4))
+    assert frame["by_head"].tolist() == masks.sink_by_head(even[None]).tolist() == [1, 1, 0, 0] and frame["n"].eq(2).all()
+    assert frame["by_entry"].tolist() == [1, 1, 1, 1]
