@@ -340,6 +340,8 @@ def _validate(args: list[str]) -> int:
         job = [*job, "model.path=."] if "model=hf" in job and not any(a.startswith("model.path=") for a in job) else job
         # A model without published constants is a model to search on.
         job = [*job, "stages=[search]"] if job[0].startswith("model=") and not args else job
+        # The settings of a search can be checked without the method that it serves.
+        job = [*job, "stages=[evaluate]"] if job[0].startswith("search=") and not args else job
         problems: list[str] = []
 
         def check(config: Any) -> None:
