@@ -195,11 +195,12 @@ def built(*overrides: str):
 
 def test_the_command_line_builds_the_parts_in_order():
     config = built(
-        "method=[position_interpolation,scale_channel]", "method.parts.scale_channel.factor=0.5", "stages=[evaluate]"
+        "method=[position_interpolation,scale_channel]", "method.parts.scale_channel.factor=0.5",
+        "method.parts.position_interpolation.scale=1.25", "stages=[evaluate]",
     )  # fmt: skip
     assert config.method_name == "position_interpolation-scale_channel"
     expected = {
-        "position_interpolation": PositionInterpolation(scale=1.5),
+        "position_interpolation": PositionInterpolation(scale=1.25),
         "scale_channel": ScaleChannel(channel=15, factor=0.5, layers=(1, 3)),
     }
     parts = config.method().parts
