@@ -144,12 +144,18 @@ def test_one_ratio_for_all_heads_is_position_interpolation_also_with_a_scaled_ch
         torch.testing.assert_close(*found, atol=1e-4, rtol=0)
 
 
-def test_two_methods_that_rotate_are_refused_together():
-    lm = posbench.load(build("llama"))
-    for outer, inner in ((MsPoE(), PositionInterpolation(scale=1.5)), (PositionInterpolation(scale=1.5), MsPoE())):
-        with outer.applied(lm), pytest.raises(UserError, match="no second method of rotary embeddings"), inner.applied(lm):
-            pass
-    with MsPoE().applied(lm):
+def test_inside_scaled_positions_the_scales_multiply_and_outside_it_is_refused():
+    lm = posbench.load(build("llama-gqa"))
+    ids, mask, positions = batch(PADS, PROMPT + STEPS)
+    outer, inner = PositionInterpolation(scale=1.5), MsPoE(ratios=(2.0, 2.0), first_layer=0)
+    with outer.applied(lm), inner.applied(lm):
+        both = prompt_then_steps(lm.model, ids, mask, positions, PROMPT)
+    with PositionInterpolation(scale=3.0).applied(lm):
+        expected = prompt_then_steps(lm.model, ids, mask, positions, PROMPT)
+    torch.testing.assert_close(both[mask.bool()], expected[mask.bool()], atol=1e-4, rtol=0)
+    with inner.applied(lm), pytest.raises(UserError, match="put that one last"), outer.applied(lm):
+        pass
+    with inner.applied(lm):
         pass
 
 
