@@ -39,10 +39,12 @@ def test_every_stage_runs_on_a_checkpoint_of_the_family(name, tmp_path, posbench
     _tokenizer(model.config.model_type).save_pretrained(folder)
     own = [o for o in small if not o.startswith(("model.path=", "model.name=", "search=", "stages="))]
     command = ["model=hf", f"model.name={name}", f"model.path={folder}", *own, "method.channel=5", "search.layers=[1,2]"]
-    result = posbench(*command, "stages=[search,intervene,evaluate,report]")
+    # The report reads files alone: one family is enough for it.
+    stages = ["search", "intervene", "evaluate", *(["report"] if name == "llama" else [])]
+    result = posbench(*command, f"stages=[{','.join(stages)}]")
     assert result.status == 0, result.err + result.out
     (run,) = run_folders(outputs)
-    assert (run / "DONE").is_file() and (run / "report.html").is_file()
+    assert (run / "DONE").is_file() and (run / "report.html").is_file() == ("report" in stages)
     attention = pd.read_csv(run / "attention.csv")
     assert attention["layer"].nunique() == LAYERS
     assert attention["attention"].between(0, 1).all()
