@@ -186,7 +186,8 @@ def summary_table(metrics: pd.DataFrame) -> Table:
 
 def short(cell: str) -> str:
     """A cell with its interval in whole points, for 80 columns; metrics.csv and report.html keep the decimals."""
-    return re.sub(r"(?<=[\[ ])(-?[\d.]+)(?=[,\]])", lambda m: f"{float(m[1]):.0f}", cell)
+    # A list of numbers, such as a swept setting, is no interval.
+    return re.sub(r"(?<=\d) \[(-?[\d.]+), (-?[\d.]+)\]$", lambda m: f" [{float(m[1]):.0f}, {float(m[2]):.0f}]", cell)
 
 
 def reference_text(facts: Mapping[str, Any], reference: list[dict[str, Any]], compared: bool) -> str:

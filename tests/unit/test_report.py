@@ -223,3 +223,8 @@ def test_report_needs_no_model_library():
         "import sys, posbench.report; sys.exit(bool({'torch', 'transformers', 'hydra', 'matplotlib.pyplot'} & set(sys.modules)))"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_intervals_are_rounded_and_lists_are_not():
+    assert tables.short("76.6 [72.1, 80.5]") == "76.6 [72, 80]" and tables.short("+0.1 [-0.3, 2.3]") == "+0.1 [-0, 2]"
+    assert tables.short("[1.0,1.585]") == "[1.0,1.585]" and tables.short("[[0, 1.25], [3, 1.5]]") == "[[0, 1.25], [3, 1.5]]"
