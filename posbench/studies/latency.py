@@ -58,6 +58,12 @@ SHAPES: dict[str, Callable[[], PreTrainedModel]] = {
             vocab_size=4096, max_position_embeddings=32768,
         )
     ),
+    "wide": lambda: LlamaForCausalLM(
+        LlamaConfig(
+            hidden_size=2048, intermediate_size=5632, num_hidden_layers=3, num_attention_heads=16, num_key_value_heads=16,
+            vocab_size=4096, max_position_embeddings=32768,
+        )
+    ),
     "llama2_7b": lambda: LlamaForCausalLM(LlamaConfig(max_position_embeddings=16384)),
     "mistral7b": lambda: MistralForCausalLM(MistralConfig(sliding_window=None, max_position_embeddings=32768)),
     "gemma_7b": lambda: GemmaForCausalLM(GemmaConfig(max_position_embeddings=16384)),
@@ -69,7 +75,8 @@ SHAPES: dict[str, Callable[[], PreTrainedModel]] = {
     ),
     "mpt_7b": lambda: MptForCausalLM(MptConfig(d_model=4096, n_heads=32, n_layers=32, vocab_size=50432, max_seq_len=16384)),
 }  # fmt: skip
-"""Random-weight models: ``small`` for a laptop, the published 7B shapes for a GPU (context windows widened for long prompts)."""
+"""Random-weight models: ``small`` for a laptop; ``wide``, in which attention has less of the work, as at 7B; and the published
+7B shapes for a GPU (context windows widened for long prompts)."""
 
 PAPERS = {
     "layer_scaling": "1.00 (LPES, Table 5)",
@@ -280,6 +287,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--candidates", type=int, default=40)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--threads", type=int, default=None)
+    parser.add_argument("--methods", nargs="+", help="these only, beside the unmodified model")
     parser.add_argument("--clock", choices=CLOCKS, default="wall", help="processor: where a CPU is shared with other work")
     parser.add_argument("--out", type=Path, help="write the table as Markdown")
     options = parser.parse_args(argv)
@@ -299,6 +307,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     model.generation_config.use_cache = True
     rows = []
     every, direct = all_methods(lm), methods_of(model)
+    unknown = set(options.methods or ()) - set(every)
+    if unknown:
+        parser.error(f"--methods {' '.join(sorted(unknown))}: take some of {', '.join(every)}")
+    every = {name: m for name, m in every.items() if not options.methods or name in ("unmodified", *options.methods)}
     works = [(tokens, every) for tokens in options.methods_at] + [(tokens, direct) for tokens in options.prompts]
     for tokens, methods in works:
         for new in options.new_tokens:
