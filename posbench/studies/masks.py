@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -90,6 +90,18 @@ def item_mass(layers: Sequence[int] = (2, 4, 6)) -> pd.DataFrame:
 
 
 @torch.inference_mode()
+def _attentions(lm: LM, prompts: Sequence[Sequence[int]]) -> Iterator[Array]:
+    """All attention weights of each prompt, [L, H, n, n], from eager attention."""
+    before = lm.model.config.get_text_config()._attn_implementation
+    lm.model.set_attn_implementation("eager")
+    try:
+        for ids in prompts:
+            out = lm.model(**lm.pad([ids]), output_attentions=True, use_cache=False)
+            yield np.stack([weights[0].double().cpu().numpy() for weights in out.attentions])
+    finally:
+        lm.model.set_attn_implementation(before)
+
+
 def model_rollout(lm: LM, prompts: Sequence[Sequence[int]], residual: float = 0.5, places: int = 10) -> pd.DataFrame:
     """Where the last token's content comes from, layer by layer: attention rollout of a model, averaged over heads.
 
@@ -102,24 +114,16 @@ def model_rollout(lm: LM, prompts: Sequence[Sequence[int]], residual: float = 0.
     Returns:
         Rows of layers, part (from 0), weight (mean over prompts), n.
     """
-    before = lm.model.config.get_text_config()._attn_implementation
-    lm.model.set_attn_implementation("eager")
     total = np.zeros((lm.layers, places))
-    try:
-        for ids in prompts:
-            out = lm.model(**lm.pad([ids]), output_attentions=True, use_cache=False)
-            stack = [a[0].mean(0).double().cpu().numpy() for a in out.attentions]
-            mixed = [residual * np.eye(len(ids)) + (1 - residual) * weights for weights in stack]
-            for layer, found in enumerate(masks.rollout(mixed)):
-                total[layer] += [part.sum() for part in np.array_split(found[-1], places)]
-    finally:
-        lm.model.set_attn_implementation(before)
+    for stack in _attentions(lm, prompts):
+        mixed = [residual * np.eye(len(weights)) + (1 - residual) * weights for weights in stack.mean(1)]
+        for layer, found in enumerate(masks.rollout(mixed)):
+            total[layer] += [part.sum() for part in np.array_split(found[-1], places)]
     at, part = np.indices(total.shape)
     values = {"layers": at.ravel() + 1, "part": part.ravel(), "weight": total.ravel() / len(prompts)}
     return pd.DataFrame({**values, "n": len(prompts)})
 
 
-@torch.inference_mode()
 def model_sinks(lm: LM, prompts: Sequence[Sequence[int]], tokens: int = 64) -> pd.DataFrame:
     """Both sink metrics of a model on the first tokens of each prompt, which is where sinks are looked for.
 
@@ -131,17 +135,8 @@ def model_sinks(lm: LM, prompts: Sequence[Sequence[int]], tokens: int = 64) -> p
     Returns:
         Rows of token (from 0), by_head (Gu et al.), by_entry (Wu et al.), n.
     """
-    before = lm.model.config.get_text_config()._attn_implementation
     long = [list(ids[:tokens]) for ids in prompts if len(ids) >= tokens]
-    stacks = []
-    lm.model.set_attn_implementation("eager")
-    try:
-        for ids in long:
-            out = lm.model(**lm.pad([ids]), output_attentions=True, use_cache=False)
-            stacks.append(np.stack([a[0].double().cpu().numpy() for a in out.attentions]))
-    finally:
-        lm.model.set_attn_implementation(before)
-    weights = np.stack(stacks)
+    weights = np.stack(list(_attentions(lm, long)))
     values = {"by_head": masks.sink_by_head(weights), "by_entry": masks.sink_by_entry(weights, masks.causal(tokens))}
     return pd.DataFrame({"token": np.arange(tokens), **values, "n": len(long)})
 
