@@ -87,7 +87,7 @@ def render_run(folder: Path) -> Path:
         sections += _experiment(folder, tables.with_subsets(metrics, subsets))
         others = tables.other_scores(metrics)
         if len(others):
-            header, rows = tables.subset_table(others)
+            header, rows = tables.subset_table(others, own="")
             sections.append(Section("Other scores", "In their own unit, over all examples that have them.", header, rows))
     if subsets is not None:
         header, rows = tables.subset_table(subsets)

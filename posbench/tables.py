@@ -129,22 +129,23 @@ def other_scores(metrics: pd.DataFrame) -> pd.DataFrame:
     own = own_metric(metrics)
     rest = (metrics["metric"] != own) & (metrics["metric"] != own + "_difference") & (metrics["metric"] != "middle_drop")
     rows = metrics[rest & (metrics["position"].astype(str) == "all")]
-    return rows.assign(subset="all", kind="average", task="others of " + rows["task"])
+    return rows.assign(subset="all", kind="average")
 
 
-def subset_table(subsets: pd.DataFrame, kind: str = "") -> tuple[list[str], list[list[str]]]:
+def subset_table(subsets: pd.DataFrame, kind: str = "", own: str | None = None) -> tuple[list[str], list[list[str]]]:
     """Subsets and averages as text: a header, and one row per subset or average and metric.
 
     Args:
         subsets: subsets.csv rows of one model and task.
         kind: `subset` or `average` for these alone.
+        own: The task's own metric; None takes it from the rows, and empty says that it is not among them.
 
     Returns:
         Columns: subset, metric (if there are several), value of each method with its interval, difference of each modified one,
         n. The task's own metric is in % and points, the others are in their own unit.
     """
     rows = subsets[subsets["kind"] == kind] if kind else subsets
-    own = "" if (rows["task"].str.startswith("others of ")).all() else own_metric(subsets).iloc[0]
+    own = own_metric(subsets).iloc[0] if own is None else own
     methods = sorted(rows["method"].unique(), key=lambda m: m != UNMODIFIED)
     changed = [m for m in methods if ((rows["method"] == m) & rows["metric"].str.endswith("_difference")).any()]
     header = ["subset", "metric", *("unmodified" if m == UNMODIFIED else str(m) for m in methods)]

@@ -47,7 +47,7 @@ def show(folder: Path, console: Console) -> None:
             _print(console, *tables.subset_table(subsets, "" if few else "average"))
         others = tables.other_scores(metrics)
         if len(others):
-            _print(console, *tables.subset_table(others))
+            _print(console, *tables.subset_table(others, own=""))
         console.print(tables.headline(metrics))
         method = _json(folder / "method.json") or {}
         if len(method) > 1:

@@ -228,3 +228,13 @@ def test_report_needs_no_model_library():
 def test_intervals_are_rounded_and_lists_are_not():
     assert tables.short("76.6 [72.1, 80.5]") == "76.6 [72, 80]" and tables.short("+0.1 [-0.3, 2.3]") == "+0.1 [-0, 2]"
     assert tables.short("[1.0,1.585]") == "[1.0,1.585]" and tables.short("[[0, 1.25], [3, 1.5]]") == "[[0, 1.25], [3, 1.5]]"
+
+
+def test_other_scores_stand_beside_the_tasks_own_in_their_own_unit():
+    common = {"model": "m", "task": "t", "position": "all", "depth": None, "n": 4, "seed": 0}
+    rows = [("none", "exact_order", 0.5), ("none", "lsd", 1.25), ("x", "exact_order", 0.75), ("x", "lsd", 1.0),
+            ("x", "exact_order_difference", 0.25), ("x", "lsd_difference", -0.25)]  # fmt: skip
+    frame = pd.DataFrame([{**common, "method": m, "metric": k, "value": v, "ci_low": v, "ci_high": v} for m, k, v in rows])
+    header, table = tables.subset_table(tables.other_scores(frame), own="")
+    assert header == ["subset", "metric", "unmodified", "x", "difference", "n"]
+    assert table == [["all", "lsd", "1.250 [1.250, 1.250]", "1.000 [1.000, 1.000]", "-0.250 [-0.250, -0.250]", "4"]]
