@@ -1,0 +1,372 @@
+"""The synthetic trainings of Wu et al. 2025 against loops over single sequences, closed forms, and themselves resumed."""
+
+from __future__ import annotations
+
+import cmath
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from posbench.errors import UserError
+from posbench.record import RunDir
+from posbench.synth import position_training
+from posbench.synth.attention_network import Attention, AttentionNetwork
+from posbench.synth.mixture import (
+    Mixture,
+    ask,
+    copying_gap,
+    draw_world,
+    novel_sequences,
+    other_is_right,
+    training_batch,
+)
+from posbench.synth.position_training import Condition, Ensemble, folder_of, marks, pair_rows, train, trainings
+
+SMALL = Condition(width=16, classes=64, labels=4, batch=8, sequences=50)
+
+
+def rng(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+# The generator
+
+
+def shares(mixture: Mixture, count: int = 20_000) -> tuple[np.ndarray, np.ndarray]:
+    """Share of sequences in which an item's label is the one asked for, per item, and the query's cosine to its class."""
+    world = draw_world(mixture, rng(1))
+    drawn = training_batch(mixture, world, count, rng(2))
+    labels = drawn.tokens[:, 1::2]
+    asked = world.label_vectors[drawn.targets][:, None]
+    same = (labels == asked).all(-1)
+    x, query = drawn.tokens[:, 0:-1:2], drawn.tokens[:, -1:]
+    return same.double().mean(0).numpy(), torch.cosine_similarity(x, query, dim=-1)[same].numpy()
+
+
+@pytest.mark.parametrize("scale", ["paper", "code"])
+def test_training_shares(scale: str) -> None:
+    # 0.516, 0.723, 0.446: chances of a sequence with two classes of four copies each and 32 labels.
+    share, cosine = shares(Mixture(scale=scale))
+    assert np.abs(share - (1 / 2 + 1 / 2 / 32)).max() < 0.015
+    assert abs(share.mean() - 0.516) < 0.005
+    # Both have the mean in common: 1 / (1 + 0.75^2) = 0.64, less the spread of norms in 64 dimensions and equal labels.
+    assert cosine.mean() == pytest.approx(0.618, abs=0.01)
+    ends, _ = shares(Mixture(scale=scale, bias=(0, 7)))
+    assert np.abs(ends[[0, 7]] - 0.723).max() < 0.01
+    assert np.abs(ends[1:7] - 0.446).max() < 0.015
+
+
+@pytest.mark.parametrize("scale, norm", [("paper", 1.0), ("code", 0.125)])
+def test_token_norms(scale: str, norm: float) -> None:
+    mixture = Mixture(scale=scale)
+    tokens = training_batch(mixture, draw_world(mixture, rng()), 2000, rng(1)).tokens
+    assert (tokens**2).sum(-1).mean().sqrt().item() == pytest.approx(norm, rel=0.02)
+
+
+def test_fixed_vocabulary_is_one_vector_a_class() -> None:
+    mixture = Mixture(vocabulary="fixed")
+    world = draw_world(mixture, rng())
+    drawn = training_batch(mixture, world, 100, rng(1))
+    # Every item and query is (mean + 0.75 omega) / 1.25 of a class; its label follows it.
+    table = (world.means + 0.75 * world.shared) / 1.25
+    distance = torch.cdist(drawn.tokens[:, ::2], table[None], compute_mode="donot_use_mm_for_euclid_dist")
+    assert distance.min(-1).values.max() < 1e-4
+    classes = distance.argmin(-1)
+    assert torch.equal(world.label_vectors[world.class_labels[classes[:, :-1]]], drawn.tokens[:, 1::2])
+    assert torch.equal(world.class_labels[classes[:, -1]], drawn.targets)
+    # Two classes, four copies each, and the query is one of them.
+    assert all(sorted(np.unique(row, return_counts=True)[1]) == [4, 4] for row in classes[:, :-1].numpy())
+    assert all(row[-1] in row[:-1] for row in classes.numpy())
+
+
+def test_paired_sets() -> None:
+    mixture = Mixture()
+    world = draw_world(mixture, rng())
+    novel = novel_sequences(mixture, world, 5000, rng(1))
+    plain, one, two = ask(novel, world, 0), ask(novel, world, 0, 4), ask(novel, world, 4, 0)
+    # Item 4 is overwritten by an exact copy of item 0; nothing else moves; its label stays.
+    assert torch.equal(one.tokens[:, 8], one.tokens[:, 0])
+    others = [i for i in range(17) if i != 8]
+    assert torch.equal(one.tokens[:, others], plain.tokens[:, others])
+    assert torch.equal(two.tokens[:, 0], plain.tokens[:, 8])
+    # The answer stands behind the asked item; the other item has it by chance.
+    label = world.label_vectors[one.targets]
+    assert torch.equal(one.tokens[:, 1], label)
+    by_chance = (one.tokens[:, 9] == label).all(-1).double().mean().item()
+    assert by_chance == pytest.approx(other_is_right(mixture), abs=0.02)
+    # Where both items have one class, the sets [a, b] and [b, a] ask the same.
+    same = novel.slots[:, 0] == novel.slots[:, 4]
+    assert torch.equal(one.targets[same], two.targets[same])
+    assert same.double().mean().item() == pytest.approx(3 / 7, abs=0.02)
+
+
+def test_copying_policies() -> None:
+    mixture = Mixture()
+    assert other_is_right(mixture) == pytest.approx(3 / 7 + 4 / 7 / 32)
+    assert copying_gap(mixture, 1, 0) == pytest.approx(0.554, abs=5e-4)
+    assert copying_gap(mixture, 0.5, 0) == pytest.approx(0.277, abs=5e-4)
+    # A simulated policy that answers the first item's label gets just these accuracies.
+    world = draw_world(mixture, rng())
+    novel = novel_sequences(mixture, world, 20_000, rng(1))
+    right, wrong = ask(novel, world, 0, 7), ask(novel, world, 7, 0)
+    hits = [(s.tokens[:, 1] == world.label_vectors[s.targets]).all(-1).double().mean().item() for s in (right, wrong)]
+    assert hits[0] - hits[1] == pytest.approx(copying_gap(mixture, 1, 0), abs=0.01)
+
+
+def test_fresh_component_moves_the_tests_alone() -> None:
+    shared, fresh = Mixture(vocabulary="fixed"), Mixture(vocabulary="fixed", test_component="fresh")
+    world = draw_world(shared, rng())
+    direction = world.shared / world.shared.norm()
+    along = [novel_sequences(m, world, 500, rng(1)).items @ direction for m in (shared, fresh)]
+    assert along[0].mean() > 0.4
+    assert abs(along[1].mean()) < 0.25
+
+
+# The network
+
+
+def loop_logits(network: AttentionNetwork, tokens: torch.Tensor, model: int) -> list[float]:
+    """One sequence through one model with Python's own numbers: no batches, no masks added, complex rotation by hand."""
+    spec, d = network.spec, tokens.shape[-1]
+    n = len(tokens)
+    x = [[float(v) for v in row] for row in tokens]
+    if spec.pe == "sin":
+        for i in range(n):
+            for k in range(d // 2):
+                angle = i * spec.rope_base ** (-2 * k / d)
+                x[i][2 * k] += math.sin(angle)
+                x[i][2 * k + 1] += math.cos(angle)
+
+    def times(row: list[float], weight: torch.Tensor) -> list[float]:
+        matrix = weight[model].tolist()
+        return [sum(row[a] * matrix[a][b] for a in range(d)) for b in range(weight.shape[-1])]
+
+    def rotated(row: list[float], place: int) -> list[float]:
+        out: list[float] = []
+        for k in range(d // 2):
+            turned = complex(row[2 * k], row[2 * k + 1]) * cmath.exp(1j * place * spec.rope_base ** (-2 * k / d))
+            out += [turned.real, turned.imag]
+        return out
+
+    def factor(i: int, j: int) -> float:
+        """What exp(score) is multiplied with, as the official code does."""
+        if spec.mask == "full":
+            return 1.0
+        if spec.mask == "prefix" and j < spec.prefix:
+            return 1.0
+        if j > i or (spec.mask == "window" and j <= i - spec.window):
+            return 0.0
+        return math.exp(-spec.decay * (i - j)) if spec.mask == "decay" else 1.0
+
+    for layer in range(spec.depth):
+        queries = [times(row, network.query[layer]) for row in x]
+        keys = [times(row, network.key[layer]) for row in x]
+        values = [times(row, network.value[layer]) for row in x]
+        if spec.pe == "rope":
+            queries = [rotated(row, i) for i, row in enumerate(queries)]
+            keys = [rotated(row, i) for i, row in enumerate(keys)]
+        out = []
+        for i in range(n):
+            score = [sum(a * b for a, b in zip(queries[i], keys[j], strict=True)) / math.sqrt(d) for j in range(n)]
+            weights = [math.exp(s) * factor(i, j) for j, s in enumerate(score)]
+            mixed = [sum(w * values[j][k] for j, w in enumerate(weights)) / sum(weights) for k in range(d)]
+            out.append([m + (x[i][k] if spec.residual else 0.0) for k, m in enumerate(mixed)])
+        x = out
+    h = x[-1]
+    for index, (weight, bias) in enumerate(zip(network.weight, network.bias, strict=True)):
+        h = [a + b for a, b in zip(times(h, weight), bias[model, 0].tolist(), strict=True)]
+        h = [max(v, 0.0) for v in h] if index < 3 else h
+    return h
+
+
+NETWORKS = [
+    Attention(mask="causal", pe="none"),
+    Attention(mask="full", pe="rope", residual=True),
+    Attention(mask="causal", pe="rope", depth=3),
+    Attention(mask="decay", pe="none", residual=True),
+    Attention(mask="window", pe="sin", window=3, depth=1),
+    Attention(mask="prefix", pe="sin", prefix=3, residual=True),
+]
+
+
+@pytest.mark.parametrize("spec", NETWORKS, ids=lambda s: f"{s.mask}-{s.pe}-{s.depth}-{s.residual}")
+def test_network_is_the_loop(spec: Attention) -> None:
+    tokens = torch.randn(2, 2, 9, 8, generator=rng(3))
+    network = AttentionNetwork(spec, 8, 5, 9, [rng(0), rng(1)])
+    with torch.no_grad():
+        for p in network.parameters():
+            p.mul_(3)  # so that scores, and with them masks and rotations, matter
+        logits = network(tokens)
+        weights = network.attentions(tokens)
+    for model in range(2):
+        expected = loop_logits(network, tokens[model, 1], model)
+        assert logits[model, 1].tolist() == pytest.approx(expected, abs=1e-5)
+    assert weights.shape == (2, 2, spec.depth, 9, 9)
+    assert torch.allclose(weights.sum(-1), torch.ones(()))
+    assert (weights[..., torch.tensor(~spec.seen(9))] == 0).all()
+
+
+def test_initial_weights_fill_the_default_range() -> None:
+    network = AttentionNetwork(Attention(), 64, 32, 17, [rng()])
+    for p in network.parameters():
+        assert p.abs().max() <= 1 / 8
+        assert p.std().item() == pytest.approx(1 / 8 / 3**0.5, rel=0.35)
+    assert sum(p.numel() for p in network.parameters()) == 2 * 3 * 64**2 + 3 * (64**2 + 64) + 64 * 32 + 32
+
+
+# Training
+
+
+def same(a: Ensemble, b: Ensemble, index: int = 0, of: int = 0) -> float:
+    """Largest difference of two ensembles' parameters."""
+    pairs = zip(a.network.parameters(), b.network.parameters(), strict=True)
+    return max((p[index] - q[of]).abs().max().item() for p, q in pairs)
+
+
+def test_ensemble_is_its_members() -> None:
+    condition = replace(SMALL, pe="rope", residual=True, bias=(0, 7))
+    together = Ensemble(condition, [3, 5, 8], torch.device("cpu"))
+    alone = [Ensemble(condition, [seed], torch.device("cpu")) for seed in (3, 5, 8)]
+    start = [p.detach().clone() for p in together.network.parameters()]
+    for ensemble in (together, *alone):
+        for _ in range(8):
+            ensemble.step()
+    assert all((p - q).abs().max() > 1e-3 for p, q in zip(together.network.parameters(), start, strict=True))
+    for index, single in enumerate(alone):
+        assert same(together, single, index) < 1e-5
+    assert same(together, alone[1]) > 1e-3
+    # A member's checkpoint goes on alone.
+    resumed = Ensemble(condition, [5], torch.device("cpu"))
+    resumed.load([together.state(1)])
+    for ensemble in (together, resumed):
+        ensemble.step()
+    assert same(together, resumed, 1) < 1e-6
+
+
+def test_killed_training_resumes_bit_identically(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(position_training, "CHECKPOINT_EVERY", 10)
+    monkeypatch.setattr(position_training, "marks", lambda until: [m for m in (20, 40) if m <= until])
+    whole = train(SMALL, [1], 40, tmp_path / "whole", hardware="x")
+
+    class Killed(Exception):
+        pass
+
+    step, count = Ensemble.step, 0
+
+    def dies(self: Ensemble) -> None:
+        nonlocal count
+        count += 1
+        if count == 27:
+            raise Killed
+        step(self)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Ensemble, "step", dies)
+        with pytest.raises(Killed):
+            train(SMALL, [1], 40, tmp_path / "torn", hardware="x")
+    # The first part asks for fewer iterations: what is left to do must not be baked into what is done.
+    assert [row["iteration"] for row in folder_of(tmp_path / "torn", SMALL, 1).rows("rows.jsonl")] == [20]
+    train(SMALL, [1], 30, tmp_path / "torn", hardware="x")
+    torn = train(SMALL, [1], 40, tmp_path / "torn", hardware="x")
+    assert torn == whole
+    assert [row["iteration"] for row in torn[1]] == [20, 40]
+    states = [torch.load(folder_of(tmp_path / name, SMALL, 1).path / "checkpoint.pt") for name in ("whole", "torn")]
+    for key in ("parameters", "first", "second"):
+        assert all(torch.equal(a, b) for a, b in zip(states[0][key], states[1][key], strict=True))
+    assert torch.equal(states[0]["data"], states[1]["data"])
+
+
+def test_rows_and_marks(tmp_path: Path) -> None:
+    condition = replace(SMALL, sequences=200)
+    rows = train(condition, [0, 1], 3, tmp_path, hardware="here")
+    assert list(rows) == [0, 1]
+    for seed, measured in rows.items():
+        assert [row["iteration"] for row in measured] == [3]
+        pairs = pair_rows(condition, measured[0])
+        assert [row["pair"] for row in pairs] == ["first-middle", "first-last", "middle-last"]
+        for row in pairs:
+            assert row["gap"] == pytest.approx(row["acc_ab"] - row["acc_ba"], abs=1e-9)
+            assert row["ci_low"] <= row["gap"] <= row["ci_high"]
+            assert (row["seed"], row["n"], row["std"], row["hardware"]) == (seed, 200, 0.25, "here")
+    assert [c for c, _ in trainings(tmp_path)] == [condition, condition]
+    assert marks(3) == [3]
+    assert marks(17_000) == [1000, 2000, 4000, 6000, 8000, 10_000, 12_000, 16_000, 17_000]
+
+
+def test_untrained_and_blind_networks_have_no_gap() -> None:
+    # Without mask and encoding, exchanging two items changes nothing: every gap is test noise, at any weights.
+    blind = Ensemble(replace(SMALL, mask="full", labels=4, sequences=4000), [0], torch.device("cpu"))
+    for _ in range(150):
+        blind.step()
+    row = blind.measure()[0]
+    assert row["train_loss"] < math.log(4)
+    for a, b in position_training.PAIRS:
+        assert abs(row[f"gap_{a}_{b}"]) < 4 * row[f"sd_{a}_{b}"]
+
+
+def test_full_mask_network_ignores_the_order_of_items() -> None:
+    tokens = torch.randn(1, 3, 17, 16, generator=rng())
+    order = torch.randperm(8, generator=rng(1))
+    moved = torch.cat([tokens[:, :, :16].unflatten(2, (8, 2))[:, :, order].flatten(2, 3), tokens[:, :, 16:]], 2)
+    for mask, equal in (("full", True), ("causal", False)):
+        network = AttentionNetwork(Attention(mask=mask), 16, 4, 17, [rng(2)])
+        with torch.no_grad():
+            assert torch.allclose(network(tokens), network(moved), atol=1e-6) is equal
+
+
+def test_sinks_are_shares_of_their_definitions() -> None:
+    condition = replace(SMALL, mask="prefix", prefix=3, sequences=30)
+    ensemble = Ensemble(condition, [0], torch.device("cpu"))
+    with torch.no_grad():
+        for p in ensemble.network.query:
+            p.mul_(2000)  # sharp attention
+    row = ensemble.measure()[0]
+    # Once more from single weights, as Gu et al. and Wu et al. define them.
+    drawn = training_batch(condition, ensemble.worlds[0], 30, rng(position_training.TEST_SEEDS))
+    weights = ensemble.network.attentions(drawn.tokens[None])[0].double().numpy()
+    seen = condition.seen(17)
+    for token in range(17):
+        gu = [w[token:, token].mean() > 0.3 for sequence in weights for w in sequence]
+        wu = [np.mean([w[i, token] > 0.2 for i in range(17) if seen[i, token]]) for sequence in weights for w in sequence]
+        assert row["sink_by_head"][token] == pytest.approx(np.mean(gu))
+        assert row["sink_by_entry"][token] == pytest.approx(np.mean(wu))
+    assert max(row["sink_by_head"]) > 0.1
+
+
+def test_checkpoint_of_another_device_is_refused(tmp_path: Path) -> None:
+    train(SMALL, [0], 1, tmp_path, hardware="x")
+    file = folder_of(tmp_path, SMALL, 0).path / "checkpoint.pt"
+    torch.save({**torch.load(file), "device": "cuda"}, file)
+    with pytest.raises(UserError, match="go on on cuda"):
+        train(SMALL, [0], 2, tmp_path, hardware="x")
+    file.write_bytes(b"torn")
+    with pytest.raises(UserError, match="remove the folder"):
+        train(SMALL, [0], 2, tmp_path, hardware="x")
+
+
+def test_damaged_row_is_made_again(tmp_path: Path) -> None:
+    train(SMALL, [0], 2, tmp_path, hardware="x")
+    run = folder_of(tmp_path, SMALL, 0)
+    first = RunDir(run.path).rows("rows.jsonl")
+    (run.path / "rows.jsonl").write_text((run.path / "rows.jsonl").read_text()[:-5])
+    (run.path / "checkpoint.pt").unlink()
+    assert train(SMALL, [0], 2, tmp_path, hardware="x")[0] == first
+
+
+@pytest.mark.parametrize(
+    "change, named",
+    [
+        ({"bias": (8,)}, "study.bias"), ({"bias": (0, 0)}, "study.bias"), ({"depth": 0}, "study.depth"),
+        ({"window": 0}, "study.window"), ({"prefix": 18}, "study.prefix"), ({"decay": -1.0}, "study.decay"),
+        ({"noise": -0.1}, "study.noise"), ({"batch": 0}, "study.batch"), ({"learning_rate": 0.0}, "study.learning_rate"),
+        ({"width": 15, "pe": "rope"}, "study.width"), ({"classes": 1}, "study.classes"), ({"copies": 1}, "study.copies"),
+    ],
+)  # fmt: skip
+def test_bad_conditions_are_refused(change: dict[str, object], named: str) -> None:
+    with pytest.raises(UserError) as raised:
+        replace(SMALL, **change).check("study")
+    assert raised.value.field == named
