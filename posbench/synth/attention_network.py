@@ -115,8 +115,8 @@ class AttentionNetwork(nn.Module):
         """
         x = self._embedded(tokens)
         for layer in range(self.spec.depth):
-            last = layer + 1 == self.spec.depth
-            x = self._layer(layer, x, self._weights(layer, x, last))
+            rows = x[:, -1:] if layer + 1 == self.spec.depth else x
+            x = self._layer(layer, x, rows, self._weights(layer, x, rows))
         x = x.view(self.models, -1, x.shape[-1])
         for index, (weight, bias) in enumerate(zip(self.weight, self.bias, strict=True)):
             x = torch.baddbmm(bias, x, weight)
@@ -128,33 +128,33 @@ class AttentionNetwork(nn.Module):
         """Attention weights of every layer and row, [M, B, depth, n, n], from tokens [M, B, n, D]."""
         x, found = self._embedded(tokens), []
         for layer in range(self.spec.depth):
-            found.append(self._weights(layer, x, last=False))
-            x = self._layer(layer, x, found[-1])
+            found.append(self._weights(layer, x, x))
+            x = self._layer(layer, x, x, found[-1])
         return torch.stack(found, 1).unflatten(0, tokens.shape[:2])
 
     def _embedded(self, tokens: Tensor) -> Tensor:
         x = tokens.flatten(0, 1)
         return x + self.sinusoids if self.spec.pe == "sin" else x
 
-    def _layer(self, layer: int, x: Tensor, weights: Tensor) -> Tensor:
-        """[M B, rows, D] from all tokens [M B, n, D] and the weights of the last ``rows`` rows."""
+    def _layer(self, layer: int, x: Tensor, rows: Tensor, weights: Tensor) -> Tensor:
+        """The rows' output [M B, r, D] from all tokens x [M B, n, D] and the rows' weights [M B, r, n]."""
         mixed = self._times(weights @ x, self.value[layer])
-        return x[:, -weights.shape[1] :] + mixed if self.spec.residual else mixed
+        return rows + mixed if self.spec.residual else mixed
 
     def _times(self, x: Tensor, weight: Tensor) -> Tensor:
         """Rows [M B, r, D] times each model's matrix [M, D, E]."""
         return (x.reshape(self.models, -1, x.shape[-1]) @ weight).view(*x.shape[:-1], -1)
 
-    def _weights(self, layer: int, x: Tensor, last: bool) -> Tensor:
-        """Attention weights of all rows, or of the last one, [M B, rows, n]."""
-        start = x.shape[1] - 1 if last else 0
+    def _weights(self, layer: int, x: Tensor, rows: Tensor) -> Tensor:
+        """Attention weights of the rows, which are the last ones of x [M B, n, D], over all tokens, [M B, r, n]."""
+        # The small matrix is scaled, not the scores: a pass less over the largest arrays.
+        start, query = x.shape[1] - rows.shape[1], self.query[layer] * self.scale
         if self.spec.pe == "rope":
-            queries = self._rotated(self._times(x[:, start:], self.query[layer]), start)
-            keys = self._rotated(self._times(x, self.key[layer]), 0)
+            queries, keys = self._rotated(self._times(rows, query), start), self._rotated(self._times(x, self.key[layer]), 0)
         else:
             # q k^T = x (Wq Wk^T) x^T: one projection fewer.
-            queries, keys = self._times(x[:, start:], self.query[layer] @ self.key[layer].mT), x
-        return torch.baddbmm(self.score_bias[start:], queries, keys.mT, alpha=self.scale).softmax(-1)
+            queries, keys = self._times(rows, query @ self.key[layer].mT), x
+        return torch.baddbmm(self.score_bias[start:], queries, keys.mT).softmax(-1)
 
     def _rotated(self, x: Tensor, start: int) -> Tensor:
         """Rotary embedding as a complex product of interleaved pairs; the first row is token ``start``."""

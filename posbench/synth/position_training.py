@@ -68,6 +68,17 @@ class Condition(Mixture, Attention):
             )
 
     @property
+    def settings(self) -> Row:
+        """What tells the conditions of the paper apart, as columns of a table."""
+        names = {place: name for name, place in self.places.items()}
+        span = {"window": f" {self.window}", "prefix": f" {self.prefix}"}.get(self.mask, "")
+        return {
+            "vocabulary": self.vocabulary, "scale": self.scale, "std": self.std, "mask": self.mask + span, "pe": self.pe,
+            "depth": self.depth, "residual": self.residual,
+            "bias": "+".join(names.get(item, f"item {item}") for item in self.bias) or "none",
+        }  # fmt: skip
+
+    @property
     def name(self) -> str:
         """Readable folder name with the hash of all fields."""
         parts = [self.vocabulary, self.pe, self.mask, f"d{self.depth}", "residual" if self.residual else "plain", self.scale]
@@ -214,19 +225,22 @@ def _summary(scores: dict[str, Any]) -> Row:
 
 
 def pair_rows(condition: Condition, row: Row) -> list[Row]:
-    """A measured row as one row per pair of items: acc_ab, acc_ba, gap with its 95 % interval, losses, and the condition."""
-    settings = {
-        "vocabulary": condition.vocabulary, "scale": condition.scale, "std": condition.std, "pe": condition.pe,
-        "mask": condition.mask, "depth": condition.depth, "residual": condition.residual,
-        "bias": "+".join(map(str, condition.bias)) or "none", "seed": row["seed"], "iteration": row["iteration"],
-    }  # fmt: skip
+    """A measured row as one row per pair of items: `Condition.settings`, acc_ab, acc_ba, gap with its 95 % interval, losses."""
     shared = {k: row[k] for k in ("n", "train_loss", "train_accuracy", "novel_first", "novel_middle", "novel_last", "hardware")}
     rows = []
     for a, b in PAIRS:
         gap, half = row[f"gap_{a}_{b}"], Z95 * row[f"sd_{a}_{b}"]
         measured = {"acc_ab": row[f"acc_{a}_{b}"], "acc_ba": row[f"acc_{b}_{a}"], "gap": gap}
-        rows.append({**settings, "pair": f"{a}-{b}", **measured, "ci_low": gap - half, "ci_high": gap + half, **shared})
+        where = {"seed": row["seed"], "iteration": row["iteration"], "pair": f"{a}-{b}"}
+        rows.append({**condition.settings, **where, **measured, "ci_low": gap - half, "ci_high": gap + half, **shared})
     return rows
+
+
+def sink_rows(condition: Condition, row: Row) -> list[Row]:
+    """A measured row as one row per token (from 0): `Condition.settings`, by_head (Gu et al.), by_entry (Wu et al.)."""
+    where = {**condition.settings, "seed": row["seed"], "iteration": row["iteration"], "n": row["n"]}
+    shares = zip(row["sink_by_head"], row["sink_by_entry"], strict=True)
+    return [{**where, "token": token, "by_head": head, "by_entry": entry} for token, (head, entry) in enumerate(shares)]
 
 
 def folder_of(root: Path, condition: Condition, seed: int) -> RunDir:
@@ -246,8 +260,8 @@ def train(
 ) -> dict[int, list[Row]]:
     """Train every seed for that many iterations, going on where a folder under the root has got to.
 
-    On a CPU the seeds run one after another, on a GPU those at the same iteration run as one batched ensemble: measured on one
-    thread, an ensemble costs as much as its members one by one.
+    On a CPU the seeds run one after another, for an ensemble costs one thread as much as its members one by one; on a GPU those
+    at the same iteration run as one batched ensemble.
 
     Args:
         condition: What is trained.

@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import cmath
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
+import yaml
 
+from posbench import paths
 from posbench.errors import UserError
 from posbench.record import RunDir
+from posbench.studies import synthetic_results, training_speed
+from posbench.studies.synthetic_claims import findings, thresholds
+from posbench.studies.synthetic_tables import GAP_COLUMNS, PAIR_NAMES, SETTINGS, at_end, beside_paper, over_seeds, paper_cells
+from posbench.studies.synthetic_training import SyntheticTraining
 from posbench.synth import position_training
 from posbench.synth.attention_network import Attention, AttentionNetwork
 from posbench.synth.mixture import (
@@ -25,6 +33,7 @@ from posbench.synth.mixture import (
     training_batch,
 )
 from posbench.synth.position_training import Condition, Ensemble, folder_of, marks, pair_rows, train, trainings
+from tests.conftest import Result, run_folders
 
 SMALL = Condition(width=16, classes=64, labels=4, batch=8, sequences=50)
 
@@ -36,7 +45,7 @@ def rng(seed: int = 0) -> torch.Generator:
 # The generator
 
 
-def shares(mixture: Mixture, count: int = 20_000) -> tuple[np.ndarray, np.ndarray]:
+def shares(mixture: Mixture, count: int = 10_000) -> tuple[np.ndarray, np.ndarray]:
     """Share of sequences in which an item's label is the one asked for, per item, and the query's cosine to its class."""
     world = draw_world(mixture, rng(1))
     drawn = training_batch(mixture, world, count, rng(2))
@@ -111,10 +120,10 @@ def test_copying_policies() -> None:
     assert copying_gap(mixture, 0.5, 0) == pytest.approx(0.277, abs=5e-4)
     # A simulated policy that answers the first item's label gets just these accuracies.
     world = draw_world(mixture, rng())
-    novel = novel_sequences(mixture, world, 20_000, rng(1))
+    novel = novel_sequences(mixture, world, 10_000, rng(1))
     right, wrong = ask(novel, world, 0, 7), ask(novel, world, 7, 0)
     hits = [(s.tokens[:, 1] == world.label_vectors[s.targets]).all(-1).double().mean().item() for s in (right, wrong)]
-    assert hits[0] - hits[1] == pytest.approx(copying_gap(mixture, 1, 0), abs=0.01)
+    assert hits[0] - hits[1] == pytest.approx(copying_gap(mixture, 1, 0), abs=0.02)
 
 
 def test_fresh_component_moves_the_tests_alone() -> None:
@@ -204,7 +213,7 @@ def test_network_is_the_loop(spec: Attention) -> None:
         weights = network.attentions(tokens)
     for model in range(2):
         expected = loop_logits(network, tokens[model, 1], model)
-        assert logits[model, 1].tolist() == pytest.approx(expected, abs=1e-5)
+        assert logits[model, 1].tolist() == pytest.approx(expected, rel=1e-5, abs=1e-5)
     assert weights.shape == (2, 2, spec.depth, 9, 9)
     assert torch.allclose(weights.sum(-1), torch.ones(()))
     assert (weights[..., torch.tensor(~spec.seen(9))] == 0).all()
@@ -370,3 +379,203 @@ def test_bad_conditions_are_refused(change: dict[str, object], named: str) -> No
     with pytest.raises(UserError) as raised:
         replace(SMALL, **change).check("study")
     assert raised.value.field == named
+
+
+# The study
+
+TINY = [
+    "study=synthetic_training",
+    "+study.common={width: 8, classes: 16, labels: 4, batch: 4, sequences: 40, depth: 1}",
+    "study.conditions=[{mask: causal}, {mask: full, pe: rope, bias: [0, 7]}]",
+    "study.seeds=2",
+    "study.processes=1",
+    "runtime.device=cpu",
+]
+
+
+def test_study_trains_and_goes_on(posbench: Callable[..., Result], outputs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = 0
+    step = Ensemble.step
+
+    def counted(self: Ensemble) -> None:
+        nonlocal steps
+        steps += 1
+        step(self)
+
+    monkeypatch.setattr(Ensemble, "step", counted)
+    first = posbench(*TINY, "study.iterations=6")
+    assert first.status == 0, first.err
+    assert steps == 2 * 2 * 6
+    (folder,) = run_folders(outputs)
+    gaps = pd.read_csv(folder / "gaps.csv", keep_default_na=False)
+    assert list(gaps) == GAP_COLUMNS
+    assert len(gaps) == 2 * 2 * 3 and set(gaps["bias"]) == {"none", "first+last"} and set(gaps["iteration"]) == {6}
+    assert len(pd.read_csv(folder / "sinks.csv")) == 2 * 2 * 17
+    assert "not testable here" in (folder / "report.html").read_text(), "nobody learns in six iterations"
+    assert posbench(*TINY, "study.iterations=10").status == 0
+    assert steps == 2 * 2 * 10, "the second run goes on from the first"
+    (later,) = [f for f in run_folders(outputs) if f != folder]
+    both = pd.read_csv(later / "gaps.csv", keep_default_na=False)
+    pd.testing.assert_frame_equal(both[both["iteration"] == 6].reset_index(drop=True), gaps)
+
+
+@pytest.mark.slow
+def test_processes_change_nothing(posbench: Callable[..., Result], outputs: Path) -> None:
+    found = []
+    for processes in (1, 2):
+        args = [f"study.processes={processes}" if arg.startswith("study.processes") else arg for arg in TINY]
+        assert posbench(*args, "study.iterations=5", f"study.trainings={outputs / str(processes)}").status == 0
+    for folder in run_folders(outputs):
+        found.append((folder / "gaps.csv").read_bytes())
+    assert len(found) == 2 and found[0] == found[1]
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["study.conditions=[]"], "study.conditions = []"),
+        (["study.conditions=[{maks: causal}]"], "did you mean study.conditions.0.mask?"),
+        (["study.conditions=[{mask: half}]"], "study.conditions.0.mask = 'half'"),
+        (["study.conditions=[{bias: [8]}]"], "study.conditions.0.bias = [8]"),
+        (["study.conditions=[{pe: rope}, {pe: rope}]"], "study.conditions.1"),
+        (["study.seeds=0"], "study.seeds = 0"),
+        (["study.preset=long"], "quick | paper"),
+        (["study.reference=wu2025.csv"], "study.reference = 'wu2025.csv'"),
+        (["method=scale_channel"], "looks at none"),
+    ],
+)
+def test_bad_study_is_refused(posbench: Callable[..., Result], outputs: Path, args: list[str], message: str) -> None:
+    result = posbench("study=synthetic_training", *args)
+    assert result.status == 2 and result.err.count("\n") == 1 and message in result.err, result.err
+    assert not run_folders(outputs)
+
+
+# Tables and claims
+
+
+def made(fm: float, fl: float, ml: float, *, iteration: int = 8000, seed: int = 0, **settings: object) -> pd.DataFrame:
+    """Rows of ``gaps`` for one training with these gaps, each +-0.013."""
+    fixed = {"vocabulary": "gaussian", "scale": "paper", "std": 0.125, "mask": "causal", "pe": "none", "depth": 2,
+             "residual": True, "bias": "first+last", "seed": seed, "iteration": iteration, "acc_ab": 0.7, "acc_ba": 0.4,
+             "n": 10_000, "train_loss": 0.5, "train_accuracy": 0.8, "novel_first": 0.8, "novel_middle": 0.7, "novel_last": 0.8,
+             "hardware": "x", **settings}  # fmt: skip
+    rows = [{**fixed, "pair": pair, "gap": gap, "ci_low": gap - 0.013, "ci_high": gap + 0.013}
+            for pair, gap in zip(PAIR_NAMES, (fm, fl, ml), strict=True)]  # fmt: skip
+    return pd.DataFrame(rows, columns=GAP_COLUMNS)
+
+
+NO_SINKS = pd.DataFrame(columns=[*SETTINGS, "seed", "iteration", "n", "token", "by_head", "by_entry"])
+
+
+def verdicts(*frames: pd.DataFrame) -> dict[str, str]:
+    sinks = NO_SINKS.astype({"residual": bool})
+    return {finding.statistic.split(";")[0]: finding.verdict for finding in findings(pd.concat(frames), sinks)}
+
+
+def test_claims_can_fail() -> None:
+    name = "smaller of FM and -ML, RoPE, causal"
+    beyond = "FM - ML, RoPE, causal"
+    rope = {"pe": "rope", "iteration": 70_000}
+    assert verdicts(made(0.277, 0, -0.277, **rope)) == {name: "holds", beyond: "does not hold"}
+    assert verdicts(made(0.277, 0, -0.277, pe="rope")) == {name: "holds", beyond: "not testable here"}
+    assert verdicts(made(0.472, 0.433, -0.241, **rope)) == {name: "holds", beyond: "holds"}
+    assert verdicts(made(0.005, 0, -0.277, **rope))[name] == "does not hold"
+    assert verdicts(made(0.277, 0, -0.277, pe="rope", iteration=500))[name] == "not testable here"
+    unbiased = {"bias": "none", "residual": False}
+    decay, rope_2 = made(-0.055, -0.073, 0, mask="decay", **unbiased), made(0, 0, 0, pe="rope", **unbiased)
+    found = verdicts(decay, rope_2)
+    assert found["FM of the decay mask"] == "holds"
+    assert found["FM of RoPE minus FM of the decay mask, depth 2"] == "holds"
+    assert verdicts(made(0.06, 0, 0, mask="decay", **unbiased))["FM of the decay mask"] == "does not hold"
+    (lost,) = [v for k, v in verdicts(made(0.3, 0, -0.3, pe="rope", bias="none")).items() if k.startswith("largest 'smaller")]
+    assert lost == "does not hold"
+
+
+def test_means_over_seeds_stop_at_the_common_iteration() -> None:
+    gaps = pd.concat([made(0.2, 0, -0.2), made(0.4, 0, -0.4, iteration=20_000), made(0.3, 0, -0.1, seed=1)])
+    table = over_seeds(at_end(gaps)).set_index("pair")
+    at = table.loc["first-middle"]
+    assert (at["iteration"], at["seeds"], at["gap"]) == (8000, 2, pytest.approx(0.25))
+    assert at["ci_high"] - at["gap"] == pytest.approx(0.013 / 2**0.5), "two independent means of equal precision"
+    assert at["spread"] == pytest.approx(0.1 / 2**0.5)
+
+
+def test_papers_cells() -> None:
+    cells = paper_cells("wu2025_fig3.csv").set_index(["mask", "pe", "pair"])["paper"].sort_index()
+    # Typed off Figure 3 of the paper, not off the CSV.
+    assert cells["causal", "rope"].to_dict() == {"first-middle": 0.472, "first-last": 0.433, "middle-last": -0.241}
+    assert cells["full", "sin", "middle-last"] == -0.264
+    beside = beside_paper(pd.concat([made(0.49, 0.15, 0.02, pe="rope"), made(0.2, 0.3, 0.1)]), ["wu2025_fig3.csv"])
+    verdict = beside.set_index(["pe", "pair"])["verdict"]
+    assert verdict["rope"].to_dict() == {"first-middle": "agrees", "first-last": "same sign", "middle-last": "differs"}
+    assert verdict["none"].to_dict() == {"first-middle": "same sign", "first-last": "agrees", "middle-last": "differs"}
+    assert beside_paper(made(0.2, 0, 0, bias="none"), ["wu2025_fig3.csv"]).empty
+
+
+@pytest.mark.parametrize("file", sorted(paths.EXPERIMENTS.glob("wu2025_*.yaml")), ids=lambda file: file.stem)
+def test_experiments_train_what_the_paper_prints(file: Path) -> None:
+    data = yaml.safe_load(file.read_text())["study"]
+    study = SyntheticTraining(**{**data, "conditions": tuple(data["conditions"])})
+    settings = pd.DataFrame([condition.settings for condition in study.built()])
+    if study.reference:
+        both = settings.merge(paper_cells(study.reference), on=[c for c in SETTINGS if c != "scale"], how="outer", indicator=True)
+        assert (both["_merge"] == "both").all() and len(both) == 3 * len(settings)
+
+
+def test_thresholds_can_fail() -> None:
+    good, bad = made(0.49, 0.44, -0.26, pe="rope", iteration=80_000), made(0.28, 0.0, -0.26, pe="rope", iteration=80_000, seed=1)
+    late = "RoPE, causal, late"
+    for gaps, expected in ((good, "yes"), (pd.concat([good, bad]), "no"), (made(0, 0, 0, mask="full"), "not run")):
+        table = thresholds(gaps)
+        assert table.loc[table["required"].str.startswith(late), "verdict"].tolist() == [expected]
+
+
+def test_sinks_of_a_prefix() -> None:
+    rows = [
+        {"vocabulary": "gaussian", "scale": "paper", "mask": mask, "pe": "none", "depth": 2, "residual": False, "bias": "none",
+         "seed": 0, "iteration": 8000, "n": 10_000, "token": token, "by_head": 0.4 if token < high else 0.1,
+         "by_entry": 0.3 if token < high else 0.1}
+        for mask, high in (("prefix 2", 2), ("causal", 0), ("window 5", 1), ("window 9", 1))
+        for token in range(17)
+    ]  # fmt: skip
+    found = findings(made(0, 0, 0, mask="full"), pd.DataFrame(rows))
+    verdict = {f.statistic: f.verdict for f in found if "sink" in f.statistic}
+    kinds = {"prefix 2": "holds", "causal": "does not hold", "window 5": "holds"}
+    for kind, expected in kinds.items():
+        assert {v for k, v in verdict.items() if f"half, {kind}" in k} == {expected}
+    assert {v for k, v in verdict.items() if "minus window 5" in k} == {"does not hold"}, "both windows alike"
+
+
+def test_results_of_a_folder(tmp_path: Path) -> None:
+    for pe in ("none", "rope"):
+        condition = Condition(pe=pe, residual=True, bias=(0, 7), batch=4, sequences=20)
+        train(condition, [0], 2, tmp_path / "trainings", hardware="here")
+    synthetic_results.main([str(tmp_path / "trainings"), "--out", str(tmp_path / "results")])
+    text = (tmp_path / "results" / "wu2025.md").read_text()
+    assert "6 cells" in text and "paper +0.472" in text and "here" in text and "not run" in text
+    assert (tmp_path / "results" / "wu2025_gaps_first_last.png").is_file()
+    assert len(pd.read_csv(tmp_path / "results" / "wu2025_gaps.csv")) == 2 * 3
+    with pytest.raises(SystemExit):
+        synthetic_results.main([str(tmp_path)])
+
+
+# The plain loop of the speed table
+
+PLAIN = [Condition(pe="rope", residual=True), Condition(mask="decay", bias=(0, 7)), Condition(pe="sin")]
+
+
+@pytest.mark.parametrize("condition", PLAIN, ids=lambda condition: condition.name)
+def test_plain_loop_trains_the_same_network(condition: Condition, monkeypatch: pytest.MonkeyPatch) -> None:
+    small = replace(condition, batch=8)
+    ensemble = Ensemble(small, [0], torch.device("cpu"))
+    loop, step = training_speed.plain_steps(small, ensemble)
+    loop()
+    step()
+    # Its sequences are those of the whole-batch generator in distribution.
+    data, vectors = training_speed.PlainSequences(small, ensemble.worlds[0]), ensemble.worlds[0].label_vectors
+    drawn = [data[index] for index in range(200)]
+    share = torch.stack([(tokens[1::2] == vectors[target]).all(-1) for tokens, target in drawn]).double().mean()
+    assert share.item() == pytest.approx(0.516, abs=0.012)
+    monkeypatch.setattr(training_speed.PlainNetwork, "take", lambda self, ensemble: None)
+    with pytest.raises(RuntimeError, match="differ by"):
+        training_speed.plain_steps(small, ensemble)

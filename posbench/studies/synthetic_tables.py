@@ -1,0 +1,229 @@
+"""Tables and figures of the synthetic trainings: gaps, sinks, and the cells of Wu et al. 2025 beside ours."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from posbench import paths
+from posbench.errors import UserError
+from posbench.plots import COLOURS, PAGE, new_figure, styled
+from posbench.record import Row
+from posbench.synth.mixture import Mixture, copying_gap
+from posbench.synth.position_training import PAIRS, Condition, pair_rows, sink_rows
+
+SETTINGS = ["vocabulary", "scale", "mask", "pe", "depth", "residual", "bias"]
+"""Columns that tell conditions apart."""
+GAP_COLUMNS = [
+    *SETTINGS[:2], "std", *SETTINGS[2:], "seed", "iteration", "pair", "acc_ab", "acc_ba", "gap", "ci_low", "ci_high", "n",
+    "train_loss", "train_accuracy", "novel_first", "novel_middle", "novel_last", "hardware",
+]  # fmt: skip
+PAIR_NAMES = [f"{a}-{b}" for a, b in PAIRS]
+PE_WORDS = {"none": "no PE", "sin": "sin PE", "rope": "RoPE"}
+HALF = copying_gap(Mixture(), 0.5, 0)
+"""Gap of copying the first item's label in half of the sequences: 0.277."""
+NEAR = 0.05
+"""Largest difference to the paper's cell at which we say that it agrees: seeds spread by about 0.04 on biased data."""
+ZERO = 0.02
+"""Gaps up to here count as none: three times the noise of 10,000 paired sequences."""
+
+
+def frames(measured: Sequence[tuple[Condition, Row]]) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """Tables ``gaps`` and ``sinks`` from measured rows."""
+    gaps = pd.DataFrame([row for condition, each in measured for row in pair_rows(condition, each)], columns=GAP_COLUMNS)
+    return gaps, pd.DataFrame([row for condition, each in measured for row in sink_rows(condition, each)])
+
+
+def at_end(frame: pd.DataFrame) -> pd.DataFrame:
+    """Rows of the last iteration that every seed of a condition has reached."""
+    reached = frame.groupby([*SETTINGS, "seed"])["iteration"].transform("max")
+    return frame[frame["iteration"] == reached.groupby([frame[c] for c in SETTINGS]).transform("min")]
+
+
+def over_seeds(gaps: pd.DataFrame) -> pd.DataFrame:
+    """Mean gap over the seeds of each condition, iteration and pair.
+
+    Returns:
+        Settings, iteration, pair, gap, ci_low, ci_high (95 %, of the test sequences, for these networks), seeds, spread (standard
+        deviation over seeds; nan for one), novel_middle (mean accuracy on new classes asked for in the middle).
+    """
+    rows = gaps.assign(variance=((gaps["ci_high"] - gaps["ci_low"]) / 2) ** 2)
+    grouped = rows.groupby([*SETTINGS, "iteration", "pair"], sort=False)
+    table = grouped.agg(
+        gap=("gap", "mean"),
+        variance=("variance", "sum"),
+        seeds=("seed", "nunique"),
+        spread=("gap", "std"),
+        novel_middle=("novel_middle", "mean"),
+        n=("n", "sum"),
+    ).reset_index()
+    half = np.sqrt(table["variance"]) / table["seeds"]
+    return table.assign(ci_low=table["gap"] - half, ci_high=table["gap"] + half).drop(columns="variance")
+
+
+def paper_cells(file: str) -> pd.DataFrame:
+    """The paper's cells of one figure: figure, vocabulary, mask, pe, depth, residual, bias, pair, gap (column ``paper``).
+
+    Raises:
+        UserError: There is no such file, or it lacks a column.
+    """
+    path = paths.EXPERIMENTS / "reference" / file
+    wanted = ["figure", "vocabulary", "mask", "pe", "depth", "residual", "bias", "pair", "gap"]
+    table = pd.read_csv(path, keep_default_na=False) if path.is_file() else pd.DataFrame()
+    if not set(wanted) <= set(table.columns):
+        allowed = f"a CSV in {path.parent} with columns {', '.join(wanted)}"
+        raise UserError(field="study.reference", value=file, allowed=allowed, hint="take wu2025_fig3.csv")
+    return table[wanted].rename(columns={"gap": "paper"})
+
+
+def beside_paper(gaps: pd.DataFrame, files: Sequence[str]) -> pd.DataFrame:
+    """The paper's cells beside ours at the last iteration that all seeds reached.
+
+    Returns:
+        figure, settings, pair, paper, gap, ci_low, ci_high, iteration, seeds, spread, difference, verdict. The paper prints no
+        intervals, so the verdict is ``agrees`` within `NEAR`, ``same sign`` where both are beyond `ZERO` on one side, else
+        ``differs``. No rows where nothing of the reference was trained.
+    """
+    cells = pd.concat([paper_cells(file) for file in files]) if files else pd.DataFrame(columns=["figure", *SETTINGS, "pair"])
+    columns = ["figure", *SETTINGS, "pair", "paper", "gap", "ci_low", "ci_high", "iteration", "seeds", "spread", "difference"]
+    if cells.empty or gaps.empty:
+        return pd.DataFrame(columns=[*columns, "verdict"])
+    keys = [c for c in [*SETTINGS, "pair"] if c != "scale"]
+    both = cells.merge(over_seeds(at_end(gaps)), on=keys)
+    both["difference"] = both["gap"] - both["paper"]
+    near = both["difference"].abs() <= NEAR
+    same = (both[["gap", "paper"]].abs().min(axis=1) > ZERO) & (np.sign(both["gap"]) == np.sign(both["paper"]))
+    both["verdict"] = np.select([near, same], ["agrees", "same sign"], "differs")
+    return both[[*columns, "verdict"]].reset_index(drop=True)
+
+
+# Figures
+
+
+def label(row: Mapping[str, Any]) -> str:
+    """A condition in words, without its bias."""
+    mask = {"full": "no mask", "decay": "decay mask"}.get(str(row["mask"]), str(row["mask"]))
+    words = [mask] if row["mask"] == "decay" and row["pe"] == "none" else [PE_WORDS[str(row["pe"])], mask]
+    words.append(f"depth {row['depth']}" + ("" if row["residual"] else ", no residual"))
+    return "\n".join(words)
+
+
+def figures(gaps: pd.DataFrame, sinks: pd.DataFrame, beside: pd.DataFrame) -> dict[str, tuple[Figure, str]]:
+    """A figure of gaps for each vocabulary, scale and bias, one of their course, and one of sinks."""
+    out: dict[str, tuple[Figure, str]] = {}
+    for (vocabulary, scale, bias), rows in gaps.groupby(["vocabulary", "scale", "bias"], sort=False):
+        name = "_".join(["gaps", str(bias).replace("+", "_"), *([vocabulary] if vocabulary != "gaussian" else [])])
+        name += "_code_scale" if scale == "code" else ""
+        chosen = beside[(beside["vocabulary"] == vocabulary) & (beside["scale"] == scale) & (beside["bias"] == bias)]
+        what = f"{vocabulary} vocabulary, std {'1/sqrt(D)' if scale == 'paper' else '1/D'}, bias of the data: {bias}"
+        caption = (
+            f"Accuracy gaps [a, b] - [b, a] ({what}); above 0 the earlier item wins. Bars: mean over seeds; whiskers: 95 % over "
+            "test sequences; dots: seeds; diamonds: the paper, 100,000 iterations. Dotted: copying by position alone, always one "
+            "item or two in turn."
+        )
+        out[name] = (gaps_figure(rows, chosen), caption)
+        if rows["iteration"].nunique() > 1:
+            out[name.replace("gaps", "course")] = (course_figure(rows), f"The same gaps over the training ({what}).")
+    plain = sinks[(sinks["bias"] == "none") & (sinks["vocabulary"] == "gaussian") & (sinks["pe"] == "none")]
+    if not plain.empty:
+        caption = (
+            "Share of heads and sequences in which a token is a sink (Gu et al., mean weight above 0.3), and of single weights "
+        )
+        caption += "above 0.2 (Wu et al.), after training. Late tokens are seen by few queries."
+        out["sinks"] = (sinks_figure(plain), caption)
+    return out
+
+
+def _policies(axes: Axes) -> None:
+    for level in (-2 * HALF, -HALF, 0, HALF, 2 * HALF):
+        axes.axhline(level, color="0.6", linewidth=0.6, linestyle=":" if level else "-", zorder=0)
+
+
+PER_ROW = 6
+"""Conditions side by side."""
+
+
+@styled
+def gaps_figure(gaps: pd.DataFrame, beside: pd.DataFrame) -> Figure:
+    """Gaps at the end, three bars for each condition; the paper's as diamonds."""
+    last = at_end(gaps)
+    mean = over_seeds(last)
+    conditions = mean[SETTINGS].drop_duplicates().to_dict("records")
+    lines = -(-len(conditions) // PER_ROW)
+    figure = new_figure(PAGE, 0.5 + 2.0 * lines)
+    panels = np.atleast_1d(figure.subplots(lines, 1))
+    for line, axes in enumerate(panels):
+        shown = conditions[line * PER_ROW : (line + 1) * PER_ROW]
+        _policies(axes)
+        ticks = []
+        for place, condition in enumerate(shown):
+            here = mean[(mean[SETTINGS] == pd.Series(condition)).all(axis=1)].set_index("pair")
+            for index, pair in enumerate(PAIR_NAMES):
+                x, at = place + 0.25 * (index - 1), here.loc[pair]
+                axes.bar(x, at["gap"], 0.22, color=COLOURS[index], label=pair.replace("-", " - ") if not place else None)
+                axes.errorbar(x, at["gap"], (at["ci_high"] - at["ci_low"]) / 2, color="black", linewidth=0.8, capsize=1.5)
+                same = (last[SETTINGS] == pd.Series(condition)).all(axis=1) & (last["pair"] == pair)
+                if at["seeds"] > 1:
+                    axes.plot([x] * same.sum(), last.loc[same, "gap"], "o", color="black", markersize=1.8)
+                cell = beside[(beside[SETTINGS] == pd.Series(condition)).all(axis=1) & (beside["pair"] == pair)]
+                if len(cell):
+                    axes.plot(x, cell["paper"].iloc[0], "D", color="black", markerfacecolor="white", markersize=4, zorder=4,
+                              label="paper" if not place and not index else None)  # fmt: skip
+            ticks.append(f"{label(condition)}\n{here['iteration'].iloc[0] / 1000:g}k its")
+        axes.set_xticks(range(len(shown)), ticks)
+        top = max(0.6, 1.08 * float(gaps["gap"].abs().max()))
+        axes.set(xlim=(-0.6, max(len(shown), 3) - 0.4), ylim=(-top, top), ylabel="accuracy gap")
+    panels[0].legend(ncol=4, loc="lower left", bbox_to_anchor=(0, 1.0))
+    return figure
+
+
+@styled
+def course_figure(gaps: pd.DataFrame) -> Figure:
+    """Gaps over the iterations, a panel per condition, a line per pair and seed."""
+    conditions = gaps[SETTINGS].drop_duplicates().to_dict("records")
+    columns = min(3, len(conditions))
+    lines = -(-len(conditions) // columns)
+    figure = new_figure(PAGE, 0.4 + 1.6 * lines)
+    panels = np.atleast_1d(figure.subplots(lines, columns, sharey=True)).ravel()
+    for axes, condition in zip(panels, conditions, strict=False):
+        _policies(axes)
+        here = gaps[(gaps[SETTINGS] == pd.Series(condition)).all(axis=1)]
+        for index, pair in enumerate(PAIR_NAMES):
+            for number, (_, line) in enumerate(here[here["pair"] == pair].sort_values("iteration").groupby("seed")):
+                axes.plot(line["iteration"] / 1000, line["gap"], color=COLOURS[index], marker="osD"[index], markersize=2.2,
+                          linewidth=0.9, label=None if number else pair.replace("-", " - "))  # fmt: skip
+        axes.set(xlabel="iterations (thousands)", title=label(condition).replace("\n", ", "))
+    for axes in panels[len(conditions) :]:
+        axes.set_visible(False)
+    for axes in panels[::columns]:
+        axes.set_ylabel("accuracy gap")
+    panels[0].legend()
+    return figure
+
+
+@styled
+def sinks_figure(sinks: pd.DataFrame) -> Figure:
+    """Both sink metrics per token at the end, a panel per condition; mean over seeds."""
+    last = at_end(sinks)
+    conditions = last[SETTINGS].drop_duplicates().to_dict("records")
+    columns = min(3, len(conditions))
+    lines = -(-len(conditions) // columns)
+    figure = new_figure(PAGE, 0.4 + 1.5 * lines)
+    panels = np.atleast_1d(figure.subplots(lines, columns)).ravel()
+    for axes, condition in zip(panels, conditions, strict=False):
+        here = last[(last[SETTINGS] == pd.Series(condition)).all(axis=1)].groupby("token")[["by_entry", "by_head"]].mean()
+        tokens = here.index.to_numpy() + 1
+        axes.bar(tokens - 0.2, 100 * here["by_entry"], 0.4, color=COLOURS[0], label="single weights > 0.2 (Wu et al.)")
+        axes.bar(tokens + 0.2, 100 * here["by_head"], 0.4, color=COLOURS[1], label="heads with mean > 0.3 (Gu et al.)")
+        axes.set(xlabel="token", title=label(condition).replace("\n", ", "), xticks=tokens[::4])
+    for axes in panels[len(conditions) :]:
+        axes.set_visible(False)
+    for axes in panels[::columns]:
+        axes.set_ylabel("sink (%)")
+    panels[0].legend()
+    return figure
