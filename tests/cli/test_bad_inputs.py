@@ -85,7 +85,7 @@ BARE = [
     ("three layers", ["method.layers=[1,2,3]"], ["method.layers", "[1, 2, 3]", "exactly 2"]),
     ("layers not a list", ["method.layers=2"], ["method.layers", "2", "exactly 2"]),
     ("last by name", ["method.last=foo"], ["method.last", "'foo'", "all"]),
-    ("no stages", ["stages=[]"], ["stages", "[]", "search, intervene, evaluate, report"]),
+    ("no stages", ["stages=[]"], ["stages", "[]", "search, study, intervene, evaluate, report"]),
     ("misspelt stage", ["stages=[serch]"], ["stages", "'serch'", "search | intervene | evaluate | report"]),
     ("stages out of order", ["stages=[evaluate,search]"], ["stages", "'search'", "in this order"]),
     ("search for no method", ["method=none", "stages=[search]"], ["stages", "'search'", "method none"]),
