@@ -86,7 +86,7 @@ BARE = [
     ("layers not a list", ["method.layers=2"], ["method.layers", "2", "exactly 2"]),
     ("last by name", ["method.last=foo"], ["method.last", "'foo'", "all"]),
     ("no stages", ["stages=[]"], ["stages", "[]", "search, study, intervene, evaluate, report"]),
-    ("misspelt stage", ["stages=[serch]"], ["stages", "'serch'", "search | intervene | evaluate | report"]),
+    ("misspelt stage", ["stages=[serch]"], ["stages", "'serch'", "search | study | intervene | evaluate | report"]),
     ("stages out of order", ["stages=[evaluate,search]"], ["stages", "'search'", "in this order"]),
     ("search for no method", ["method=none", "stages=[search]"], ["stages", "'search'", "method none"]),
     ("index outside the list", ["task.positions=[0,32]"], ["task.positions", "32", "from 0 to 31"]),
