@@ -16,7 +16,6 @@ import yaml
 from matplotlib.figure import Figure
 
 from posbench import curve_plots, paths, plots, sweep_plots, tables
-from posbench.config import study_of
 from posbench.errors import UserError
 from posbench.metrics import COLUMNS as METRICS
 from posbench.metrics import SUBSET_COLUMNS
@@ -211,6 +210,9 @@ def _study(folder: Path) -> list[Section]:
     facts = _json(folder / "study.json")
     if not facts:
         return []
+    # A study brings its model library along, which no other page needs.
+    from posbench.config import study_of
+
     study, _ = study_of(_read(folder / "config.yaml", lambda p: yaml.safe_load(p.read_text()), "YAML")["study"])
     title = (type(study).__doc__ or facts["study"]).split("\n")[0].rstrip(".")
     section = Section(title)
