@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 
 from posbench import paths
 from posbench.errors import UserError
-from posbench.plots import COLOURS, PAGE, new_figure, styled
+from posbench.plots import COLOURS, PAGE, legend_below, new_figure, styled
 from posbench.record import Row
 from posbench.synth.mixture import Mixture, copying_gap
 from posbench.synth.position_training import PAIRS, Condition, pair_rows, sink_rows
@@ -144,6 +144,12 @@ def _policies(axes: Axes) -> None:
         axes.axhline(level, color="0.6", linewidth=0.6, linestyle=":" if level else "-", zorder=0)
 
 
+def _limits(*values: pd.Series) -> tuple[float, float]:
+    """Limits of a symmetric axis that shows all values, and small ones as small."""
+    top = max(0.15, *(1.15 * float(part.abs().max()) for part in values if len(part)))
+    return -top, top
+
+
 PER_ROW = 6
 """Conditions side by side."""
 
@@ -172,13 +178,13 @@ def gaps_figure(gaps: pd.DataFrame, beside: pd.DataFrame) -> Figure:
                     axes.plot([x] * same.sum(), last.loc[same, "gap"], "o", color="black", markersize=1.8)
                 cell = beside[(beside[SETTINGS] == pd.Series(condition)).all(axis=1) & (beside["pair"] == pair)]
                 if len(cell):
-                    axes.plot(x, cell["paper"].iloc[0], "D", color="black", markerfacecolor="white", markersize=4, zorder=4,
-                              label="paper" if not place and not index else None)  # fmt: skip
+                    axes.plot(x, cell["paper"].iloc[0], "D", color="black", markerfacecolor="white", markersize=4, zorder=4)
             ticks.append(f"{label(condition)}\n{here['iteration'].iloc[0] / 1000:g}k its")
         axes.set_xticks(range(len(shown)), ticks)
-        top = max(0.6, 1.08 * float(gaps["gap"].abs().max()))
-        axes.set(xlim=(-0.6, max(len(shown), 3) - 0.4), ylim=(-top, top), ylabel="accuracy gap")
-    panels[0].legend(ncol=4, loc="lower left", bbox_to_anchor=(0, 1.0))
+        axes.set(xlim=(-0.6, max(len(shown), 3) - 0.4), ylim=_limits(last["gap"], beside["paper"]), ylabel="accuracy gap")
+    if len(beside):
+        panels[0].plot([], [], "D", color="black", markerfacecolor="white", markersize=4, label="paper")
+    legend_below(figure, panels[0])
     return figure
 
 
@@ -197,12 +203,12 @@ def course_figure(gaps: pd.DataFrame) -> Figure:
             for number, (_, line) in enumerate(here[here["pair"] == pair].sort_values("iteration").groupby("seed")):
                 axes.plot(line["iteration"] / 1000, line["gap"], color=COLOURS[index], marker="osD"[index], markersize=2.2,
                           linewidth=0.9, label=None if number else pair.replace("-", " - "))  # fmt: skip
-        axes.set(xlabel="iterations (thousands)", title=label(condition).replace("\n", ", "))
+        axes.set(xlabel="iterations (thousands)", ylim=_limits(gaps["gap"]), title=label(condition).replace("\n", ", "))
     for axes in panels[len(conditions) :]:
         axes.set_visible(False)
     for axes in panels[::columns]:
         axes.set_ylabel("accuracy gap")
-    panels[0].legend()
+    legend_below(figure, panels[0])
     return figure
 
 
@@ -225,5 +231,5 @@ def sinks_figure(sinks: pd.DataFrame) -> Figure:
         axes.set_visible(False)
     for axes in panels[::columns]:
         axes.set_ylabel("sink (%)")
-    panels[0].legend()
+    legend_below(figure, panels[0])
     return figure

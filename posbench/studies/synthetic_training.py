@@ -43,7 +43,7 @@ class SyntheticTraining(Study):
         quick_iterations: Iterations of the quick preset.
         iterations: Iterations instead of the preset's.
         seeds: Seeds 0, 1, ... instead of the preset's number.
-        processes: Trainings at a time on a CPU, one thread each; None: one for each core that this process may use.
+        processes: Trainings at a time on a CPU, one thread each; None: as many as torch has threads (``runtime.threads``).
         trainings: Folder of the trainings; None: beside the run folder, shared by runs of the same code. What is found there is
             continued, and not repeated.
         reference: CSV in ``experiments/reference`` with the paper's cells.
@@ -112,7 +112,7 @@ class SyntheticTraining(Study):
         with run.progress("training", len(conditions) * len(seeds) * iterations) as advance:
             if device == "cpu":
                 jobs = [(condition, [seed]) for condition in conditions for seed in seeds]
-                measured = _on_cores(jobs, iterations, root, self.processes or len(os.sched_getaffinity(0)), advance)
+                measured = _on_cores(jobs, iterations, root, self.processes or torch.get_num_threads(), advance)
             else:
                 named = hardware()
                 measured = [
