@@ -7,7 +7,7 @@ training is an ensemble of one.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -73,6 +73,21 @@ class Attention:
 
 HIDDEN_LAYERS = 3
 """Hidden layers of the classifier."""
+
+
+class _Scores(torch.autograd.Function):
+    """bias + q k^T, with gradients that are laid out as their inputs are: autograd's own for keys is transposed, and copied."""
+
+    @staticmethod
+    def forward(ctx: Any, bias: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
+        ctx.save_for_backward(queries, keys)
+        return torch.baddbmm(bias, queries, keys.mT)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor, Tensor | None]:
+        (grad,) = grads
+        queries, keys = ctx.saved_tensors
+        return None, grad @ keys, grad.mT @ queries if ctx.needs_input_grad[2] else None
 
 
 class AttentionNetwork(nn.Module):
@@ -154,7 +169,8 @@ class AttentionNetwork(nn.Module):
         else:
             # q k^T = x (Wq Wk^T) x^T: one projection fewer.
             queries, keys = self._times(rows, query @ self.key[layer].mT), x
-        return torch.baddbmm(self.score_bias[start:], queries, keys.mT).softmax(-1)
+        scores: Tensor = _Scores.apply(self.score_bias[start:], queries, keys)
+        return scores.softmax(-1)
 
     def _rotated(self, x: Tensor, start: int) -> Tensor:
         """Rotary embedding as a complex product of interleaved pairs; the first row is token ``start``."""

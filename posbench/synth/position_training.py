@@ -115,7 +115,9 @@ class Ensemble:
             training_batch(self.condition, world, self.condition.batch, rng)
             for world, rng in zip(self.worlds, self.data, strict=True)
         ]
-        logits = self.network(torch.stack([d.tokens for d in drawn]))
+        # A stack of one would copy the batch.
+        tokens = torch.stack([d.tokens for d in drawn]) if len(drawn) > 1 else drawn[0].tokens[None]
+        logits = self.network(tokens)
         targets = torch.stack([d.targets for d in drawn])
         # A sum over models of means over sequences: each model gets the gradient that it would get alone.
         loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum") / self.condition.batch
