@@ -108,18 +108,15 @@ class SyntheticTraining(Study):
         iterations = self.iterations or (PAPER_ITERATIONS if paper else self.quick_iterations)
         seeds = list(range(self.seeds or (PAPER_SEEDS if paper else 1)))
         root = Path(self.trainings).expanduser() if self.trainings else run.out.path.parent / "trainings"
-        device = torch_device(run.config.runtime.device).type
+        device = torch_device(run.config.runtime.device)
         with run.progress("training", len(conditions) * len(seeds) * iterations) as advance:
-            if device == "cpu":
+            if device.type == "cpu":
                 jobs = [(condition, [seed]) for condition in conditions for seed in seeds]
                 measured = _on_cores(jobs, iterations, root, self.processes or torch.get_num_threads(), advance)
             else:
-                named = hardware()
+                whole = partial(train, iterations=iterations, root=root, hardware=hardware(), device=str(device), advance=advance)
                 measured = [
-                    (condition, row)
-                    for condition in conditions
-                    for rows in train(condition, seeds, iterations, root, hardware=named, device=device, advance=advance).values()
-                    for row in rows
+                    (condition, row) for condition in conditions for rows in whole(condition, seeds).values() for row in rows
                 ]
         gaps, sinks = frames(measured)
         return {"gaps": gaps, "sinks": sinks, "beside_paper": beside_paper(gaps, [self.reference] if self.reference else [])}

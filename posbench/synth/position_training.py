@@ -278,7 +278,8 @@ def train(
         Rows of `Ensemble.measure` up to ``iterations``, oldest first, by seed.
 
     Raises:
-        UserError: A checkpoint is of another device, or another process trains one of the seeds.
+        UserError: A checkpoint is of another device, another process trains one of the seeds, or the folder holds a training that
+            went further and has no row this early.
     """
     root.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
@@ -292,19 +293,25 @@ def train(
             state = states[seed]
             at = state["iteration"] if state else 0
             advance(min(at, iterations))
-            groups.setdefault(at if device != "cpu" else position, []).append(seed)
+            groups.setdefault(position if torch.device(device).type == "cpu" else at, []).append(seed)
         for group in groups.values():
             ensemble = Ensemble(condition, group, torch.device(device))
             if states[group[0]]:
                 ensemble.load([state for seed in group if (state := states[seed])])
             _run(ensemble, iterations, root, hardware, advance)
-    return {
-        seed: sorted(
-            (row for row in folder_of(root, condition, seed).rows(ROWS) if row["iteration"] <= iterations),
-            key=lambda row: row["iteration"],
-        )
-        for seed in seeds
+    found = {
+        seed: [row for row in folder_of(root, condition, seed).rows(ROWS) if row["iteration"] <= iterations] for seed in seeds
     }
+    for seed, rows in found.items():
+        rows.sort(key=lambda row: row["iteration"])
+        if not rows:
+            raise UserError(
+                field="iterations",
+                value=iterations,
+                allowed=f"1000 or more: {folder_of(root, condition, seed).path} is trained further, and was measured later only",
+                hint="ask for more, or take another folder",
+            )
+    return found
 
 
 def _open(run: RunDir, condition: Condition, seed: int, device: str) -> dict[str, Any] | None:
@@ -331,23 +338,30 @@ def _open(run: RunDir, condition: Condition, seed: int, device: str) -> dict[str
 
 
 def _run(ensemble: Ensemble, iterations: int, root: Path, hardware: str, advance: Callable[[int], None]) -> None:
-    stops = marks(iterations)
+    stops = set(marks(iterations))
+    # A row that was damaged is made again where the training stands at it.
+    _record(ensemble, stops, root, hardware)
     while ensemble.iteration < iterations:
         ensemble.step()
         if ensemble.iteration % 100 == 0 or ensemble.iteration == iterations:
             advance(len(ensemble.seeds) * (ensemble.iteration % 100 or 100))
-        measured = ensemble.iteration in stops
-        if measured:
-            for row in ensemble.measure():
-                run = folder_of(root, ensemble.condition, row["seed"])
-                # A training killed between a row and its checkpoint comes to the same row again.
-                if ensemble.iteration not in {old["iteration"] for old in run.rows(ROWS)}:
-                    run.append(ROWS, [{**row, "hardware": hardware}])
-        if measured or ensemble.iteration % CHECKPOINT_EVERY == 0:
+        _record(ensemble, stops, root, hardware)
+        if ensemble.iteration in stops or ensemble.iteration % CHECKPOINT_EVERY == 0:
             for index, seed in enumerate(ensemble.seeds):
                 stream = io.BytesIO()
                 torch.save(ensemble.state(index), stream)
                 write_bytes(folder_of(root, ensemble.condition, seed).path / CHECKPOINT, stream.getvalue())
+
+
+def _record(ensemble: Ensemble, stops: set[int], root: Path, hardware: str) -> None:
+    """Measure where it is due; a training killed between a row and its checkpoint comes to the same row again, and keeps it."""
+    if ensemble.iteration not in stops:
+        return
+    runs = {seed: folder_of(root, ensemble.condition, seed) for seed in ensemble.seeds}
+    missing = {seed for seed, run in runs.items() if ensemble.iteration not in {row["iteration"] for row in run.rows(ROWS)}}
+    for row in ensemble.measure() if missing else []:
+        if row["seed"] in missing:
+            runs[row["seed"]].append(ROWS, [{**row, "hardware": hardware}])
 
 
 def trainings(root: Path) -> list[tuple[Condition, list[Row]]]:

@@ -362,8 +362,10 @@ def test_damaged_row_is_made_again(tmp_path: Path) -> None:
     run = folder_of(tmp_path, SMALL, 0)
     first = RunDir(run.path).rows("rows.jsonl")
     (run.path / "rows.jsonl").write_text((run.path / "rows.jsonl").read_text()[:-5])
-    (run.path / "checkpoint.pt").unlink()
     assert train(SMALL, [0], 2, tmp_path, hardware="x")[0] == first
+    train(SMALL, [0], 5, tmp_path, hardware="x")
+    with pytest.raises(UserError, match="measured later only"):
+        train(SMALL, [0], 1, tmp_path, hardware="x")
 
 
 @pytest.mark.parametrize(
