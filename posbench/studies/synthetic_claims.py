@@ -9,7 +9,18 @@ from typing import Any, Literal
 import pandas as pd
 
 from posbench.studies.base import Finding, Verdict
-from posbench.studies.synthetic_tables import HALF, NEAR, PAIR_NAMES, PE_WORDS, SETTINGS, ZERO, at_end, label, over_seeds
+from posbench.studies.synthetic_tables import (
+    HALF,
+    NEAR,
+    PAIR_NAMES,
+    PE_WORDS,
+    SETTINGS,
+    ZERO,
+    at_end,
+    label,
+    over_seeds,
+    uniform_sinks,
+)
 from posbench.synth.position_training import PAIRS
 
 
@@ -161,7 +172,7 @@ def _u_shape_findings(ends: _Ends, gaps: pd.DataFrame) -> list[Finding]:
     """Section 5.2: the middle is lost only where the data favour both ends."""
     rows = gaps.loc[(gaps["bias"] != "first+last") & (gaps["vocabulary"] == "gaussian"), SETTINGS].drop_duplicates()
     found = [
-        (_smaller(each["FM"], -each["ML"]), label(row))
+        (_smaller(each["FM"], -each["ML"]), label(row).replace("\n", ", "))
         for row in rows.to_dict("records")
         if row["bias"] in ("none", "first", "middle", "last")
         and (each := ends.gaps(**{k: v for k, v in row.items() if k != "vocabulary"}))
@@ -175,7 +186,11 @@ def _u_shape_findings(ends: _Ends, gaps: pd.DataFrame) -> list[Finding]:
 
 
 def _sink_findings(sinks: pd.DataFrame) -> list[Finding]:
-    """Appendix K.4: sinks are on the centre nodes of the mask; the first half of the tokens, as late ones average few queries."""
+    """Appendix K.4: sinks are on the centre nodes of the mask.
+
+    Within the first half of the sequence, as late tokens average few queries; token by token, and item by item, an item being
+    two tokens, its vector and its label.
+    """
     rows = at_end(sinks[(sinks["bias"] == "none") & ~sinks["residual"] & (sinks["pe"] == "none")])
     out: list[Finding] = []
     first: dict[tuple[str, int], list[tuple[int, float, int]]] = {}
@@ -184,18 +199,26 @@ def _sink_findings(sinks: pd.DataFrame) -> list[Finding]:
         kind, _, span = str(mask).partition(" ")
         if kind not in ("causal", "window", "prefix"):
             continue
-        count = int(span) if kind == "prefix" else 1
-        for column, metric in (("by_entry", "Wu et al."), ("by_head", "Gu et al.")):
-            share = one.groupby("token")[column].mean().iloc[: len(one["token"].unique()) // 2 + 1]
+        early = int(one["iteration"].iloc[0]) < EARLY
+        level = uniform_sinks(str(mask), one["token"].nunique())
+        for column, metric, size in (("by_entry", "Wu et al.", 1), ("by_entry", "Wu et al.", 2), ("by_head", "Gu et al.", 1)):
+            count = max(int(span) // size, 1) if kind == "prefix" else 1
+            share = one.groupby(one["token"] // size)[column].mean()
+            share = share.iloc[: len(share) // 2 + 1]
             value, n = share.iloc[:count].min() - share.iloc[count:].max(), int(one[one["token"] == 0]["n"].sum())
             claim = f"Attention sinks stand on the centre nodes of the mask (Appendix K.4, {SINK_FIGURES[kind]})"
-            named = "the first token" if count == 1 else f"the weakest of the {count} prefix tokens"
-            statistic = f"sink metric of {metric}: {named} minus the strongest other of the first half, {mask}, depth {depth}"
+            what = "token" if size == 1 else "item"
+            named = f"the first {what}" if count == 1 else f"the weakest of the first {count} {what}s"
+            statistic = (
+                f"sink metric of {metric}: {named} minus the strongest other {what} of the first half, {mask}, depth {depth}"
+            )
             # Three standard errors of a share of that many sequences, at most.
-            half = 1.5 / n**0.5
-            verdict = "holds" if value > half else "does not hold"
-            out.append(Finding(claim=claim, statistic=statistic, value=float(value), n=n, verdict=verdict))
-            if kind == "window":
+            verdict = "holds" if value > 1.5 / n**0.5 else "does not hold"
+            verdict = "not testable here" if early else verdict
+            equal = level.groupby(level.index // size)[column].mean().iloc[0]
+            note = f"first {what} {share.iloc[0]:.3f}; equal weights would give {equal:.3f}"
+            out.append(Finding(claim=claim, statistic=statistic, value=float(value), n=n, verdict=verdict, note=note))
+            if kind == "window" and size == 1:
                 first.setdefault((metric, int(depth)), []).append((int(span), float(share.iloc[0]), n))
     for (metric, depth), shares in first.items():
         if len(shares) > 1:

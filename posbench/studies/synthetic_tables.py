@@ -14,8 +14,10 @@ from posbench import paths
 from posbench.errors import UserError
 from posbench.plots import COLOURS, PAGE, legend_below, new_figure, styled
 from posbench.record import Row
+from posbench.synth.attention_network import Attention
 from posbench.synth.mixture import Mixture, copying_gap
 from posbench.synth.position_training import PAIRS, Condition, pair_rows, sink_rows
+from posbench.theory import masks
 
 SETTINGS = ["vocabulary", "scale", "mask", "pe", "depth", "residual", "bias"]
 """Columns that tell conditions apart."""
@@ -212,6 +214,20 @@ def course_figure(gaps: pd.DataFrame) -> Figure:
     return figure
 
 
+def uniform_sinks(mask: str, tokens: int) -> pd.DataFrame:
+    """Both sink metrics of equal weights under a mask of the tables (``window 5``): what a metric shows without any training.
+
+    Returns:
+        by_entry and by_head by token (from 0).
+    """
+    kind, _, span = mask.partition(" ")
+    network = Attention(mask=kind, **({kind: int(span)} if span else {}))  # type: ignore[arg-type]
+    seen = network.seen(tokens)
+    scores = masks.decay(tokens, network.decay) if kind == "decay" else np.zeros(seen.shape)
+    weights = masks.attention(scores, seen)
+    return pd.DataFrame({"by_entry": masks.sink_by_entry(weights, seen), "by_head": masks.sink_by_head(np.tril(weights))})
+
+
 @styled
 def sinks_figure(sinks: pd.DataFrame) -> Figure:
     """Both sink metrics per token at the end, a panel per condition; mean over seeds."""
@@ -226,6 +242,8 @@ def sinks_figure(sinks: pd.DataFrame) -> Figure:
         tokens = here.index.to_numpy() + 1
         axes.bar(tokens - 0.2, 100 * here["by_entry"], 0.4, color=COLOURS[0], label="single weights > 0.2 (Wu et al.)")
         axes.bar(tokens + 0.2, 100 * here["by_head"], 0.4, color=COLOURS[1], label="heads with mean > 0.3 (Gu et al.)")
+        level = uniform_sinks(condition["mask"], len(tokens))["by_entry"]
+        axes.plot(tokens - 0.2, 100 * level, "_", color="black", markersize=5, label="Wu et al., equal weights")
         axes.set(xlabel="token", title=label(condition).replace("\n", ", "), xticks=tokens[::4])
     for axes in panels[len(conditions) :]:
         axes.set_visible(False)
