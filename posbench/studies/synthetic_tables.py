@@ -205,7 +205,9 @@ def course_figure(gaps: pd.DataFrame) -> Figure:
             for number, (_, line) in enumerate(here[here["pair"] == pair].sort_values("iteration").groupby("seed")):
                 axes.plot(line["iteration"] / 1000, line["gap"], color=COLOURS[index], marker="osD"[index], markersize=2.2,
                           linewidth=0.9, label=None if number else pair.replace("-", " - "))  # fmt: skip
-        axes.set(xlabel="iterations (thousands)", ylim=_limits(gaps["gap"]), title=label(condition).replace("\n", ", "))
+        axes.set(
+            xlabel="iterations (thousands)", xlim=(0, None), ylim=_limits(gaps["gap"]), title=label(condition).replace("\n", ", ")
+        )
     for axes in panels[len(conditions) :]:
         axes.set_visible(False)
     for axes in panels[::columns]:
