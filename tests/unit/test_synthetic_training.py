@@ -502,13 +502,15 @@ def test_claims_can_fail() -> None:
     assert lost == "does not hold"
 
 
-def test_means_over_seeds_stop_at_the_common_iteration() -> None:
-    gaps = pd.concat([made(0.2, 0, -0.2), made(0.4, 0, -0.4, iteration=20_000), made(0.3, 0, -0.1, seed=1)])
-    table = over_seeds(at_end(gaps)).set_index("pair")
-    at = table.loc["first-middle"]
+def test_means_over_seeds_at_the_last_iteration() -> None:
+    gaps = pd.concat([made(0.9, 0, 0, iteration=4000), made(0.2, 0, -0.2), made(0.3, 0, -0.1, seed=1)])
+    at = over_seeds(at_end(gaps)).set_index("pair").loc["first-middle"]
     assert (at["iteration"], at["seeds"], at["gap"]) == (8000, 2, pytest.approx(0.25))
     assert at["ci_high"] - at["gap"] == pytest.approx(0.013 / 2**0.5), "two independent means of equal precision"
     assert at["spread"] == pytest.approx(0.1 / 2**0.5)
+    ahead = pd.concat([gaps, made(0.4, 0, -0.4, iteration=20_000)])
+    at = over_seeds(at_end(ahead)).set_index("pair").loc["first-middle"]
+    assert (at["iteration"], at["seeds"], at["gap"]) == (20_000, 1, 0.4), "a seed that lags behind is left out"
 
 
 def test_papers_cells() -> None:
