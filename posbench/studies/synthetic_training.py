@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field
@@ -149,8 +150,8 @@ def _on_cores(
             torch.set_num_threads(before)
     else:
         spawned = multiprocessing.get_context("spawn")
-        with ProcessPoolExecutor(processes, mp_context=spawned, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-            work = partial(_train_in_child, iterations=iterations, root=root, named=named, parent=os.getpid())
+        with ProcessPoolExecutor(processes, mp_context=spawned, initializer=_start_child) as pool:
+            work = partial(_train_in_child, iterations=iterations, root=root, named=named)
             waiting = {pool.submit(work, condition, seeds): index for index, (condition, seeds) in enumerate(jobs)}
             for future in as_completed(waiting):
                 result = future.result()
@@ -162,17 +163,25 @@ def _on_cores(
     return [(condition, row) for index, (condition, _) in enumerate(jobs) for row in found[index]]
 
 
+def _start_child() -> None:
+    """One thread for torch, and no life beyond the process that asked for it: a killed run must not keep its folders locked."""
+    torch.set_num_threads(1)
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def follow() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=follow, daemon=True).start()
+
+
 def _train_in_child(
-    condition: Condition, seeds: list[int], *, iterations: int, root: Path, named: str, parent: int
+    condition: Condition, seeds: list[int], *, iterations: int, root: Path, named: str
 ) -> list[Row] | dict[str, Any]:
     """Rows of one training, or the fields of a `UserError`, which would not survive the way between processes."""
-
-    def alive(_: int) -> None:
-        if os.getppid() != parent:
-            raise SystemExit("the run that asked for this training is gone")
-
     try:
-        (rows,) = train(condition, seeds, iterations, root, hardware=named, advance=alive).values()
+        (rows,) = train(condition, seeds, iterations, root, hardware=named).values()
     except UserError as error:
         return {"field": error.field, "value": error.value, "allowed": error.allowed, "hint": error.hint}
     return rows
