@@ -129,7 +129,7 @@ class AttentionToGold(Study):
                 tables = self._scores(run, chosen, rows, frame, encoded)
                 shown = tables["layers"].loc[tables["layers"]["used"], "layer"].tolist()
             gold = np.array([[layer[e.gold_position] for layer in row["items"]] for e, row in zip(chosen, rows, strict=True)])
-            frame["attention"] = gold[:, shown].mean(1) if shown else np.nan
+            frame["attention"] = gold[:, shown].mean(1)
             frame["score"] = self._replies(run, task, chosen, encoded)
             parts.append(frame)
         tables["examples"] = pd.concat(parts, ignore_index=True)
@@ -179,8 +179,9 @@ class AttentionToGold(Study):
         others = (items.sum(2) - at_gold) / max(items.shape[2] - 1, 1)
         layers = scores(items.argmax(2), at_gold, others, gold, clusters, self.least).rename(columns={"unit": "layer"})
         layers["vertical"] = [vertical_share(items[:, layer], gold) for layer in layers["layer"]]
-        wanted = layers["retrieval"] if self.layers is None else layers["layer"].isin(self.layers)
-        layers["used"] = wanted.to_numpy()
+        # Where no layer follows the gold item, the best one stands in, so that there is something to look at.
+        found = layers["retrieval"] if layers["retrieval"].any() else layers["layer"] == layers["score"].idxmax()
+        layers["used"] = found if self.layers is None else layers["layer"].isin(self.layers)
         largest, at_gold, others = (np.array([row[name] for row in rows]) for name in ("largest", "gold", "others"))
         shape = largest.shape[1:]
         flat = [values.reshape(len(rows), -1) for values in (largest, at_gold, others)]
@@ -217,7 +218,7 @@ class AttentionToGold(Study):
         """Maps by layer and by head, scores, attention beside accuracy, and the decline with the number of items."""
         layers, own, lengths = tables["layers"], tables["maps"], tables["lengths"]
         items = int(own["item"].max()) + 1
-        used = ", ".join(map(str, layers.loc[layers["used"], "layer"])) or "none"
+        used = ", ".join(map(str, layers.loc[layers["used"], "layer"]))
         score = layers.set_index("layer")["score"]
         drawn = {
             "maps": (
@@ -251,7 +252,7 @@ class AttentionToGold(Study):
         found = [_layer_finding(best, layers, heads), _depth_finding(layers)]
         items = int(tables["maps"]["item"].max()) + 1
         own = examples[examples["items"] == items]
-        if not layers["used"].any():
+        if self.layers is None and not layers["retrieval"].any():
             note = "no layer is retrieval-related: study.layers=[...] names some, study.least=0 asks for less"
             claims = {LINK: "Spearman correlation", DIP: "dip of attention"}
             return [

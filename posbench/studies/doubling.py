@@ -90,11 +90,14 @@ class Doubling(Study):
         assert lm is not None
         need_items(config.task, self.examples)
         need_layers(lm, "layers", self.layers)
-        for name, fits, allowed in (("item", 0 <= self.item <= 1, "a depth from 0 to 1"), ("factor", self.factor > 0, "above 0")):
-            if not fits:
-                raise UserError(
-                    field=f"study.{name}", value=getattr(self, name), allowed=allowed, hint="see conf/study/doubling.yaml"
-                )
+        if lm.model.config.model_type == "falcon" and lm.model.config.alibi:
+            # Its eager attention, the only one that shows weights, adds the bias a second time: the mask holds it already.
+            allowed = "a model whose eager attention is its own; transformers adds the bias of an ALiBi Falcon twice there"
+            raise UserError(field="model", value=lm.name, allowed=allowed, hint="take another model")
+        if not 0 <= self.item <= 1:
+            raise UserError(field="study.item", value=self.item, allowed="a depth from 0 to 1", hint="set study.item=0.5")
+        if self.factor <= 0:
+            raise UserError(field="study.factor", value=self.factor, allowed="a number above 0", hint="set study.factor=2")
         encode(lm, config.task, max(config.task.evaluation(), key=lambda e: len(e.prompt)))
 
     def measure(self, run: Run) -> dict[str, pd.DataFrame]:

@@ -432,7 +432,7 @@ def layer_figure(table: pd.DataFrame) -> Figure:
             right.plot(line["layer"], 100 * line["shuffled_explained"], **null)
     left.axhline(0, color="0.5", linewidth=0.6, zorder=0)
     left.set(xlabel="layer", ylabel="rank correlation of the averaged\ncurve with the position", ylim=(-1.08, 1.08))
-    right.set(xlabel="layer", ylabel="variance that the position explains (%)", ylim=(0, None))
+    right.set(xlabel="layer", ylabel="variance that the\nposition explains (%)", ylim=(0, None))
     for axes in (left, right):
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     legend_below(figure, left)
