@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from posbench import perturb
 from posbench.config import Config
@@ -221,7 +222,7 @@ def _by_position(frame: pd.DataFrame, metric: str, resamples: int) -> pd.DataFra
             clusters, values = list(group["cluster"]), group[measure].to_numpy()
             change = values - base.loc[group["id"], measure].to_numpy()
             value, low, high = perturbing.mean_of(list(values), clusters, resamples)
-            moved = perturbing.interval({"": (list(change), clusters)}, lambda means: means[""], resamples=resamples)
+            moved = perturbing.change_of(list(change), clusters, resamples)
             depth = position / (group["items"].iloc[0] - 1)
             name = metric if measure == "score" else measure
             out.append((variant, position, depth, name, value, low, high, *moved, len(group)))
@@ -245,7 +246,7 @@ def _by_layer(measured: Mapping[str, Mapping[str, Row]], examples: Sequence[Exam
     for variant, rows in measured.items():
         values = np.array([rows[e.id]["attention"] for e in chosen])
         for layer, change in enumerate((values - base).T):
-            estimate = perturbing.interval({"": (list(change), clusters)}, lambda means: means[""], resamples=resamples)
+            estimate = perturbing.change_of(list(change), clusters, resamples)
             out.append((variant, layer, values[:, layer].mean(), *estimate, len(chosen)))
     return pd.DataFrame(out, columns=["variant", "layer", "attention", "change", "low", "high", "n"])
 
@@ -309,7 +310,7 @@ def crop_figure(table: pd.DataFrame, layers: pd.DataFrame) -> Figure:
             right.plot(rows["layer"], rows["change"], **style)
             right.fill_between(rows["layer"], rows["low"], rows["high"], color=style["color"], alpha=0.15, linewidth=0)
     right.set(xlabel="layer", ylabel="change of that attention\n(inner positions)")
-    right.xaxis.get_major_locator().set_params(integer=True)
+    right.xaxis.set_major_locator(MaxNLocator(integer=True))
     right.ticklabel_format(axis="y", scilimits=(-3, 3))
     legend_below(figure, left)
     return figure

@@ -209,6 +209,12 @@ def mean_of(values: Sequence[float], clusters: Sequence[str], resamples: int) ->
     array = np.asarray(values, dtype=np.float64)
     if np.isin(array, (0, 1)).all():
         return float(array.mean()), *metrics.wilson(float(array.sum()), len(array))
+    return change_of(values, clusters, resamples)
+
+
+def change_of(values: Sequence[float], clusters: Sequence[str], resamples: int) -> tuple[float, float, float]:
+    """A mean of paired differences with its 95 % bootstrap interval over clusters."""
+    array = np.asarray(values, dtype=np.float64)
     return float(array.mean()), *metrics.mean_interval(array, clusters, resamples=resamples, seed=0)
 
 
