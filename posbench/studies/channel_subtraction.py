@@ -17,7 +17,7 @@ from posbench.config import Config
 from posbench.errors import UserError
 from posbench.lm import LM
 from posbench.perturb import Site
-from posbench.plots import PAGE, from_zero, legend_below, line_style, new_figure, styled
+from posbench.plots import PAGE, legend_below, line_style, new_figure, styled
 from posbench.record import Row
 from posbench.stages.base import UNMODIFIED, Run
 from posbench.studies import perturbing
@@ -271,6 +271,7 @@ def items_figure(items: pd.DataFrame) -> Figure:
         grid[0][column].set_title(f"{words} changed (item {first[where] + 1})")
     grid[0][0].set_ylabel(f"mean of channel {first['tested_channel']}")
     grid[1][0].set_ylabel("attention\n(mean weight per token)")
-    from_zero(grid[1][0])
+    # The gold item has a hundred times the weight of the others, whose levels matter here.
+    grid[1][0].set_yscale("log")
     legend_below(figure, grid[1][0])
     return figure
