@@ -50,6 +50,9 @@ SOURCE = "Yu et al. 2025, Section 2.2, Figure 3"
 class CropMask(Study):
     """Crop mask and moved position ids of the gold item, and what its attention and the accuracy do (Yu et al. 2025, Figure 3).
 
+    Position ids are moved in all layers, for the rows of the last prompt token and of the generated ones; see
+    :mod:`posbench.perturb`. Models without rotary embedding run without them.
+
     Source: Yu et al. 2025, Section 2.2, Appendix D.3, Figures 3, 8 and 9. The control, an item drawn at random, is ours.
 
     Attributes:
@@ -57,7 +60,7 @@ class CropMask(Study):
             same share of another depth, and none from the retrieval layers on. Appendix D.3 has 1 to 8: ``[0, 7]``.
         retrieval: Layers whose attention to the gold item is averaged; None: the paper's 15 to 20 of 32, or the same share;
             below 16 layers the one that attends to it most in the unmodified model.
-        keep_first: Whether the cropped item still sees the first token (D.3: yes).
+        keep_first: Whether the cropped item still sees the prompt's first token (D.3: yes).
         examples: Prompts per gold position at most.
         seed: Seed of the control's items.
     """
