@@ -295,8 +295,10 @@ def crop_figure(table: pd.DataFrame, layers: pd.DataFrame) -> Figure:
     measures = [m for m in table["measure"].unique() if m != "attention"] + ["attention"]
     first = table.iloc[0]
     for axes, measure, share in ((left, measures[0], 100), (middle, "attention", 1)):
-        for index, variant in enumerate(v for v in LABELS if v in set(table["variant"])):
+        for index, variant in enumerate(LABELS):
             rows = table[(table["variant"] == variant) & (table["measure"] == measure)].sort_values("depth")
+            if rows.empty:
+                continue
             style = line_style(index - 1, variant == UNMODIFIED)
             axes.plot(100 * rows["depth"], share * rows["value"], label=LABELS[variant], **style)
             band = {"color": style["color"], "alpha": 0.15, "linewidth": 0}
@@ -307,9 +309,9 @@ def crop_figure(table: pd.DataFrame, layers: pd.DataFrame) -> Figure:
     from_zero(middle)
     right.axvspan(first["crop_first"] - 0.5, first["crop_last"] + 0.5, color="0.9", linewidth=0)
     right.axhline(0, color="black", linewidth=0.6)
-    for index, variant in enumerate(v for v in LABELS if v in set(layers["variant"])):
-        if variant != UNMODIFIED:
-            rows, style = layers[layers["variant"] == variant], line_style(index - 1)
+    for index, variant in enumerate(LABELS):
+        rows, style = layers[layers["variant"] == variant], line_style(index - 1)
+        if variant != UNMODIFIED and len(rows):
             right.plot(rows["layer"], rows["change"], **style)
             right.fill_between(rows["layer"], rows["low"], rows["high"], color=style["color"], alpha=0.15, linewidth=0)
     right.set(xlabel="layer", ylabel="change of that attention\n(inner positions)")
