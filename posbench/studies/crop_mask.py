@@ -50,6 +50,9 @@ SOURCE = "Yu et al. 2025, Section 2.2, Figure 3"
 class CropMask(Study):
     """Crop mask and moved position ids of the gold item, and what its attention and the accuracy do (Yu et al. 2025, Figure 3).
 
+    Position ids are moved in all layers, for the rows of the last prompt token and of the generated ones; see
+    :mod:`posbench.perturb`. Models without rotary embedding run without them.
+
     Source: Yu et al. 2025, Section 2.2, Appendix D.3, Figures 3, 8 and 9. The control, an item drawn at random, is ours.
 
     Attributes:
@@ -57,7 +60,7 @@ class CropMask(Study):
             same share of another depth, and none from the retrieval layers on. Appendix D.3 has 1 to 8: ``[0, 7]``.
         retrieval: Layers whose attention to the gold item is averaged; None: the paper's 15 to 20 of 32, or the same share;
             below 16 layers the one that attends to it most in the unmodified model.
-        keep_first: Whether the cropped item still sees the first token (D.3: yes).
+        keep_first: Whether the cropped item still sees the prompt's first token (D.3: yes).
         examples: Prompts per gold position at most.
         seed: Seed of the control's items.
     """
@@ -292,8 +295,10 @@ def crop_figure(table: pd.DataFrame, layers: pd.DataFrame) -> Figure:
     measures = [m for m in table["measure"].unique() if m != "attention"] + ["attention"]
     first = table.iloc[0]
     for axes, measure, share in ((left, measures[0], 100), (middle, "attention", 1)):
-        for index, variant in enumerate(v for v in LABELS if v in set(table["variant"])):
+        for index, variant in enumerate(LABELS):
             rows = table[(table["variant"] == variant) & (table["measure"] == measure)].sort_values("depth")
+            if rows.empty:
+                continue
             style = line_style(index - 1, variant == UNMODIFIED)
             axes.plot(100 * rows["depth"], share * rows["value"], label=LABELS[variant], **style)
             band = {"color": style["color"], "alpha": 0.15, "linewidth": 0}
@@ -304,9 +309,9 @@ def crop_figure(table: pd.DataFrame, layers: pd.DataFrame) -> Figure:
     from_zero(middle)
     right.axvspan(first["crop_first"] - 0.5, first["crop_last"] + 0.5, color="0.9", linewidth=0)
     right.axhline(0, color="black", linewidth=0.6)
-    for index, variant in enumerate(v for v in LABELS if v in set(layers["variant"])):
-        if variant != UNMODIFIED:
-            rows, style = layers[layers["variant"] == variant], line_style(index - 1)
+    for index, variant in enumerate(LABELS):
+        rows, style = layers[layers["variant"] == variant], line_style(index - 1)
+        if variant != UNMODIFIED and len(rows):
             right.plot(rows["layer"], rows["change"], **style)
             right.fill_between(rows["layer"], rows["low"], rows["high"], color=style["color"], alpha=0.15, linewidth=0)
     right.set(xlabel="layer", ylabel="change of that attention\n(inner positions)")
