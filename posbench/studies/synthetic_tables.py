@@ -110,8 +110,7 @@ def label(row: Mapping[str, Any]) -> str:
     """A condition in words, without its bias."""
     mask = {"full": "no mask", "decay": "decay mask"}.get(str(row["mask"]), str(row["mask"]))
     words = [mask] if row["mask"] == "decay" and row["pe"] == "none" else [PE_WORDS[str(row["pe"])], mask]
-    words.append(f"depth {row['depth']}" + ("" if row["residual"] else ", no residual"))
-    return "\n".join(words)
+    return "\n".join([*words, f"depth {row['depth']}", *([] if row["residual"] else ["no residual"])])
 
 
 def figures(gaps: pd.DataFrame, sinks: pd.DataFrame, beside: pd.DataFrame) -> dict[str, tuple[Figure, str]]:
