@@ -193,7 +193,7 @@ def _sink_findings(sinks: pd.DataFrame) -> list[Finding]:
     """
     rows = at_end(sinks[(sinks["bias"] == "none") & ~sinks["residual"] & (sinks["pe"] == "none")])
     out: list[Finding] = []
-    first: dict[tuple[str, int], list[tuple[int, float, int]]] = {}
+    first: dict[tuple[str, int], list[tuple[int, float, float, int]]] = {}
     verdict: Verdict
     for (depth, mask), one in rows.groupby(["depth", "mask"], sort=False):
         kind, _, span = str(mask).partition(" ")
@@ -215,18 +215,19 @@ def _sink_findings(sinks: pd.DataFrame) -> list[Finding]:
             # Three standard errors of a share of that many sequences, at most.
             verdict = "holds" if value > 1.5 / n**0.5 else "does not hold"
             verdict = "not testable here" if early else verdict
-            equal = level.groupby(level.index // size)[column].mean().iloc[0]
+            equal = float(level.groupby(level.index // size)[column].mean().iloc[0])
             note = f"first {what} {share.iloc[0]:.3f}; equal weights would give {equal:.3f}"
             out.append(Finding(claim=claim, statistic=statistic, value=float(value), n=n, verdict=verdict, note=note))
             if kind == "window" and size == 1:
-                first.setdefault((metric, int(depth)), []).append((int(span), float(share.iloc[0]), n))
+                first.setdefault((metric, int(depth)), []).append((int(span), float(share.iloc[0]), equal, n))
     for (metric, depth), shares in first.items():
         if len(shares) > 1:
-            (narrow, low, _), (wide, high, n) = min(shares), max(shares)
+            (narrow, low, equal_low, _), (wide, high, equal_high, n) = min(shares), max(shares)
             statistic = f"sink metric of {metric} of the first token: window {wide} minus window {narrow}, depth {depth}"
             claim = "The wider the window, the stronger the sink on the first token (Appendix K.4, Figure 11)"
             verdict = "holds" if high - low > 1.5 / n**0.5 else "does not hold"
-            out.append(Finding(claim=claim, statistic=statistic, value=high - low, n=n, verdict=verdict))
+            note = f"equal weights would give {equal_high - equal_low:+.3f}: a narrow window shows its tokens to few queries"
+            out.append(Finding(claim=claim, statistic=statistic, value=high - low, n=n, verdict=verdict, note=note))
     return out
 
 

@@ -50,6 +50,17 @@ def condition_table(beside: pd.DataFrame) -> tuple[list[str], list[list[str]]]:
     return header, rows
 
 
+def _differing(beside: pd.DataFrame) -> str:
+    """Conditions with a cell that differs from the paper's, in words."""
+    rows = beside[beside["verdict"] == "differs"]
+    where = [
+        f"Figure {row['figure']}, {label(row).replace(chr(10), ', ')}{', std 1/D' if row['scale'] == 'code' else ''} "
+        f"({row['iteration']:,} iterations)"
+        for row in rows.to_dict("records")
+    ]
+    return "; ".join(dict.fromkeys(where)) or "none"
+
+
 def page(gaps: pd.DataFrame, sinks: pd.DataFrame, beside: pd.DataFrame, missing: int, drawn: Mapping[str, str]) -> str:
     """The page of results as Markdown.
 
@@ -79,6 +90,7 @@ def page(gaps: pd.DataFrame, sinks: pd.DataFrame, beside: pd.DataFrame, missing:
         "## The paper's cells",
         f"{len(beside)} cells: {said}. {missing} further cells were not trained. Std 1/sqrt(D) is the text's data, 1/D what the "
         "official code draws.",
+        f"Not reproduced so far: {_differing(beside)}.",
         markdown(*condition_table(beside)),
         "## The paper's claims",
         markdown(*findings_table(held)),
