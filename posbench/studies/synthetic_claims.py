@@ -10,6 +10,7 @@ import pandas as pd
 
 from posbench.studies.base import Finding, Verdict
 from posbench.studies.synthetic_tables import (
+    CHANCE,
     HALF,
     NEAR,
     PAIR_NAMES,
@@ -20,7 +21,7 @@ from posbench.studies.synthetic_tables import (
     label,
     over_seeds,
     uniform_sinks,
-)
+)  # fmt: skip
 from posbench.synth.position_training import PAIRS
 
 
@@ -58,15 +59,20 @@ class _Ends:
             chosen = rows[rows["scale"] == scale].set_index("pair")
             if len(chosen) == len(PAIRS):
                 return {
-                    letter: _Gap(at.gap, (at.ci_high - at.ci_low) / 2, int(at.n), int(at.iteration), self._note(at, scale))
+                    letter: _Gap(at.gap, (at.ci_high - at.ci_low) / 2, int(at.n), self._trained(at), self._note(at, scale))
                     for letter, at in zip(("FM", "FL", "ML"), (chosen.loc[pair] for pair in PAIR_NAMES), strict=True)
                 }
         return None
 
     @staticmethod
+    def _trained(at: Any) -> int:
+        """Iterations; a network that guesses still counts as untrained."""
+        return int(at.iteration) if at.train_loss <= CHANCE else 0
+
+    @staticmethod
     def _note(at: Any, scale: str) -> str:
         seeds = f"{at.seeds} seed{'s' if at.seeds > 1 else ''}"
-        return f"{at.iteration:,} iterations, {seeds}" + (", std 1/D" if scale == "code" else "")
+        return f"{at.iteration:,} iterations, {seeds}, loss {at.train_loss:.2f}" + (", std 1/D" if scale == "code" else "")
 
 
 Direction = Literal["above", "below", "within"]

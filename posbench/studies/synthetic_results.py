@@ -33,7 +33,15 @@ from posbench.tables import findings_table, markdown
 
 def condition_table(beside: pd.DataFrame) -> tuple[list[str], list[list[str]]]:
     """One row per condition: the three gaps, ours with the paper's cell and the verdict."""
-    header = ["figure", "network", "bias of the data", "std", "iterations x seeds", *(f"gap {pair}" for pair in PAIR_NAMES)]
+    header = [
+        "figure",
+        "network",
+        "bias of the data",
+        "std",
+        "iterations x seeds",
+        "loss",
+        *(f"gap {pair}" for pair in PAIR_NAMES),
+    ]
     rows = []
     for _, cells in beside.groupby(["figure", *SETTINGS], sort=False):
         one, by_pair = cells.iloc[0], cells.set_index("pair")
@@ -46,7 +54,7 @@ def condition_table(beside: pd.DataFrame) -> tuple[list[str], list[list[str]]]:
         vocabulary = ", fixed vocabulary" if one["vocabulary"] == "fixed" else ""
         std = "1/sqrt(D)" if one["scale"] == "paper" else "1/D"
         network, trained = label(one).replace("\n", ", ") + vocabulary, f"{one['iteration']:,} x {one['seeds']}"
-        rows.append([str(one["figure"]), network, str(one["bias"]), std, trained, *texts])
+        rows.append([str(one["figure"]), network, str(one["bias"]), std, trained, f"{one['train_loss']:.2f}", *texts])
     return header, rows
 
 
@@ -72,7 +80,7 @@ def page(gaps: pd.DataFrame, sinks: pd.DataFrame, beside: pd.DataFrame, missing:
         drawn: Captions of the figures, by file name without suffix.
     """
     counts = beside["verdict"].value_counts()
-    said = ", ".join(f"{counts.get(verdict, 0)} {verdict}" for verdict in ("agrees", "same sign", "differs"))
+    said = ", ".join(f"{counts.get(verdict, 0)} {verdict}" for verdict in ("agrees", "same sign", "differs", "not learned"))
     held = pd.DataFrame([vars(finding) for finding in findings(gaps, sinks)])
     limits = thresholds(gaps)
     text = [
@@ -84,8 +92,9 @@ def page(gaps: pd.DataFrame, sinks: pd.DataFrame, beside: pd.DataFrame, missing:
         "first-middle, first-last, middle-last; above 0 the earlier item wins. Intervals: 95 % over test sequences, for these "
         "networks; another seed moves a gap further (sd about 0.04 on biased data). The paper's cells are means of five "
         "trainings of 100,000 iterations, printed without intervals. **agrees**: within "
-        f"{NEAR} of the paper; **same sign**: both beyond {ZERO} on one side; **differs**: else. Trainings shorter than the "
-        "paper's are compared as they are: a difference there may be one of iterations.",
+        f"{NEAR} of the paper; **same sign**: both beyond {ZERO} on one side; **differs**: else; **not learned**: a "
+        "training loss (nats, column loss) within a tenth of guessing. Trainings shorter than the paper's are compared as they "
+        "are: a difference there may be one of iterations.",
         f"Copying by position alone gives gaps of {2 * HALF:.3f} (always one item) or {HALF:.3f} (two items in turn).",
         "## The paper's cells",
         f"{len(beside)} cells: {said}. {missing} further cells were not trained. Std 1/sqrt(D) is the text's data, 1/D what the "

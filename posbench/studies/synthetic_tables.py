@@ -33,6 +33,8 @@ NEAR = 0.05
 """Largest difference to the paper's cell at which we say that it agrees: seeds spread by about 0.04 on biased data."""
 ZERO = 0.02
 """Gaps up to here count as none: three times the noise of 10,000 paired sequences."""
+CHANCE = 0.9 * float(np.log(Mixture().labels))
+"""Training loss in nats above which a network has learned nothing yet: within a tenth of guessing among 32 labels."""
 
 
 def frames(measured: Sequence[tuple[Condition, Row]]) -> tuple[pd.DataFrame, pd.DataFrame]:
@@ -51,7 +53,7 @@ def over_seeds(gaps: pd.DataFrame) -> pd.DataFrame:
 
     Returns:
         Settings, iteration, pair, gap, ci_low, ci_high (95 %, of the test sequences, for these networks), seeds, spread (standard
-        deviation over seeds; nan for one), novel_middle (mean accuracy on new classes asked for in the middle).
+        deviation over seeds; nan for one), novel_middle (mean accuracy on new classes asked for in the middle), train_loss, n.
     """
     rows = gaps.assign(variance=((gaps["ci_high"] - gaps["ci_low"]) / 2) ** 2)
     grouped = rows.groupby([*SETTINGS, "iteration", "pair"], sort=False)
@@ -61,6 +63,7 @@ def over_seeds(gaps: pd.DataFrame) -> pd.DataFrame:
         seeds=("seed", "nunique"),
         spread=("gap", "std"),
         novel_middle=("novel_middle", "mean"),
+        train_loss=("train_loss", "mean"),
         n=("n", "sum"),
     ).reset_index()
     half = np.sqrt(table["variance"]) / table["seeds"]
@@ -88,10 +91,23 @@ def beside_paper(gaps: pd.DataFrame, files: Sequence[str]) -> pd.DataFrame:
     Returns:
         figure, settings, pair, paper, gap, ci_low, ci_high, iteration, seeds, spread, difference, verdict. The paper prints no
         intervals, so the verdict is ``agrees`` within `NEAR`, ``same sign`` where both are beyond `ZERO` on one side, else
-        ``differs``. No rows where nothing of the reference was trained.
+        ``differs``; ``not learned`` where the training loss is above `CHANCE`. No rows where no cell's condition was trained.
     """
     cells = pd.concat([paper_cells(file) for file in files]) if files else pd.DataFrame(columns=["figure", *SETTINGS, "pair"])
-    columns = ["figure", *SETTINGS, "pair", "paper", "gap", "ci_low", "ci_high", "iteration", "seeds", "spread", "difference"]
+    columns = [
+        "figure",
+        *SETTINGS,
+        "pair",
+        "paper",
+        "gap",
+        "ci_low",
+        "ci_high",
+        "iteration",
+        "seeds",
+        "spread",
+        "train_loss",
+        "difference",
+    ]
     if cells.empty or gaps.empty:
         return pd.DataFrame(columns=[*columns, "verdict"])
     keys = [c for c in [*SETTINGS, "pair"] if c != "scale"]
@@ -99,7 +115,8 @@ def beside_paper(gaps: pd.DataFrame, files: Sequence[str]) -> pd.DataFrame:
     both["difference"] = both["gap"] - both["paper"]
     near = both["difference"].abs() <= NEAR
     same = (both[["gap", "paper"]].abs().min(axis=1) > ZERO) & (np.sign(both["gap"]) == np.sign(both["paper"]))
-    both["verdict"] = np.select([near, same], ["agrees", "same sign"], "differs")
+    idle = both["train_loss"] > CHANCE
+    both["verdict"] = np.select([idle, near, same], ["not learned", "agrees", "same sign"], "differs")
     return both[[*columns, "verdict"]].reset_index(drop=True)
 
 
@@ -114,12 +131,13 @@ def label(row: Mapping[str, Any]) -> str:
 
 
 def figures(gaps: pd.DataFrame, sinks: pd.DataFrame, beside: pd.DataFrame) -> dict[str, tuple[Figure, str]]:
-    """A figure of gaps for each vocabulary, scale and bias, one of their course, and one of sinks."""
+    """A figure of gaps for each vocabulary, scale, bias and kind of network, one of their course, and one of sinks."""
     out: dict[str, tuple[Figure, str]] = {}
-    for (vocabulary, scale, bias), rows in gaps.groupby(["vocabulary", "scale", "bias"], sort=False):
+    for (vocabulary, scale, bias, residual), rows in gaps.groupby(["vocabulary", "scale", "bias", "residual"], sort=False):
         name = "_".join(["gaps", str(bias).replace("+", "_"), *([vocabulary] if vocabulary != "gaussian" else [])])
-        name += "_code_scale" if scale == "code" else ""
-        chosen = beside[(beside["vocabulary"] == vocabulary) & (beside["scale"] == scale) & (beside["bias"] == bias)]
+        name += ("_residual" if residual else "") + ("_code_scale" if scale == "code" else "")
+        same = (beside["vocabulary"] == vocabulary) & (beside["scale"] == scale) & (beside["residual"] == residual)
+        chosen = beside[same & (beside["bias"] == bias)]
         what = f"{vocabulary} vocabulary, std {'1/sqrt(D)' if scale == 'paper' else '1/D'}, bias of the data: {bias}"
         caption = (
             f"Accuracy gaps [a, b] - [b, a] ({what}); above 0 the earlier item wins. Bars: mean over seeds; whiskers: 95 % over "
@@ -130,11 +148,12 @@ def figures(gaps: pd.DataFrame, sinks: pd.DataFrame, beside: pd.DataFrame) -> di
         if rows["iteration"].nunique() > 1:
             out[name.replace("gaps", "course")] = (course_figure(rows), f"The same gaps over the training ({what}).")
     plain = sinks[(sinks["bias"] == "none") & (sinks["vocabulary"] == "gaussian") & (sinks["pe"] == "none")]
+    plain = plain[~plain["residual"]]
     if not plain.empty:
         caption = (
-            "Share of heads and sequences in which a token is a sink (Gu et al., mean weight above 0.3), and of single weights "
+            "After training without PE and residual connections: share of heads and sequences in which a token is a sink (Gu et al., "
+            "mean weight above 0.3), and of single weights above 0.2 (Wu et al.). Late tokens are seen by few queries."
         )
-        caption += "above 0.2 (Wu et al.), after training. Late tokens are seen by few queries."
         out["sinks"] = (sinks_figure(plain), caption)
     return out
 
@@ -243,8 +262,9 @@ def sinks_figure(sinks: pd.DataFrame) -> Figure:
         axes.bar(tokens - 0.2, 100 * here["by_entry"], 0.4, color=COLOURS[0], label="single weights > 0.2 (Wu et al.)")
         axes.bar(tokens + 0.2, 100 * here["by_head"], 0.4, color=COLOURS[1], label="heads with mean > 0.3 (Gu et al.)")
         level = uniform_sinks(condition["mask"], len(tokens))["by_entry"]
+        scale = ", std 1/D" if condition["scale"] == "code" else ""
         axes.plot(tokens - 0.2, 100 * level, "_", color="black", markersize=5, label="Wu et al., equal weights")
-        axes.set(xlabel="token", title=label(condition).replace("\n", ", "), xticks=tokens[::4])
+        axes.set(xlabel="token", title=f"{condition['mask']}, depth {condition['depth']}{scale}", xticks=tokens[::4])
     for axes in panels[len(conditions) :]:
         axes.set_visible(False)
     for axes in panels[::columns]:

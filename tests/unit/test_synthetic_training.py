@@ -568,7 +568,7 @@ def test_results_of_a_folder(tmp_path: Path) -> None:
     synthetic_results.main([str(tmp_path / "trainings"), "--out", str(tmp_path / "results")])
     text = (tmp_path / "results" / "wu2025.md").read_text()
     assert "6 cells" in text and "paper +0.472" in text and "here" in text and "not run" in text
-    assert (tmp_path / "results" / "wu2025_gaps_first_last.png").is_file()
+    assert (tmp_path / "results" / "wu2025_gaps_first_last_residual.png").is_file()
     assert len(pd.read_csv(tmp_path / "results" / "wu2025_gaps.csv")) == 2 * 3
     with pytest.raises(SystemExit):
         synthetic_results.main([str(tmp_path)])
