@@ -151,8 +151,8 @@ def figures(gaps: pd.DataFrame, sinks: pd.DataFrame, beside: pd.DataFrame) -> di
     plain = plain[~plain["residual"]]
     if not plain.empty:
         caption = (
-            "After training without PE and residual connections: share of heads and sequences in which a token is a sink (Gu et al., "
-            "mean weight above 0.3), and of single weights above 0.2 (Wu et al.). Late tokens are seen by few queries."
+            "After training without PE and residual connections: share of heads and sequences in which a token is a sink (mean "
+            "weight above 0.3, Gu et al.), and of single weights above 0.2 (Wu et al.). Late tokens are seen by few queries."
         )
         out["sinks"] = (sinks_figure(plain), caption)
     return out
