@@ -56,7 +56,7 @@ class AttentionBuckets(Method):
 
     bases: tuple[float | None, ...] = RAG
     mixture: Literal["logits", "probabilities"] = "logits"
-    batch_tokens: int | None = 4096
+    batch_tokens: int | None = 2048
 
     def check(self, lm: LM) -> None:
         """See :meth:`Method.check`."""
@@ -73,7 +73,7 @@ class AttentionBuckets(Method):
                 field="method.batch_tokens",
                 value=self.batch_tokens,
                 allowed="a whole number from 1 up, or null",
-                hint="set method.batch_tokens=4096",
+                hint="set method.batch_tokens=2048",
             )
 
     def neutral(self) -> Self:
