@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 OLDEST := $(VENV)-oldest
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-fast test-versions lint format tiny tiny-seeds figure figures docs bench lpes throughput scorers rope-curves bucket-search causal-mask score-maps masks precision wheel clean
+.PHONY: help setup run test test-fast test-versions lint format tiny tiny-seeds figure figures docs study bench lpes throughput scorers rope-curves bucket-search causal-mask score-maps precision wheel clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-13s %s\n", $$1, $$2}'
@@ -65,6 +65,9 @@ docs: setup ## the tables of the documentation that come from code
 bench: setup ## what every method and the channel search cost, side by side
 	$(BIN)/python -m posbench.studies.latency --out outputs/bench/latency.md $(ARGS)
 
+study: setup ## one study: make study NAME=rollout; posbench ls studies shows them
+	$(BIN)/posbench study=$(NAME) $(ARGS)
+
 lpes: setup ## the ablations of LPES on the embedded model, in outputs/lpes
 	$(BIN)/python -m posbench.studies.lpes --out outputs/lpes $(ARGS)
 
@@ -79,9 +82,6 @@ causal-mask: setup ## what the causal mask alone does (Behind RoPE, Figures 1, 2
 
 score-maps: setup ## scores before the softmax and Gram panels of trained models (Behind RoPE, Figures 3, 5, 8, 11-16)
 	$(BIN)/python -m posbench.studies.score_maps $(ARGS)
-
-masks: setup ## theorems of Wu et al. 2025 beside stacks of attention, and the rollout of a model, in outputs/masks
-	$(BIN)/python -m posbench.studies.masks $(ARGS)
 
 rope-curves: setup ## what a RoPE scale does to decay, waves and attention (LPES, Figures 3-5), in outputs/rope_curves
 	$(BIN)/python -m posbench.studies.rope_curves $(ARGS)

@@ -30,9 +30,10 @@ HELP = """posbench finds, explains and removes position bias in language models.
   posbench model=hf model.path=DIR stages=[search]    find the channel of your own checkpoint
   posbench method=[layer_scaling,scale_channel]       methods one inside the other; keys: method.parts.scale_channel.factor=0
   posbench -m method.factor=1,0.5,0,-0.5,-1           sweep; ends with one summary table and one figure
+  posbench study=rollout                              an analysis beside the benchmark: what happens inside the model
   posbench experiment=yu2025_fig6                     one figure or table of a paper
 
-  posbench ls [models|methods|tasks|searches|runtimes|experiments|families] [--config-dir DIR]
+  posbench ls [models|methods|tasks|searches|studies|runtimes|experiments|families] [--config-dir DIR]
   posbench fetch [OVERRIDES] [--dry-run]              list and download all that a config needs; later runs need no network
   posbench validate [OVERRIDES]                       compose and check configs, run nothing
   posbench report DIR                                 redraw the figures and report.html of a run or a sweep
@@ -44,7 +45,14 @@ command resumes. Exit status: 0 done, 1 some rows failed (run again to retry the
 """
 
 TASK_COLUMNS = ("version", "metric", "size", "source", "licence")
-GROUPS = {"models": "model", "methods": "method", "tasks": "task", "searches": "search", "runtimes": "runtime"}
+GROUPS = {
+    "models": "model",
+    "methods": "method",
+    "tasks": "task",
+    "searches": "search",
+    "studies": "study",
+    "runtimes": "runtime",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

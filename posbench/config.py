@@ -20,10 +20,12 @@ from posbench.reference import Reference
 from posbench.schema import build, required
 from posbench.search import Search
 from posbench.sources import Source
+from posbench.studies.base import Study
 from posbench.tasks import Task
 
-Stage = Literal["search", "intervene", "evaluate", "report"]
+Stage = Literal["search", "study", "intervene", "evaluate", "report"]
 STAGES: tuple[Stage, ...] = get_args(Stage)
+UNMODIFIED = {"_target_": "posbench.methods.unmodified.Unmodified", "name": "none"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,6 +118,8 @@ class Config:
         runtime: Where and how.
         stages: Stages to run, in order.
         experiment: The experiment this run belongs to.
+        study: The study of the stage of that name.
+        study_name: Its name.
         raw: The resolved config as plain data, for the record.
     """
 
@@ -129,6 +133,8 @@ class Config:
     runtime: Runtime
     stages: tuple[Stage, ...]
     experiment: Experiment | None
+    study: Study | None
+    study_name: str
     raw: dict[str, Any] = field(repr=False)
 
     def method(self, found: Mapping[str, Any] | None = None) -> Method:
@@ -231,12 +237,11 @@ def check(raw: dict[str, Any], typed: Sequence[str] = ()) -> Config:
         UserError: The first thing that is wrong.
     """
     raw = dict(raw)
-    unknown = set(raw) - {"model", "task", "method", "search", "runtime", "stages", "experiment"}
+    known = ("model", "task", "method", "search", "runtime", "study", "stages", "experiment")
+    unknown = set(raw) - set(known)
     if unknown:
         name = sorted(unknown)[0]
-        raise UserError(
-            field=name, value=raw[name], allowed="model, task, method, search, runtime, stages, experiment", hint="remove it"
-        )
+        raise UserError(field=name, value=raw[name], allowed=", ".join(known), hint="remove it")
     for group in ("model", "task", "method", "search", "runtime"):
         if not isinstance(raw.get(group), Mapping):
             raise UserError(
@@ -246,6 +251,7 @@ def check(raw: dict[str, Any], typed: Sequence[str] = ()) -> Config:
                 hint=f"posbench ls {group}s shows the choices",
             )
     model, task = _model_and_task(raw)
+    study, study_name = _study(raw, typed)
     method_class, fields_ = target(raw["method"], Method, "method")
     name = fields_.pop("name", method_class.__name__.lower())
     stages = build(_Stages, {"stages": raw.get("stages")}, "").stages
@@ -262,6 +268,8 @@ def check(raw: dict[str, Any], typed: Sequence[str] = ()) -> Config:
         runtime=build(Runtime, raw["runtime"], "runtime"),
         stages=stages,
         experiment=build(Experiment, raw["experiment"], "experiment") if raw.get("experiment") else None,
+        study=study,
+        study_name=study_name,
         raw=raw | {"pinned": sorted(pinned)},
     )
     if "search" in stages and not (config.part or serves(search, method_class)):
@@ -277,7 +285,7 @@ def check(raw: dict[str, Any], typed: Sequence[str] = ()) -> Config:
                 else "leave search out of stages, or take the search that serves the method: posbench ls searches",
             )
         config = replace(config, stages=tuple(stage for stage in stages if stage != "search"))
-    for where, text in (("model", model.name), ("task", task.name), ("method", name)):
+    for where, text in (("model", model.name), ("task", task.name), ("method", name), ("study", study_name or "none")):
         # They become folder names.
         if not re.fullmatch(r"\w[\w.-]*", str(text)):
             raise UserError(field=f"{where}.name", value=text, allowed="letters, digits, . _ -", hint=f"set {where}.name=...")
@@ -292,6 +300,42 @@ def check(raw: dict[str, Any], typed: Sequence[str] = ()) -> Config:
     if config.experiment and config.experiment.reference:
         config.experiment.reference.rows()
     return config
+
+
+def _study(raw: dict[str, Any], typed: Sequence[str]) -> tuple[Study | None, str]:
+    """The study of a config and its name; sets ``stages`` and ``method`` to what a study runs where the user typed neither."""
+    stages = raw.get("stages") or []
+    if raw.get("study") is None:
+        if "study" in stages:
+            raise UserError(field="study", value=None, allowed="a study", hint="posbench ls studies shows the choices")
+        return None, ""
+    study, name = study_of(raw["study"])
+    if "study" not in stages:
+        if "stages" in typed:
+            raise UserError(
+                field="stages", value=list(stages), allowed="stages with study in them", hint="set stages=[study,report]"
+            )
+        raw["stages"] = ["study", "report"]
+    given = [key for key in typed if key.split(".")[0] in ("model", "task", "method")]
+    if not study.needs_model and given:
+        allowed = f"no {given[0]}: study {name} looks at none"
+        raise UserError(field=given[0], value=raw[given[0].split(".")[0]], allowed=allowed, hint="leave it out")
+    if not study.uses_method and not any(key.split(".")[0] == "method" for key in given):
+        raw["method"] = dict(UNMODIFIED)
+    return study, name
+
+
+def study_of(data: Mapping[str, Any]) -> tuple[Study, str]:
+    """The study that plain data describe, and its name.
+
+    Raises:
+        UserError: There is no such study, or a field is wrong.
+    """
+    if not isinstance(data, Mapping):
+        raise UserError(field="study", value=data, allowed="a choice of that group", hint="posbench ls studies shows the choices")
+    cls, values = target(data, Study, "study")
+    name = str(values.pop("name", cls.__module__.rsplit(".", 1)[-1]))
+    return build(cls, values, "study"), name
 
 
 def serves(search: Search, method_class: type[Method]) -> bool:

@@ -83,15 +83,15 @@ def from_hydra(error: Exception, overrides: Sequence[str], config_dir: str | Non
         defaults = [d for d in yaml.safe_load((CONF / "config.yaml").read_text())["defaults"] if isinstance(d, dict)]
         chosen = typed.get(group, "").partition("=")[2] or next((str(d[group]) for d in defaults if group in d), "")
         own = CONF / group / f"{chosen}.yaml"
-        # Tasks and methods have keys of their own; the files of other groups share theirs.
-        files = [own] if group in ("task", "method") and own.is_file() else files
+        # Tasks, methods and studies have keys of their own; the files of other groups share theirs.
+        files = [own] if group in ("task", "method", "study") and own.is_file() else files
         part = re.fullmatch(r"method\.parts\.(\w+)", group)
         files = [CONF / "method" / f"{part[1]}.yaml"] if part else files
         if group == "method" and chosen.startswith("["):
             parts = ", ".join(f"method.parts.{name.strip()}" for name in chosen.strip("[]").split(","))
             return UserError(field=key, value=value, allowed=f"keys of {parts}", hint="name the part: method.parts.NAME.KEY=...")
         names = {str(k) for file in files for k in yaml.safe_load(file.read_text())} - {"_target_", "defaults", "hydra"}
-        names |= set() if group else {"model", "task", "method", "search", "runtime"}
+        names |= set() if group else {"model", "task", "method", "search", "runtime", "study"}
         if names:
             dotted = [f"{group}.{name}".strip(".") for name in sorted(names)]
             hint = f"your YAML leaves it out: write +{typed[key]}" if key in dotted else near(key, dotted, "remove it")

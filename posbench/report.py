@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import functools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,6 +12,7 @@ from typing import Any
 
 import jinja2
 import pandas as pd
+import yaml
 from matplotlib.figure import Figure
 
 from posbench import curve_plots, paths, plots, sweep_plots, tables
@@ -19,8 +21,10 @@ from posbench.metrics import COLUMNS as METRICS
 from posbench.metrics import SUBSET_COLUMNS
 from posbench.plots import UNMODIFIED, at_positions, overall
 from posbench.record import RunDir, write_bytes
+from posbench.studies.base import FINDING_COLUMNS
 
-TEXT_COLUMNS = ("run", "model", "method", "task", "position", "metric", "channel", "site")
+FINDING_TEXTS = ("claim", "statistic", "verdict", "note")
+TEXT_COLUMNS = ("run", "model", "method", "task", "position", "metric", "channel", "site", *FINDING_TEXTS)
 SEARCH = ("channel", "factor", "layer_first", "layer_last", "loss", "loss_unmodified", "n", "monotone_layers", "smoothness")
 ATTENTION = ("model", "method", "task", "gold_position", "layer", "pair", "attention")
 SHOWN = 8000  # characters of a prompt in the report
@@ -31,6 +35,7 @@ NEEDED = {
     "subsets_summary": SUBSET_COLUMNS,
     "attention": ATTENTION,
     "attention_summary": ATTENTION,
+    "findings": FINDING_COLUMNS,
     "search": (*SEARCH, "selected"),
     "channels": ("channel", "site", "layer", "position", "value", "sliding_mean"),
     "generations": ("generation", "best", "mean", "worst", "evaluations", "candidates", "unmodified"),
@@ -66,12 +71,12 @@ def render_run(folder: Path) -> Path:
     Raises:
         UserError: The folder is missing, is no run folder, or holds a file that cannot be read.
     """
-    names = ("config.yaml", "metrics.csv", "search.csv", "attention.csv", "channels.csv")
+    names = ("config.yaml", "study.json", "metrics.csv", "search.csv", "attention.csv", "channels.csv")
     _check_folder(folder, "a run folder (it holds config.yaml)", names)
     metrics, attention, search, channels, subsets = (
         read_csv(folder / f"{n}.csv") for n in ("metrics", "attention", "search", "channels", "subsets")
     )
-    sections = []
+    sections = _study(folder)
     if metrics is not None:
         header, rows = tables.position_table(metrics)
         ran = _json(folder / "method.json") or {}
@@ -135,8 +140,9 @@ def render_run(folder: Path) -> Path:
         sections.append(Section(f"First prompt {subset}".strip(), text, block=shown, folded=True))
     provenance = _json(folder / "provenance.json") or {}
     sections += _origin(folder, provenance)
-    page = _html(folder.name, tables.headline(metrics), _warning(folder), sections)
-    return _write(folder, page)
+    findings = read_csv(folder / "findings.csv")
+    sentence = tables.headline(metrics) if findings is None or metrics is not None else tables.verdicts(findings)
+    return _write(folder, _html(folder.name, sentence, _warning(folder), sections))
 
 
 def render_sweep(folder: Path) -> Path:
@@ -191,6 +197,36 @@ def _middle_drop(metrics: pd.DataFrame) -> str:
 
 
 # Sections
+
+
+def study_tables(folder: Path, names: Sequence[str]) -> dict[str, pd.DataFrame]:
+    """The tables of a study as its files hold them; text such as ``none`` stays text."""
+    read = functools.partial(pd.read_csv, keep_default_na=False, na_values=["", "nan"])
+    return {name: _read(folder / f"{name}.csv", read, "a CSV as posbench writes it") for name in names}
+
+
+def _study(folder: Path) -> list[Section]:
+    """What a study measured: its verdicts, and every figure it draws."""
+    facts = _json(folder / "study.json")
+    if not facts:
+        return []
+    # A study brings its model library along, which no other page needs.
+    from posbench.config import study_of
+
+    study, _ = study_of(_read(folder / "config.yaml", lambda p: yaml.safe_load(p.read_text()), "YAML")["study"])
+    title = (type(study).__doc__ or facts["study"]).split("\n")[0].rstrip(".")
+    section = Section(title)
+    findings = read_csv(folder / "findings.csv")
+    if findings is not None:
+        section.header, section.rows = tables.findings_table(findings)
+    for name, (figure, caption) in study.figures(study_tables(folder, facts["tables"])).items():
+        section.figures.append(_figure(folder, name, figure, caption))
+    files = ", ".join(f"{name}.csv" for name in facts["tables"])
+    experiment = _json(folder / "experiment.json") or {}
+    title = f"{experiment['title']}." if experiment else ""
+    claims = "; ".join(experiment.get("claims", []))
+    section.text = " ".join(filter(None, [title, f"The paper reads: {claims}." if claims else "", f"Numbers: {files}."]))
+    return [section]
 
 
 def _experiment(folder: Path, metrics: pd.DataFrame) -> list[Section]:

@@ -62,12 +62,16 @@ def execute(config: Config, *, command: str, console: Console) -> Path:
     transformers.utils.logging.set_verbosity_error()
     if config.runtime.threads:
         torch.set_num_threads(config.runtime.threads)
-    suite = config.experiment.name if config.experiment else config.task.name
+    subject = config.study_name or config.task.name
+    suite = config.experiment.name if config.experiment else subject
     moves = {"identity": who, "method": config.raw["method"]}
+    if config.study:
+        moves["study"] = config.raw["study"]
     if "search" in config.stages:
         moves |= {"search": config.raw["search"], "pinned": config.raw["pinned"]}
     moves["measured"] = [config.runtime.intervene_examples, config.runtime.resamples]
-    name = f"{config.model.name}__{config.method_name}__{digest(moves)}"
+    parts = [config.model.name, config.study_name, config.method_name] if uses_model(config) else [config.study_name]
+    name = "__".join([*filter(None, parts), digest(moves)])
     key = {
         "posbench": posbench.__version__,
         "code": who["code"],
@@ -75,7 +79,7 @@ def execute(config: Config, *, command: str, console: Console) -> Path:
         "task_version": config.task.version,
     }
     outputs = Path(config.runtime.outputs).expanduser()
-    console.rule(f"[bold]{config.model.name}  {config.task.name}  {config.method_name}")
+    console.rule(f"[bold]{config.model.name}  {subject}  {config.method_name}" if uses_model(config) else f"[bold]{subject}")
     lm = preflight(config, console) if find(outputs, suite, key, name) is None else None
     facts = provenance(config, command, who)
     with claim(outputs, suite, key, name, config.raw, facts) as out:
@@ -102,6 +106,11 @@ def execute(config: Config, *, command: str, console: Console) -> Path:
         return out.path
 
 
+def uses_model(config: Config) -> bool:
+    """Whether a run looks at a model at all; some studies do not."""
+    return config.study is None or config.study.needs_model or bool({"search", "intervene", "evaluate"} & set(config.stages))
+
+
 def preflight(config: Config, console: Console) -> LM | None:
     """Load the model and refuse what does not fit it, so that bad input leaves no folder behind.
 
@@ -114,8 +123,14 @@ def preflight(config: Config, console: Console) -> LM | None:
         raise UserError(
             field="stages", value=["report"], allowed="report after another stage", hint="posbench report DIR redraws a run"
         )
+    if not uses_model(config):
+        assert config.study is not None
+        config.study.check(config, None)
+        return None
     lm = load_model(config, console)
     config.trial().check(lm)
+    if config.study:
+        config.study.check(config, lm)
     task = config.task
     if "search" in config.stages:
         importlib.import_module(f"posbench.stages.{config.search.stage}").check(config, lm)
@@ -158,7 +173,7 @@ def identity(config: Config) -> dict[str, Any]:
     """What, beside the method and the task, can move a number: weights, kernel, precision, batch size, device kind."""
     model, kind = config.model, torch_device(config.runtime.device).type
     return {
-        "weights": fingerprint(model),
+        "weights": fingerprint(model) if uses_model(config) else None,
         "dtype": model.dtype,
         "attention": model.attention,
         "rope": model.rope,
@@ -192,7 +207,8 @@ def fingerprint(model: ModelConfig) -> str:
 def source_digest(config: Config) -> str:
     """Hash of the package's code and of the user's own method and task: results of two codes never meet in one folder."""
     total = hashlib.sha256()
-    own = {inspect.getsourcefile(cls) for cls in (*config.method_classes, type(config.task), type(config.search))}
+    parts = [config.task, config.search, *([config.study] if config.study else [])]
+    own = {inspect.getsourcefile(cls) for cls in (*config.method_classes, *map(type, parts))}
     files = {*paths.PACKAGE.rglob("*.py"), *(Path(file).resolve() for file in own if file)}
     for file in sorted(files):
         name = file.relative_to(paths.PACKAGE).as_posix() if file.is_relative_to(paths.PACKAGE) else file.name

@@ -40,9 +40,8 @@ def summarise(jobs: Sequence[dict[str, Any]], console: Console) -> Path | None:
     name = "_".join(a.replace(".", "-").replace("/", "-") for a in varied) or "runs"
     folder = first.parent / f"sweep__{name}__{digest([str(p) for _, p in finished])}"
     (folder / "figures").mkdir(parents=True, exist_ok=True)
-    for file, out in (
-        ("metrics.csv", "summary.csv"), ("attention.csv", "attention_summary.csv"), ("subsets.csv", "subsets_summary.csv")
-    ):  # fmt: skip
+    kept = {"metrics.csv": "summary.csv"} | {f"{n}.csv": f"{n}_summary.csv" for n in ("attention", "subsets", "findings")}
+    for file, out in kept.items():
         frames = [_labelled(path / file, _label(path), setting, axes) for setting, path in finished if (path / file).is_file()]
         if frames:
             write_csv(folder / out, pd.concat(frames, ignore_index=True))

@@ -16,6 +16,7 @@ from posbench.plots import UNMODIFIED, at_positions, metric_name, overall, own_m
 
 GROUP = ["model", "task", "seed"]
 NUMBER_COLUMNS = ("value", "ci_low", "ci_high")
+VERDICTS = ("holds", "does not hold", "not testable here")
 OTHER_MODEL = "other model, not comparable"
 TOLERANCE = 0.025  # how far (0..1) a paper's depth label may lie from the nearest depth we measured
 
@@ -90,6 +91,21 @@ def _verdict(rows: pd.DataFrame, average: Any, method: str, verb: str) -> str:
     if low > 0 or high < 0:
         return f"{method} {'raises' if low > 0 else 'lowers'} the average from {before} to {after} ({facts})"
     return f"{method} makes no reliable change to the average: {before} before, {after} after ({facts})"
+
+
+def verdicts(findings: pd.DataFrame) -> str:
+    """How a study's claims fared, in one sentence."""
+    counts = findings["verdict"].value_counts()
+    return "Claims of the paper: " + ", ".join(f"{counts[name]} {name}" for name in VERDICTS if name in counts) + "."
+
+
+def findings_table(findings: pd.DataFrame) -> tuple[list[str], list[list[str]]]:
+    """Claims, the statistics they are held against, and verdicts as text: a header, and one row for each finding."""
+    rows = []
+    for row in findings.fillna({"note": "", "model": ""}).itertuples():
+        interval = f" [{row.low:.3g}, {row.high:.3g}]" if row.low == row.low else ""
+        rows.append([row.claim, row.statistic, f"{row.value:.3g}{interval}", str(row.n), row.verdict, str(row.note)])
+    return ["claim", "statistic", "value", "n", "verdict", "note"], rows
 
 
 def position_table(metrics: pd.DataFrame) -> tuple[list[str], list[list[str]]]:

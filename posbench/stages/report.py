@@ -55,16 +55,20 @@ def show(folder: Path, console: Console) -> None:
         if report.shortened(folder):
             console.print(report.shortened(folder))
         show_reference(tables.with_subsets(metrics, subsets), folder, console)
+    findings = report.read_csv(folder / "findings.csv")
+    if findings is not None:
+        header, rows = tables.findings_table(findings)
+        _print(console, header[:-1], [row[:-1] for row in rows], shorten=False)
     page = folder / "report.html"
     console.print(f"report: {page}" if page.is_file() else f"run: {folder}", soft_wrap=True)
 
 
-def _print(console: Console, header: list[str], rows: list[list[str]]) -> None:
+def _print(console: Console, header: list[str], rows: list[list[str]], shorten: bool = True) -> None:
     table = Table()
     for name in header:
         table.add_column(name, overflow="fold")
     for row in rows:
-        table.add_row(*map(tables.short, row))
+        table.add_row(*(tables.short(cell) if shorten else cell for cell in row))
     console.print(table)
 
 

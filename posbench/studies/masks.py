@@ -1,31 +1,68 @@
-"""Wu et al. 2025, Section 4: what the theorems predict beside what stacks of attention do, and the rollout of a model.
-
-``make masks``, or ``python -m posbench.studies.masks --help``. Everything but the rollout needs no model.
-"""
+"""Wu et al. 2025, Section 4: what the theorems predict beside what stacks of attention do. Needs no model."""
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 import pandas as pd
-import torch
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
-from rich.console import Console
 
-import posbench
-from posbench.lm import LM
-from posbench.plots import PAGE, line_style, new_figure, save, styled
-from posbench.record import write_csv
-from posbench.studies.precision import task_of
+from posbench.plots import PAGE, line_style, new_figure, styled
+from posbench.stages.base import Run
+from posbench.studies.base import Finding, Study
 from posbench.theory import masks
 
 Array = NDArray[np.float64]
 M = -float(np.log(0.8))  # the decay of the paper's runs, gamma 0.8
 ITEMS = 17  # tokens of the paper's sequences: eight pairs and a query
+
+
+@dataclass(frozen=True, kw_only=True)
+class Masks(Study):
+    """Theorems on attention masks beside stacks of attention with equal scores (Wu et al. 2025, Section 4)."""
+
+    needs_model: ClassVar[bool] = False
+
+    def measure(self, run: Run) -> dict[str, pd.DataFrame]:
+        """Tables ``causal_rates``, ``half_times``, ``decay_rows``, ``peaks``, ``item_mass``, by the functions of these names."""
+        return {
+            "causal_rates": causal_rates(),
+            "half_times": half_times(),
+            "decay_rows": decay_rows(),
+            "peaks": peaks(),
+            "item_mass": item_mass(),
+        }
+
+    def figures(self, tables: Mapping[str, pd.DataFrame]) -> dict[str, tuple[Figure, str]]:
+        """Predictions as lines, stacks of attention as dots."""
+        caption = (
+            "Dots: stacks of attention with equal scores. Lines: what the theorems predict; dotted: the bound of Theorem 4.1."
+        )
+        shown = [tables[name] for name in ("causal_rates", "half_times", "decay_rows", "peaks")]
+        return {"theory": (theory_figure(*shown), caption)}
+
+    def findings(self, tables: Mapping[str, pd.DataFrame]) -> Sequence[Finding]:
+        """Theorems 4.1 and 4.5 in numbers."""
+        rates, rows, tops = tables["causal_rates"], tables["decay_rows"].query("distance < 100"), tables["peaks"]
+        broken = int((rates["weight"] > rates["bound"] + 1e-12).sum())
+        second = rates[rates["token"] == 2]["weight"].to_numpy()
+        away, law = (tops["measured"] - tops["predicted"]).abs().max(), (rows["weight"] - rows["predicted"]).abs().max()
+        return [
+            Finding(claim="Theorem 4.1: under a causal mask the weight of a later token stays below C (1 - (j - 1) epsilon)^t",
+                    statistic="weights above the bound", value=broken, n=len(rates),
+                    verdict="holds" if broken == 0 else "does not hold",
+                    note=f"a slack bound: token 2 falls by a factor {second[-2] / second[-1]:.3f} per layer (eigenvalue 1/2)"),
+            Finding(claim="Theorem 4.5: decay mask and depth weigh distances by binom(t + x, x) e^(-x m)",
+                    statistic="largest distance to the negative binomial law", value=law, n=len(rows),
+                    verdict="holds" if law < 1e-9 else "does not hold", note="equal scores, distances to 100, nine digits"),
+            Finding(claim="Theorem 4.5: the peak stands at x* = t / (e^m - 1)",
+                    statistic="largest distance to it in tokens", value=away, n=len(tops),
+                    verdict="holds" if away <= 1 else "does not hold", note="behind the first token, which is a sink of its own"),
+        ]  # fmt: skip
 
 
 def causal_rates(n: int = 32, layers: int = 40, tokens: Sequence[int] = (2, 3, 5, 10)) -> pd.DataFrame:
@@ -89,58 +126,6 @@ def item_mass(layers: Sequence[int] = (2, 4, 6)) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=["attention", "layers", "item", "weight"])
 
 
-@torch.inference_mode()
-def _attentions(lm: LM, prompts: Sequence[Sequence[int]]) -> Iterator[Array]:
-    """All attention weights of each prompt, [L, H, n, n], from eager attention."""
-    before = lm.model.config.get_text_config()._attn_implementation
-    lm.model.set_attn_implementation("eager")
-    try:
-        for ids in prompts:
-            out = lm.model(**lm.pad([ids]), output_attentions=True, use_cache=False)
-            yield np.stack([weights[0].double().cpu().numpy() for weights in out.attentions])
-    finally:
-        lm.model.set_attn_implementation(before)
-
-
-def model_rollout(lm: LM, prompts: Sequence[Sequence[int]], residual: float = 0.5, places: int = 10) -> pd.DataFrame:
-    """Where the last token's content comes from, layer by layer: attention rollout of a model, averaged over heads.
-
-    Args:
-        lm: A model; it runs with eager attention inside.
-        prompts: Token ids.
-        residual: Share of a layer's own input: 0 is the theory's product of attentions, 0.5 Abnar and Zuidema's rollout.
-        places: Equal parts of the prompt to sum over.
-
-    Returns:
-        Rows of layers, part (from 0), weight (mean over prompts), n.
-    """
-    total = np.zeros((lm.layers, places))
-    for stack in _attentions(lm, prompts):
-        mixed = [residual * np.eye(len(weights)) + (1 - residual) * weights for weights in stack.mean(1)]
-        for layer, found in enumerate(masks.rollout(mixed)):
-            total[layer] += [part.sum() for part in np.array_split(found[-1], places)]
-    at, part = np.indices(total.shape)
-    values = {"layers": at.ravel() + 1, "part": part.ravel(), "weight": total.ravel() / len(prompts)}
-    return pd.DataFrame({**values, "n": len(prompts)})
-
-
-def model_sinks(lm: LM, prompts: Sequence[Sequence[int]], tokens: int = 64) -> pd.DataFrame:
-    """Both sink metrics of a model on the first tokens of each prompt, which is where sinks are looked for.
-
-    Args:
-        lm: A model; it runs with eager attention inside.
-        prompts: Token ids, each at least that long to count.
-        tokens: Tokens T of each prompt (Gu et al.: 64).
-
-    Returns:
-        Rows of token (from 0), by_head (Gu et al.), by_entry (Wu et al.), n.
-    """
-    long = [list(ids[:tokens]) for ids in prompts if len(ids) >= tokens]
-    weights = np.stack(list(_attentions(lm, long)))
-    values = {"by_head": masks.sink_by_head(weights), "by_entry": masks.sink_by_entry(weights, masks.causal(tokens))}
-    return pd.DataFrame({"token": np.arange(tokens), **values, "n": len(long)})
-
-
 @styled
 def theory_figure(rates: pd.DataFrame, halves: pd.DataFrame, rows: pd.DataFrame, tops: pd.DataFrame) -> Figure:
     """Theorems 4.1, 4.2 and 4.5: dots are stacks of attention with equal scores, lines are predictions."""
@@ -172,66 +157,3 @@ def theory_figure(rates: pd.DataFrame, halves: pd.DataFrame, rows: pd.DataFrame,
     for axes in (one, two, three, four):
         axes.legend()
     return figure
-
-
-@styled
-def rollout_figure(parts: dict[str, pd.DataFrame], model: str) -> Figure:
-    """Rollout of a model by depth of the prompt, a line per number of layers; a panel per share of the residual stream."""
-    figure = new_figure(PAGE, 2.6)
-    for axes, (title, frame) in zip(figure.subplots(1, len(parts)), parts.items(), strict=True):
-        count = frame["part"].nunique()
-        for index, (layers, line) in enumerate(frame.groupby("layers")):
-            label = f"{layers} layer{'s' if layers > 1 else ''}"
-            axes.plot(
-                100 * (line["part"] + 0.5) / count, line["weight"], label=label, **line_style(index, of=frame["layers"].nunique())
-            )
-        axes.set(xlabel="place in the prompt (%)", ylabel="weight of the last token", title=f"{model}: {title}", ylim=(0, None))
-        axes.legend()
-    return figure
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    """Compute, draw, write CSVs, and say what agrees."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", default="tiny", help="model of the rollout")
-    parser.add_argument("--prompts", type=int, default=64)
-    parser.add_argument("--out", type=Path, default=Path("outputs/masks"))
-    options = parser.parse_args(argv)
-    options.out.mkdir(parents=True, exist_ok=True)
-    frames = {"causal_rates": causal_rates(), "half_times": half_times(), "decay_rows": decay_rows(), "peaks": peaks()}
-    save(theory_figure(*frames.values()), options.out / "theory")
-    frames["item_mass"] = item_mass()
-    lm = posbench.load(options.model)
-    examples = task_of(options.model).examples("evaluation")
-    chosen = examples[:: max(len(examples) // options.prompts, 1)][: options.prompts]
-    prompts = [lm.encode(e.prompt).ids for e in chosen]
-    parts = {"attention alone": model_rollout(lm, prompts, 0.0), "with the residual stream": model_rollout(lm, prompts, 0.5)}
-    save(rollout_figure(parts, options.model), options.out / "rollout")
-    frames["rollout"] = pd.concat([frame.assign(rollout=name) for name, frame in parts.items()], ignore_index=True)
-    frames["sinks"] = model_sinks(lm, prompts)
-    for name, frame in frames.items():
-        write_csv(options.out / f"{name}.csv", frame)
-    console, rates = Console(), frames["causal_rates"]
-    second = rates[rates["token"] == 2]["weight"].to_numpy()
-    law = (
-        frames["decay_rows"].query("distance < 100")["weight"] - frames["decay_rows"].query("distance < 100")["predicted"]
-    ).abs()
-    console.print(f"4.1: token 2 loses a factor {second[-2] / second[-1]:.4f} per layer at the end (2 predicted); bound broken: "
-                  f"{int((rates['weight'] > rates['bound'] + 1e-12).sum())} times.")  # fmt: skip
-    console.print(f"4.5: largest distance to the negative binomial law, distances below 100: {law.max():.1e}.")
-    for name, frame in parts.items():
-        last = frame[frame["layers"] == lm.layers]["weight"].to_numpy()
-        inner = last[1:-1]
-        console.print(
-            f"{options.model}, {name}: first tenth {last[0]:.3f}, last {last[-1]:.3f}, lowest inner one {inner.min():.3f}."
-        )
-    sinks = frames["sinks"]
-    top, other = sinks.iloc[0], sinks.iloc[1:]
-    share = {name: f"{100 * top[name]:.1f} % and {100 * other[name].max():.1f} %" for name in ("by_head", "by_entry")}
-    console.print(f"{options.model}, attention sinks, token 1 and the strongest other: {share['by_head']} of heads (Gu et al.), ")
-    console.print(f"{share['by_entry']} of entries (Wu et al.).")
-    console.print(f"written: {options.out}", soft_wrap=True)
-
-
-if __name__ == "__main__":
-    main()

@@ -12,6 +12,7 @@ import torch
 import posbench
 from posbench.studies import causal_mask as study
 from posbench.studies import masks as layers_study
+from posbench.studies import rollout as rollout_study
 from posbench.theory import causal_mask as rope
 from posbench.theory import masks
 from tests.models import BUILDERS
@@ -243,7 +244,7 @@ def test_the_rollout_of_a_model_is_the_product_of_its_attentions() -> None:
     lm = posbench.load(BUILDERS["llama-gqa"]())
     ids = [[5, 9, 40, 33, 8, 100, 7, 61], [77, 8, 9, 10, 11, 12, 13, 14]]
     kernel = lm.model.config._attn_implementation
-    frame = layers_study.model_rollout(lm, ids, residual=0.0, places=4)
+    frame = rollout_study.model_rollout(lm, ids, residual=0.0, places=4)
     assert lm.model.config._attn_implementation == kernel and frame["n"].eq(2).all()
     lm.model.set_attn_implementation("eager")
     wanted = np.zeros(4)
@@ -254,7 +255,7 @@ def test_the_rollout_of_a_model_is_the_product_of_its_attentions() -> None:
         wanted += state[-1].detach().numpy().reshape(4, 2).sum(1) / 2
     assert frame[frame.layers == lm.layers]["weight"].to_numpy() == pytest.approx(wanted, abs=1e-5)
     assert frame.groupby("layers")["weight"].sum().to_numpy() == pytest.approx(1)
-    half = layers_study.model_rollout(lm, ids, residual=0.5, places=8)
+    half = rollout_study.model_rollout(lm, ids, residual=0.5, places=8)
     assert half[(half.layers == 1) & (half.part == 7)]["weight"].item() > 0.5
 
 
@@ -278,7 +279,7 @@ def test_sinks_of_a_model() -> None:
     with torch.no_grad():
         for layer in lm.model.model.layers:
             layer.self_attn.q_proj.weight.zero_()
-    frame = layers_study.model_sinks(lm, [[5, 9, 40, 33, 8, 100], [7, 7, 9, 8], [5]], tokens=4)
+    frame = rollout_study.model_sinks(lm, [[5, 9, 40, 33, 8, 100], [7, 7, 9, 8], [5]], tokens=4)
     # Without queries every head attends evenly.
     even = masks.uniform(masks.causal(4))
     assert frame["by_head"].tolist() == masks.sink_by_head(even[None]).tolist() == [1, 1, 0, 0] and frame["n"].eq(2).all()
