@@ -7,7 +7,6 @@ a model of four layers, so that only the order of the rows can be compared, not 
 from __future__ import annotations
 
 import argparse
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -136,8 +135,7 @@ def measure(bench: Bench, seeds: int) -> tuple[str, pd.DataFrame]:
     for name, options in {"no curve": {"curve": "free"}, **variants, "4, x in any order": {"constrained": False}}.items():
         found = several(**options)
         table7.append(row(bench, name, found, printed.get({"no curve": "Brute-Force"}.get(name, name), "")))
-        label = re.sub(r"^(\d)(.*)", r"\1 points\2", name)
-        courses += [pd.DataFrame(e.history).assign(search=label, seed=n) for n, (e, _, _) in enumerate(found)]
+        courses += [pd.DataFrame(e.history).assign(search=name, seed=n) for n, (e, _, _) in enumerate(found)]
     printed = paper("table8_runs")
     runs = [bench.run(subset=n) for n in range(SUBSETS)]
     table8 = [base(printed)] + [
