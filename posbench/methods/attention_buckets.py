@@ -118,7 +118,7 @@ class AttentionBuckets(Method):
             # An inner method stands in front of this forward or has hooks of its own, as a listener has.
             unseen = alone and model.forward is mixed_forward and listeners(model) == own
             size = self._together(tokens.shape[:2].numel()) if unseen and _may_be_joined(cache) else count
-            logits, caches = [], []
+            logits, joined = list[Tensor](), _Joined(rows, count)
             with ExitStack() as stack:
                 for child in arch.attention_modules(model)[0].children() if size < count else ():
                     stack.enter_context(replaced(child, "forward", _once(child.forward)))
@@ -127,10 +127,11 @@ class AttentionBuckets(Method):
                     repeated = {name: _repeated(value, rows, len(running)) for name, value in call.items()}
                     out = forward(past_key_values=cache if size == count else copy.deepcopy(cache), **repeated)
                     logits.append(out.logits.unflatten(0, (rows, -1)))
-                    caches.append(out.past_key_values)
+                    if size < count and out.past_key_values is not None:
+                        joined.add(out.past_key_values)
             out.logits = self.mix(torch.cat(logits, dim=1))
-            if size < count and caches[0] is not None:
-                out.past_key_values = _joined(caches, rows, cache)
+            if size < count and out.past_key_values is not None:
+                out.past_key_values = joined.in_place_of(cache, out.past_key_values)
             if labels is not None:
                 vocabulary = arch.text_config(model).vocab_size
                 out.loss = model.loss_function(logits=out.logits, labels=labels, vocab_size=vocabulary)
@@ -157,19 +158,32 @@ def _may_be_joined(cache: Any) -> bool:
     return cache is None or (cache.get_seq_length() == 0 and all(type(layer) in growing for layer in cache.layers))
 
 
-def _joined(caches: list[Any], rows: int, given: Any) -> Any:
-    """One cache of B * N rows from those of the bases, in the place of the caller's own if there is one."""
-    whole = caches[0]
-    for layer in whole.layers:
-        # Each base's copy is let go before the next layer is joined.
-        parts = [layer, *(cache.layers.pop(0) for cache in caches[1:])]
-        for name in ("keys", "values"):
-            layer_parts = [getattr(part, name).unflatten(0, (rows, -1)) for part in parts]
-            setattr(layer, name, torch.cat(layer_parts, dim=1).flatten(0, 1))
-    if given is None:
-        return whole
-    vars(given).update(vars(whole))
-    return given
+class _Joined:
+    """One cache of B * N rows out of those of the bases, each of which is let go once it is copied."""
+
+    def __init__(self, rows: int, count: int) -> None:
+        self.rows, self.count, self.filled = rows, count, 0
+        self.parts: dict[tuple[int, str], Tensor] = {}
+
+    def add(self, cache: Any) -> None:
+        """Copy the keys and values of the next bases, and drop them from their cache."""
+        for number, layer in enumerate(cache.layers):
+            for name in ("keys", "values"):
+                part = getattr(layer, name).unflatten(0, (self.rows, -1))
+                if not self.filled:
+                    self.parts[number, name] = part.new_empty(self.rows, self.count, *part.shape[2:])
+                self.parts[number, name][:, self.filled : self.filled + part.shape[1]] = part
+                setattr(layer, name, None)
+        self.filled += part.shape[1]
+
+    def in_place_of(self, given: Any, last: Any) -> Any:
+        """The joined cache: the caller's own where there is one, in the state of the last base's."""
+        for (number, name), tensor in self.parts.items():
+            setattr(last.layers[number], name, tensor.flatten(0, 1))
+        if given is None:
+            return last
+        vars(given).update(vars(last))
+        return given
 
 
 def _once(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
