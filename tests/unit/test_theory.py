@@ -15,6 +15,7 @@ from posbench.studies import masks as layers_study
 from posbench.studies import rollout as rollout_study
 from posbench.theory import causal_mask as rope
 from posbench.theory import masks
+from posbench.theory import rope as rotation
 from tests.models import BUILDERS
 
 M = -log(0.8)
@@ -75,7 +76,8 @@ def test_bounds_hold_for_random_scores(seed: int) -> None:
 
 
 def test_the_printed_upper_bound_fails_in_the_first_row() -> None:
-    printed = np.exp(0.0) / (1 + np.exp(-M))
+    printed = masks.decay_bounds(5, M, 0, 0, printed=True)[1][0, 0]
+    assert printed == pytest.approx(1 / (1 + np.exp(-M)))
     assert printed < 1 == masks.attention(masks.decay(5, M), masks.causal(5))[0, 0] <= masks.decay_bounds(5, M, 0, 0)[1][0, 0]
 
 
@@ -103,6 +105,93 @@ def test_decay_gives_the_negative_binomial_law(m: float) -> None:
         assert peak == pytest.approx((t - 1) / expm1(m)) and int(row.argmax()) in {int(peak + 1e-9), int(peak + 1e-9) - 1}
 
 
+# RoPE
+
+
+def _walk(weights: np.ndarray, layers: int) -> np.ndarray:
+    return np.linalg.matrix_power(weights, layers)[-1, ::-1]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_rope_bounds_hold_for_random_lengths_and_angles(seed: int) -> None:
+    """Lemma 4.6 against every pair rotated on its own."""
+    rng, n, theta, delta = np.random.default_rng(seed), 16, 0.15, 2.0
+    b, phi = rng.uniform(0.5, 4, (n, n)), rng.uniform(-delta * theta, delta * theta, (n, n))
+    low, high = rotation.bounds(n, theta, 0.5, 4, delta)
+    for i in range(n):
+        scores = []
+        for j in range(i + 1):
+            query = np.exp(1j * (phi[i, j] + 0.7)) * np.exp(-1j * i * theta)
+            key = np.exp(0.7j) * np.exp(-1j * j * theta)
+            scores.append(b[i, j] * (query * key.conjugate()).real)
+        weights = np.exp(scores) / np.exp(scores).sum()
+        assert (low[i, : i + 1] <= weights).all() and (weights <= high[i, : i + 1] + 1e-15).all()
+    assert (np.triu(low, 1) == 0).all() and (np.diff(low[-1]) > 0).all()
+
+
+def test_rope_bounds_need_angles_below_pi() -> None:
+    with pytest.raises(ValueError, match="above pi"):
+        rotation.bounds(16, 0.25, 1, 1)
+    # A token one whole turn away weighs as much as the query itself.
+    turn = masks.attention(rotation.scores(64, 2 * np.pi / 60, 4.0), masks.causal(64))[-1]
+    assert turn[3] == pytest.approx(turn[63]) and turn[33] < 0.01 * turn[63]
+
+
+@pytest.mark.parametrize("width", [2.65, 5.3, 10.6])
+def test_the_closed_form_of_rope(width: float) -> None:
+    for t in (1, 2, 4, 8, 16):
+        exact = [log(comb(t + x, x)) - x**2 / (2 * width**2) for x in range(120)]
+        assert rotation.law(t + 1, width, np.arange(120)) == pytest.approx(exact, rel=1e-9, abs=1e-9)
+        top = rotation.peak(t + 1, width)
+        assert top == int(np.argmax(exact))
+        # The corrected derivative of Appendix H, log((t + x) / x) - 2 c theta^2 x, changes its sign at the peak.
+        x = np.array([max(top - 1.5, 0.5), top + 1.5])
+        slope = np.log((t + x) / x) - x / width**2
+        assert slope[0] > 0 > slope[1]
+
+
+def test_the_peak_under_rope_grows_with_depth_and_wavelength() -> None:
+    """Theorem 4.7's monotonicity, and by how much its closed form with one layer's c falls short."""
+    tops = layers_study.rope_peaks()
+    first = tops[tops.theta == 0.01].set_index("layers")
+    # An independent run found these.
+    assert list(first["measured"]) == pytest.approx([6, 10, 18, 33, 65], abs=1) and list(first["formula"]) == [5, 7, 9, 13, 18]
+    weights = masks.attention(rotation.scores(314, 0.01, (0.01 * 5.3) ** -2), masks.causal(314))
+    assert _walk(weights, 9)[:-1].argmax() == first.loc[9, "measured"]
+    assert (tops.groupby("theta")["measured"].diff().dropna() > 0).all()
+    assert (tops.sort_values("theta").groupby("layers")["measured"].diff().dropna() < 0).all()
+    assert tops["measured"].between(tops["formula"], tops["formula_shared"]).all()
+    mean = (_walk(weights, 17) * np.arange(314)).sum()
+    assert mean == pytest.approx(rotation.drift(17, 5.3), rel=0.08)
+
+
+def test_bounds_that_break_and_bounds_that_hold() -> None:
+    table = layers_study.bounds(n=8, draws=6).set_index("bound")
+    assert table["broken"].to_dict() == {
+        "4.4 lower": 0, "4.4 upper, printed": 6, "4.4 upper, first row mended": 0, "4.6 lower": 0, "4.6 upper": 0
+    }  # fmt: skip
+    assert table.loc["4.4 upper, printed", "first_row"] == 6 and (table["slack"] > 1).all() and (table["weights"] == 6 * 36).all()
+
+
+def test_prefix_and_window_tables() -> None:
+    mass = layers_study.prefix_mass()
+    late = mass[mass.layers == 20].set_index("token")["weight"]
+    power = np.linalg.matrix_power(masks.uniform(masks.prefix(12, 4)), 20)[-1]
+    assert late.to_numpy() == pytest.approx(power[:5]) and late.loc[1:4].to_numpy() == pytest.approx(0.25, abs=1e-9)
+    behind = mass[(mass.token == 5) & (mass.layers > 18)]["weight"].to_numpy()
+    assert behind[0] / behind[1] == pytest.approx(5, rel=0.05)
+    halves = layers_study.half_times()
+    assert (halves["reaches"] == halves["hops"]).all()
+
+
+def test_predicted_gaps_are_differences_of_the_rollout() -> None:
+    gaps = layers_study.predicted_gaps().set_index(["attention", "layers", "pair"])
+    row = np.linalg.matrix_power(masks.attention(masks.decay(17, M), masks.causal(17)), 4)[-1]
+    cell = gaps.loc[("decay 0.8, causal", 4, "first - last")]
+    assert cell["predicted"] == pytest.approx(row[0] + row[1] - row[14] - row[15]) and cell["paper"] == -0.001
+    assert len(gaps) == 18
+
+
 # Behind RoPE
 
 
@@ -117,6 +206,8 @@ def test_closed_forms_are_the_exact_limit(alpha: float) -> None:
     assert (np.diff(rope.h(long, alpha)) < 0).all() and (np.diff(rope.h_prime(long, alpha)) < 0).all()
     step = rope.h_prime(long + 1, alpha) ** 2 - rope.h_prime(long, alpha) ** 2
     assert step == pytest.approx(rope.h_prime_step(long, alpha), abs=1e-13)
+    printed = rope.h_prime_step(long, alpha, printed=True)
+    assert printed[0] == pytest.approx(step[0]) and not np.allclose(printed[1:9], step[1:9], rtol=0.01, atol=0)
 
 
 def test_printed_values() -> None:
