@@ -151,8 +151,8 @@ def _on_rope(tables: Mapping[str, pd.DataFrame]) -> list[Finding]:
                 statistic="measured peak over that of the closed form, largest", value=ratio.max(), n=len(tops),
                 verdict=_holds(bool(((tops["measured"] - tops["formula"]).abs() <= 1).all())),
                 note=f"smallest {ratio.min():.2f}; t from 8 to 16 moves the peak by a factor {growth['measured']:.2f}, the "
-                f"form's by {growth['formula']:.2f}. The Theta allows any c from c / (t + 1) to c: {outside} of {len(tops)} peaks lie "
-                "outside of these two forms'"),
+                f"form's by {growth['formula']:.2f}. The Theta allows any c from c / (t + 1) to c; {outside} of {len(tops)} "
+                "peaks lie outside of these two forms'"),
     ]  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from math import comb, expm1, log
 
 import numpy as np
@@ -10,13 +11,15 @@ import pytest
 import torch
 
 import posbench
+from posbench.methods.attention_buckets import AttentionBuckets
+from posbench.methods.moice import MoICE
 from posbench.studies import causal_mask as study
 from posbench.studies import masks as layers_study
 from posbench.studies import rollout as rollout_study
 from posbench.theory import causal_mask as rope
 from posbench.theory import masks
 from posbench.theory import rope as rotation
-from tests.models import BUILDERS
+from tests.models import BUILDERS, build
 
 M = -log(0.8)
 
@@ -330,24 +333,63 @@ def test_the_studies_of_masks() -> None:
     assert [mass["decay 0.8, causal", 6, i] for i in ("first", "middle", "last")] == pytest.approx([0.60, 0.03, 0.00], abs=0.006)
 
 
-def test_the_rollout_of_a_model_is_the_product_of_its_attentions() -> None:
-    torch.manual_seed(0)
-    lm = posbench.load(BUILDERS["llama-gqa"]())
-    ids = [[5, 9, 40, 33, 8, 100, 7, 61], [77, 8, 9, 10, 11, 12, 13, 14]]
-    kernel = lm.model.config._attn_implementation
-    frame = rollout_study.model_rollout(lm, ids, residual=0.0, places=4)
-    assert lm.model.config._attn_implementation == kernel and frame["n"].eq(2).all()
+def _whole_maps(lm: posbench.LM, ids: list[int]) -> np.ndarray:
+    """Eager attention of one prompt, [L, H, n, n]."""
     lm.model.set_attn_implementation("eager")
-    wanted = np.zeros(4)
-    for row in ids:
-        state = torch.eye(8)
-        for weights in lm.model(torch.tensor([row]), output_attentions=True).attentions:
-            state = weights[0].mean(0) @ state
-        wanted += state[-1].detach().numpy().reshape(4, 2).sum(1) / 2
-    assert frame[frame.layers == lm.layers]["weight"].to_numpy() == pytest.approx(wanted, abs=1e-5)
-    assert frame.groupby("layers")["weight"].sum().to_numpy() == pytest.approx(1)
-    half = rollout_study.model_rollout(lm, ids, residual=0.5, places=8)
-    assert half[(half.layers == 1) & (half.part == 7)]["weight"].item() > 0.5
+    with torch.no_grad():
+        found = lm.model(torch.tensor([ids]), output_attentions=True).attentions
+    return np.stack([weights[0].double().numpy() for weights in found])
+
+
+@pytest.mark.parametrize(
+    "family", ["llama", "llama-gqa", "mistral-window", "gemma2", "qwen3", "smollm3-nope", "mpt", "falcon-alibi"]
+)
+def test_rollout_and_sinks_are_those_of_whole_maps(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    lm = posbench.load(build(family))
+    torch.manual_seed(1)
+    ids, parts, tokens = torch.randint(5, 250, (41,)).tolist(), 6, 16
+    kernel = lm.model.config._attn_implementation
+    # Blocks of three rows: what is compared is the sum over blocks.
+    monkeypatch.setattr(rollout_study, "attention_rows", partial(rollout_study.attention_rows, entries=3 * 4 * 41))
+    found = rollout_study.flow(lm, ids, parts, tokens)
+    assert lm.model.config._attn_implementation == kernel
+    maps = _whole_maps(lm, ids)
+    for number, share in enumerate((0.0, 0.5)):
+        state = np.eye(41)
+        for layer, weights in enumerate(maps):
+            state = share * state + (1 - share) * weights.mean(0) @ state
+            wanted = [part.sum() for part in np.array_split(state[-1], parts)]
+            assert found["rollout"][number, layer] == pytest.approx(wanted, abs=1e-5), (share, layer)
+    early = maps[:, :, :tokens, :tokens]
+    assert found["by_head"] == pytest.approx(masks.sink_by_head(early))
+    assert found["by_entry"] == pytest.approx(masks.sink_by_entry(early, masks.causal(tokens)))
+
+
+def test_attention_rows_hold_one_block_and_know_every_kind_of_mask() -> None:
+    torch.manual_seed(2)
+    query, key = torch.randn(1, 4, 11, 8), torch.randn(1, 2, 11, 8)
+    scores = torch.einsum("bhid,bhjd->bhij", query, key.repeat_interleave(2, 1)) * 0.3
+    distance = torch.arange(11)[:, None] - torch.arange(11)
+    for width in (None, 4):
+        seen = (distance >= 0) & (distance < (width or 11))
+        wanted = scores.masked_fill(~seen, float("-inf")).softmax(-1)
+        additive = torch.zeros(1, 1, 11, 11).masked_fill(~seen, float("-inf"))
+        for mask in (None, seen[None, None], additive, torch.ones(1, 11)):
+            blocks = list(rollout_study.attention_rows(query, key, mask, scaling=0.3, sliding_window=width, entries=4 * 11 * 2))
+            assert [start for start, _ in blocks] == [0, 2, 4, 6, 8, 10] and all(w.numel() <= 88 for _, w in blocks)
+            assert torch.allclose(torch.cat([weights for _, weights in blocks], dim=2), wanted, atol=1e-6)
+
+
+def test_rollout_under_methods_that_attend_more_than_once() -> None:
+    """Bases equal to the model's own change nothing, however often a method attends."""
+    lm = posbench.load("tiny")
+    ids = lm.encode("bal kop dip gel").ids * 4
+    plain = rollout_study.flow(lm, ids, 4, 8)["rollout"]
+    for method in (MoICE(weights="uniform", bases=(None, None), top_k=2), AttentionBuckets(bases=(None, None))):
+        with method.applied(lm):
+            assert rollout_study.flow(lm, ids, 4, 8)["rollout"] == pytest.approx(plain, abs=1e-5), method
+    with AttentionBuckets(bases=(None, 500.0)).applied(lm):
+        assert np.abs(rollout_study.flow(lm, ids, 4, 8)["rollout"] - plain).max() > 1e-4
 
 
 def test_sinks_by_hand() -> None:
@@ -364,14 +406,21 @@ def test_sinks_by_hand() -> None:
     assert masks.sink_by_head(deep)[0] == 1 and masks.sink_by_head(deep)[1:].sum() == 0
 
 
-def test_sinks_of_a_model() -> None:
+def test_sinks_of_a_model_that_attends_evenly() -> None:
     torch.manual_seed(0)
     lm = posbench.load(BUILDERS["llama"]())
     with torch.no_grad():
         for layer in lm.model.model.layers:
             layer.self_attn.q_proj.weight.zero_()
-    frame = rollout_study.model_sinks(lm, [[5, 9, 40, 33, 8, 100], [7, 7, 9, 8], [5]], tokens=4)
-    # Without queries every head attends evenly.
+    rows = [rollout_study.flow(lm, ids, 2, 4) for ids in ([5, 9, 40, 33, 8, 100], [7, 7, 9, 8], [5])]
+    tables = rollout_study.summary([{k: v.tolist() for k, v in row.items()} for row in rows], ["a", "b", "c"], 50)
+    sinks = tables["sinks"].set_index(["metric", "token"])
     even = masks.uniform(masks.causal(4))
-    assert frame["by_head"].tolist() == masks.sink_by_head(even[None]).tolist() == [1, 1, 0, 0] and frame["n"].eq(2).all()
-    assert frame["by_entry"].tolist() == [1, 1, 1, 1]
+    assert sinks.loc["by_head", "share"].tolist() == masks.sink_by_head(even[None]).tolist() == [1, 1, 0, 0]
+    assert sinks.loc["by_entry", "share"].tolist() == [1, 1, 1, 1] and sinks["n"].eq(2).all(), "the third prompt is too short"
+    rollout = tables["rollout"]
+    assert rollout.groupby(["rollout", "layers"])["weight"].sum().to_numpy() == pytest.approx(1) and rollout["n"].eq(3).all()
+    assert (rollout["low"] <= rollout["weight"] + 1e-12).all() and (rollout["weight"] <= rollout["high"] + 1e-12).all()
+    change = tables["changes"].set_index("what")["value"]
+    first = rollout[(rollout.rollout == "attention alone") & (rollout.part == 0)].set_index("layers")["weight"]
+    assert change["attention alone"] == pytest.approx(first[4] - first[1]) and change["by_head"] == 0
