@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from math import comb, expm1, log
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 import posbench
+from posbench.cli import main
 from posbench.methods.attention_buckets import AttentionBuckets
 from posbench.methods.moice import MoICE
 from posbench.studies import causal_mask as study
@@ -285,37 +287,61 @@ def test_diagonal_normalisation() -> None:
     assert np.isnan(found[:, 0, 1:]).all() and (found[:, 8, 0] == 0).all()
 
 
-def test_the_study_draws_and_tabulates_what_the_theory_says(tmp_path) -> None:
-    study.main(["--draws", "60", "--tokens", "9", "--dim", "16", "--figures", "1", "2", "10", "--out", str(tmp_path)])
-    names = {f"figure_{f}.{kind}" for f in ("1", "2", "10") for kind in ("png", "pdf")}
-    assert names | {"closed_forms.png", "closed_forms.pdf", "causal_mask.md", "scores.csv"} == {
-        p.name for p in tmp_path.iterdir()
-    }
-    text = (tmp_path / "causal_mask.md").read_text()
-    assert "| 2 | alpha 0.2 | 2 |" in text and "| 7 of 7 |" in text
-    frame = pd.read_csv(tmp_path / "scores.csv")
-    one = frame[
-        (frame.figure == 2) & (frame.setting == "alpha 0.2") & (frame.layer == 2) & (frame["query"] == 9) & (frame.key == 4)
-    ]
-    mean, error = rope.simulate(9, 4, 0.2, dim=16, draws=60)
-    assert one.score.item() == pytest.approx(mean[1, 8, 3]) and one.standard_error.item() == pytest.approx(error[1, 8, 3])
-    assert len(frame[(frame.figure == 10) & (frame.layer == 1)]) == 81, "without a mask all pairs have a score"
+def test_the_study_draws_and_tabulates_what_the_theory_says(tmp_path: Path) -> None:
+    size = ["study.draws=60", "study.tokens=9", "study.dim=16"]
+    assert main(["study=causal_mask", *size, "study.show=[1,10]", "stages=[study]", f"runtime.outputs={tmp_path}"]) == 0
+    (folder,) = tmp_path.glob("causal_mask/v*/causal_mask__*")
+    tables = {file.stem: pd.read_csv(file) for file in folder.glob("*.csv")}
+    drawn = study.CausalMask(show=(1, 10), tokens=9).figures(tables)
+    # Colour bars count as axes: a raw and a normalised map for each of four layers.
+    assert {name: len(figure.axes) for name, (figure, _) in drawn.items()} == {"figure_1": 4, "closed_forms": 3, "figure_10": 16}
+    frame = tables["scores"].set_index(["figure", "setting", "layer", "query", "key"])
+    mean, error = rope.simulate(9, 4, 0.0, dim=16, draws=60, rope=True, mask=False)
+    one = frame.loc[(10, "alpha 0, RoPE, no mask", 2, 9, 4)]
+    assert one["score"] == pytest.approx(mean[1, 8, 3]) and one["standard_error"] == pytest.approx(error[1, 8, 3])
+    assert len(frame) == 4 * 81, "without a mask all pairs have a score"
+    steps = pd.read_csv(folder / "steps.csv")
+    assert steps[steps.step.str.startswith("(d)")]["value"].tolist() == pytest.approx([1, 0.1535, 1, 0.1321, 0.1508, 1], abs=1e-4)
+    verdicts = pd.read_csv(folder / "findings.csv").set_index("claim")["verdict"]
+    assert verdicts.filter(like="A.2").item() == "does not hold" and verdicts.filter(like="Equation 4").item() == "holds"
+
+
+@pytest.mark.parametrize("field", ["show=[3]", "show=[2,2]", "dim=5", "tokens=2", "draws=1"])
+def test_the_study_refuses_what_it_cannot_simulate(field: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["study=causal_mask", f"study.{field}", f"runtime.outputs={tmp_path}"]) == 2
+    assert f"study.{field.split('=')[0]} = " in capsys.readouterr().err
+
+
+def test_findings_tell_where_the_text_disagrees() -> None:
+    tables = study.exact_tables(50)
+    found = {finding.claim: finding for finding in study.CausalMask(show=(1,)).findings(tables)}
+    later = next(f for claim, f in found.items() if "at alpha 0 layers 3 and 4" in claim)
+    assert later.verdict == "does not hold" and later.value == pytest.approx((24 + 30) / 96) and "24 of 48" in later.note
+    assert [f.verdict for f in found.values()].count("does not hold") == 2
+    top = tables["rising"].set_index(["alpha", "layer"])["top"]
+    # An independent run saw row 50 fall from key 32 and 38 on.
+    assert top[0.0, 3] + 1 == 32 and top[0.0, 4] + 1 == 38 and top[0.2, 4] == 49
 
 
 def test_shares_beyond_distance_as_in_the_limit() -> None:
     printed = {0.0: (0.41, 0.21, 0.10), 0.5: (0.05, 0.06, 0.06)}
     for alpha, wanted in printed.items():
-        setting = study.Setting(alpha, rope=True)
-        limit = np.array(study.exact(setting, 50, 64))
-        rows = study.facts(setting, 50, 64, 1, limit, limit)
-        assert [float(row[4]) for row in rows] == pytest.approx(wanted) and {row[5] for row in rows} == {"1.000"}
-    free = np.array(study.exact(study.Setting(0.0, rope=True, mask=False), 50, 64))
-    assert [theory_left(x) for x in free[1:]] == pytest.approx([0, 0, 0], abs=1e-9)
+        limit = study.exact(study.Setting(alpha, rope=True), 50, 64)
+        later = limit[1:]
+        rows = study.facts(np.array(later), np.array(later), later)
+        assert rows["beyond_limit"].tolist() == pytest.approx(wanted, abs=0.005)
+        assert rows["split_half"].tolist() == pytest.approx([1, 1, 1]) and rows["bias"].abs().max() == 0
+    free = study.exact(study.Setting(0.0, rope=True, mask=False), 50, 64)
+    assert [study.beyond_distance(x) for x in free] == pytest.approx([0, 0, 0, 0], abs=1e-6)
     assert study.rising_rows(np.tril(np.arange(25.0).reshape(5, 5))) == 3 and study.rising_rows(np.zeros((5, 5))) == 0
 
 
-def theory_left(scores: np.ndarray) -> float:
-    return float(np.nanmean(rope.diagonal_normalised(scores) ** 2))
+def test_layernorm_of_long_inputs_has_the_limit_of_l2() -> None:
+    normed, wide = study.Setting(0.2, norm="layernorm"), study.Setting(0.2, norm="layernorm_sqrt")
+    assert study.exact(normed, 9, 64) is None and study.exact(wide, 9, 64, "sqrt_dim") is None
+    mean, _, again = study.CausalMask(tokens=9, dim=64, draws=600, input_norm="sqrt_dim").simulated(normed)
+    rows = study.facts(mean, again, study.exact(normed, 9, 64, "sqrt_dim"))
+    assert rows["correlation"][1:].min() > 0.98 and rows["largest"].max() < 0.03
 
 
 def test_the_studies_of_masks() -> None:
