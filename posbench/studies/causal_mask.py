@@ -361,30 +361,37 @@ def _stacked(frame: pd.DataFrame, n: int) -> Array:
 
 
 @styled
-def maps(rows: Sequence[tuple[str, Array]]) -> Figure:
-    """Heat maps: a row per (name, [L, n, n]), a column per layer; each has its own colours, from its 1 % to its 99 % quantile."""
+def maps(rows: Sequence[tuple[str, Array]], last: int | None = None) -> Figure:
+    """Heat maps: a row per (name, [L, n, n]), a column per layer; each has its own colours; see :func:`draw_map`."""
     columns = max(len(scores) for _, scores in rows)
     figure = new_figure(PAGE, 1.75 * len(rows) + 0.1)
     grid = figure.subplots(len(rows), columns, squeeze=False)
     for line, (name, scores) in zip(grid, rows, strict=True):
         for layer, (axes, values) in enumerate(zip(line, scores, strict=True), start=1):
-            draw_map(figure, axes, values)
+            draw_map(figure, axes, values, last)
             left = f"{name.replace(', ', chr(10))}\n\nquery" if layer == 1 else ""
             axes.set(title=f"layer {layer}", ylabel=left)
     return figure
 
 
-def draw_map(figure: Figure, axes: Axes, values: Array) -> None:
-    """One heat map of a query's score with every key but itself, with its own colours from the 1 % to the 99 % quantile."""
+def draw_map(figure: Figure, axes: Axes, values: Array, last: int | None = None) -> None:
+    """One heat map of a query's score with every key but itself, with its own colours from the 1 % to the 99 % quantile.
+
+    Args:
+        figure: Receives the colour bar.
+        axes: Receives the map.
+        values: [n, n], a cell for each token.
+        last: Number of the last token, where a cell stands for several; they hold no token's score with itself.
+    """
     n = len(values)
     # The diagonal is far above the rest and would hide it.
-    shown = np.where(np.eye(n, dtype=bool), np.nan, values)
+    shown = values if last else np.where(np.eye(n, dtype=bool), np.nan, values)
     low, high = np.nanquantile(shown, QUANTILES)
     image = axes.imshow(shown, cmap="viridis", vmin=low, vmax=high, interpolation="nearest")
     figure.colorbar(image, ax=axes, fraction=0.046, pad=0.04)
     axes.set(xlabel="key", ylabel="query")
-    axes.set_xticks([0, n - 1], ["1", str(n)])
-    axes.set_yticks([0, n - 1], ["1", str(n)])
+    axes.set_xticks([0, n - 1], ["1", str(last or n)])
+    axes.set_yticks([0, n - 1], ["1", str(last or n)])
 
 
 @styled

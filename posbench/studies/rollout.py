@@ -53,9 +53,7 @@ class Rollout(Study):
 
     def check(self, config: Config, lm: LM | None) -> None:
         """Refuse counts that leave nothing to measure, and a method whose last row is computed apart from the others."""
-        if config.trial().needs_prompt:
-            allowed = f"a method that leaves whole attention maps; {config.method_name} runs the last token apart"
-            raise UserError(field="method", value=config.method_name, allowed=allowed, hint="leave the method out")
+        refuse_last_token_apart(config)
         for name in ("prompts", "parts", "tokens"):
             if getattr(self, name) < 2:
                 raise UserError(
@@ -116,6 +114,17 @@ class Rollout(Study):
                 )
             )  # fmt: skip
         return found
+
+
+def refuse_last_token_apart(config: Config) -> None:
+    """Refuse a method that computes the last row apart from the others: no forward then has whole maps.
+
+    Raises:
+        UserError: The method is one of these.
+    """
+    if config.trial().needs_prompt:
+        allowed = f"a method that leaves whole attention maps; {config.method_name} runs the last token apart"
+        raise UserError(field="method", value=config.method_name, allowed=allowed, hint="leave the method out")
 
 
 def _rounded(values: Any) -> Any:
