@@ -143,6 +143,16 @@ def test_gram_panels_are_inner_products_of_the_states() -> None:
     assert panels["i"][lower] == pytest.approx(scores[1].mean[lower], abs=1e-5)
 
 
+@pytest.mark.parametrize("family", ["qwen3", "phi3", "mistral-window"])
+def test_gram_and_scores_agree_on_other_families(family: str) -> None:
+    lm = package.load(BUILDERS[family]())
+    panels, scores = gram.gram_panels(lm, [_rows(2)]), score_map.score_maps(lm, [_rows(2)])
+    lower = np.tril_indices(9)
+    for panel, layer in (("b", 0), ("i", 1)):
+        assert panels[panel].mean[lower] == pytest.approx(scores[layer].mean[lower], abs=1e-5)
+    assert all(len(each.each) == 2 and np.isfinite(each.mean[lower]).all() for each in panels.values())
+
+
 def test_large_maps_are_means_over_blocks() -> None:
     values = np.random.default_rng(0).normal(size=(21, 21))
     small = score_map.long_map({"score": values}, 30)
