@@ -110,10 +110,10 @@ class CausalMask(Study):
 
         ``steps`` (Figure 1), ``closed_forms`` (Equation 4 beside the limit), ``lengths`` (g, h, h' and Appendix A.2), ``rising``
         (rows of the limit that rise), ``last_rows``; ``scores`` (simulated means and standard errors) and ``facts`` (one row for
-        each setting and layer; see :func:`facts`).
+        each setting and layer; see :func:`facts`); ``layernorm`` (last row of layer 2, and the exact one with the L2 norm).
         """
         tables = exact_tables(self.tokens) if 1 in self.show else {}
-        scores, rows = [], []
+        scores, rows, last = [], [], []
         plan = [(figure, setting) for figure in self.show for setting in FIGURES[figure]]
         with run.progress("simulation", len(plan)) as advance:
             for figure, setting in plan:
@@ -121,10 +121,16 @@ class CausalMask(Study):
                 scores.append(_long(figure, setting, mean, error))
                 limit = exact(setting, self.tokens, self.dim, self.input_norm)
                 rows.append(facts(mean, again, limit).assign(figure=figure, setting=setting.name))
+                if setting.norm != "l2":
+                    plain = theory.limit(self.tokens, 2, setting.alpha)[1]
+                    both = {"score": mean[1, -1, :-1], "l2": plain[-1, :-1]}
+                    last.append(pd.DataFrame({"setting": setting.name, "key": np.arange(1, self.tokens), **both}))
                 advance(1)
         if plan:
             every = pd.concat(rows, ignore_index=True)
             tables |= {"scores": pd.concat(scores, ignore_index=True), "facts": every[["figure", "setting", "layer", *FACTS]]}
+        if last:
+            tables["layernorm"] = pd.concat(last, ignore_index=True)
         return tables
 
     def simulated(self, setting: Setting) -> tuple[Array, Array, Array]:
@@ -157,6 +163,10 @@ class CausalMask(Study):
                     rows.append((f"{setting.name}, normalised", theory.diagonal_normalised(scores)))
             words = "Mean scores before the softmax; the diagonal is left out. Normalised: each diagonal's mean subtracted."
             drawn[f"figure_{figure}"] = maps(rows), f"Behind RoPE, Figure {figure}. {words}"
+        if "layernorm" in tables:
+            length = "1" if self.input_norm == "unit" else "sqrt(d)"
+            caption = "What the last query of layer 2 reads with LayerNorm in place of the L2 norm, over its largest score."
+            drawn["layernorm"] = layernorm_figure(tables["layernorm"], length), caption
         return drawn
 
     def findings(self, tables: Mapping[str, pd.DataFrame]) -> Sequence[Finding]:
@@ -413,20 +423,41 @@ def first_figure(steps: pd.DataFrame) -> Figure:
 
 @styled
 def forms_figure(lengths: pd.DataFrame, last: pd.DataFrame) -> Figure:
-    """The closed forms g and h over the position, and the last row of layers 2 to 4 in the limit: where rising stops."""
-    figure = new_figure(PAGE, 2.4)
-    left, middle, right = figure.subplots(1, 3)
+    """The closed forms g and h over the position, where rising stops at alpha 0, and the sign in Appendix A.2."""
+    figure = new_figure(PAGE, 4.2)
+    one, two, three, four = figure.subplots(2, 2).flat
     for colour, (alpha, line) in zip(COLOURS, lengths.groupby("alpha"), strict=False):
-        left.plot(line["token"], line["g"], color=colour, label=f"alpha {alpha:g}")
-        middle.plot(line["token"], line["h"], color=colour)
+        one.plot(line["token"], line["g"], color=colour, label=f"alpha {alpha:g}")
+        two.plot(line["token"], line["h"], color=colour)
+        start = line[line["token"] <= 12]
+        four.plot(start["token"], start["step"], color=colour)
+        four.plot(start["token"], start["printed"], color=colour, linestyle=":")
     for colour, (layer, line) in zip(COLOURS, last[last["alpha"] == 0].groupby("layer"), strict=False):
         share = line["score"] / line["score"].max()
-        right.plot(line["key"], share, color=colour, label=f"layer {layer}")
-        right.plot(line["key"][share.idxmax()], 1, "o", color=colour)
+        three.plot(line["key"], share, color=colour, label=f"layer {layer}")
+        three.plot(line["key"][share.idxmax()], 1, "o", color=colour)
     n = int(lengths["token"].max())
-    left.set(xlabel="query i", ylabel="g(i)", title="score before normalising", ylim=(None, 5.2))
-    middle.set(xlabel="token i", ylabel="h(i)", title="length after layer 1")
-    right.set(xlabel="key j", ylabel="score / largest", title=f"query {n}, alpha 0: the largest (dot)", ylim=(0.8, 1.01))
-    left.legend(ncols=2, loc="upper right")
-    right.legend(loc="lower right")
+    one.set(xlabel="query i", ylabel="g(i)", title="score before normalising", ylim=(None, 5.2))
+    two.set(xlabel="token i", ylabel="h(i)", title="length after layer 1")
+    three.set(xlabel="key j", ylabel="score / largest", ylim=(0.9, 1.005))
+    three.set_title(f"query {n}, alpha 0: the score falls behind the dot")
+    four.axhline(0, color="0.5", linewidth=0.6)
+    four.set(xlabel="token i", ylabel="h'(i + 1)² - h'(i)²", title="Appendix A.2: true (line), as printed (dotted)")
+    one.legend(ncols=2, loc="upper right")
+    three.legend(loc="lower right")
+    return figure
+
+
+@styled
+def layernorm_figure(table: pd.DataFrame, length: str) -> Figure:
+    """The last row of layer 2 with LayerNorm, a panel per alpha, and with the L2 norm in the limit; inputs of that length."""
+    figure = new_figure(PAGE, 2.0)
+    parts = table.assign(alpha=table["setting"].str.split(", ").str[0], norm=table["setting"].str.split(", ").str[1])
+    panels = list(parts.groupby("alpha", sort=False))
+    for axes, (alpha, frame) in zip(figure.subplots(1, len(panels)), panels, strict=True):
+        for colour, (norm, line) in zip(COLOURS, frame.groupby("norm", sort=False), strict=False):
+            axes.plot(line["key"], line["score"] / line["score"].max(), color=colour, label=str(norm))
+        axes.plot(line["key"], line["l2"] / line["l2"].max(), color="black", linestyle=(0, (4, 2)), label="L2 norm, exact")
+        axes.set(xlabel="key", ylabel="score / largest", title=f"{alpha}, inputs of length {length}")
+    axes.legend(loc="lower right")
     return figure

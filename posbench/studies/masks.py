@@ -63,9 +63,14 @@ class Masks(Study):
             ),
             "rope": (
                 rope_figure(*rotated),
-                "Dots and thick lines: stacks of attention. Thin lines: what the theorems predict; grey: a random walk with "
-                "steps of half a Gaussian. Last panel: differences between weights, equal scores, against the accuracy gaps that "
+                "Dots and thick lines: stacks of attention. Thin lines: what the theorems predict; dotted: the zero of "
+                "Appendix H as printed; grey: a random walk with steps of half a Gaussian. Last panel: "
+                "differences between weights, equal scores, against the accuracy gaps that "
                 "the paper prints; grey: two standard deviations of its test sets.",
+            ),
+            "bounds": (
+                bounds_figure(tables["bounds"]),
+                "Random attention beside the bounds of Lemmas 4.4 and 4.6: a factor below 1 is a bound that does not hold.",
             ),
         }
 
@@ -108,13 +113,14 @@ def _on_decay(tables: Mapping[str, pd.DataFrame]) -> list[Finding]:
     rows, tops = tables["decay_rows"].query("distance < 100"), tables["peaks"]
     table = tables["bounds"].set_index("bound")
     printed, mended = table.loc["4.4 upper, printed"], table.loc["4.4 upper, first row mended"]
+    first = int(printed.loc[printed["query"] == 1, "broken"].sum())
     away, law = (tops["measured"] - tops["predicted"]).abs().max(), (rows["weight"] - rows["predicted"]).abs().max()
     return [
         Finding(claim="Lemma 4.4: decayed attention stays below C_max e^(-(i - j) m), C_max = e^(I_max - I_min) / (1 + e^-m)",
-                statistic="weights above it, random scores", value=printed["broken"], n=int(printed["weights"]),
-                verdict=_holds(printed["broken"] == 0),
-                note=f"{int(printed['first_row'])} of them are the first row's, whose only weight is 1: it fails where "
-                f"I_max - I_min < log(1 + e^-m). With e^(I_max - I_min) in that row {int(mended['broken'])} are left"),
+                statistic="weights above it, random scores", value=printed["broken"].sum(), n=int(printed["weights"].sum()),
+                verdict=_holds(printed["broken"].sum() == 0),
+                note=f"{first} of them are the first row's, whose only weight is 1: it fails where "
+                f"I_max - I_min < log(1 + e^-m). With e^(I_max - I_min) in that row {mended['broken'].sum()} are left"),
         Finding(claim="Theorem 4.5: decay mask and depth weigh distances by binom(t + x, x) e^(-x m)",
                 statistic="largest distance to the negative binomial law", value=law, n=len(rows), verdict=_holds(law < 1e-9),
                 note="equal scores, distances to 100, nine digits"),
@@ -127,7 +133,7 @@ def _on_decay(tables: Mapping[str, pd.DataFrame]) -> list[Finding]:
 def _on_rope(tables: Mapping[str, pd.DataFrame]) -> list[Finding]:
     """Lemma 4.6 and Theorem 4.7."""
     table, tops = tables["bounds"].set_index("bound"), tables["rope_peaks"]
-    both = table.loc[["4.6 lower", "4.6 upper"]]
+    both, slack = table.loc[["4.6 lower", "4.6 upper"]], table.groupby("bound")["slack"].median()
     deeper = tops.sort_values("layers").groupby("theta")["measured"].diff().dropna()
     faster = tops.sort_values("theta").groupby("layers")["measured"].diff().dropna()
     wrong = int((deeper <= 0).sum() + (faster >= 0).sum())
@@ -136,13 +142,15 @@ def _on_rope(tables: Mapping[str, pd.DataFrame]) -> list[Finding]:
     ratio = tops["measured"] / tops["formula"]
     slowest = tops[tops["theta"] == tops["theta"].min()].set_index("layers")
     growth = slowest.loc[17] / slowest.loc[9]
+    slip = (tops["appendix_h"] / tops["stationary"]).agg(["min", "max"])
+    right = (tops["stationary"] - tops["formula"]).abs().max()
     outside = int(((tops["measured"] < tops["formula"]) | (tops["measured"] > tops["formula_shared"])).sum())
     return [
         Finding(claim="Lemma 4.6: RoPE's attention lies between C_min e^(-c x^2 theta^2) and C_max e^(-c' x^2 theta^2)",
                 statistic="weights outside", value=both["broken"].sum(), n=int(both["weights"].sum()),
                 verdict=_holds(both["broken"].sum() == 0),
-                note=f"random lengths and angles; slack: the middle weight is {both['slack'].iloc[0]:.0f} times the lower and "
-                f"1 / {both['slack'].iloc[1]:.0f} of the upper bound"),
+                note=f"random lengths and angles; slack: the middle weight is {slack['4.6 lower']:.0f} times the lower and "
+                f"1 / {slack['4.6 upper']:.0f} of the upper bound"),
         Finding(claim="Theorem 4.7: the peak x* moves back with depth t and comes nearer with theta",
                 statistic="neighbouring depths or thetas that disagree", value=wrong, n=len(deeper) + len(faster),
                 verdict=_holds(wrong == 0),
@@ -153,6 +161,11 @@ def _on_rope(tables: Mapping[str, pd.DataFrame]) -> list[Finding]:
                 note=f"smallest {ratio.min():.2f}; t from 8 to 16 moves the peak by a factor {growth['measured']:.2f}, the "
                 f"form's by {growth['formula']:.2f}. The Theta allows any c from c / (t + 1) to c; {outside} of {len(tops)} "
                 "peaks lie outside of these two forms'"),
+        Finding(claim="Appendix H: L'(x) = log((t + x) / x) - 2 c theta x is 0 at the peak of the closed form",
+                statistic="its zero over that with theta^2, the derivative of the printed L, smallest", value=slip["min"],
+                n=len(tops), verdict=_holds(slip["min"] > 0.99),
+                note=f"largest {slip['max']:.2f}; with theta^2 the zero is {right:.1f} tokens from the peak at most. Growth with "
+                "t and fall with theta stand"),
     ]  # fmt: skip
 
 
@@ -230,28 +243,28 @@ def bounds(n: int = 24, draws: int = 20, seed: int = 0) -> pd.DataFrame:
     Scores under the decay mask are even in [-0.2, 0.2]; under RoPE of 0.1 per token b is even in [1, 3] and phi within 3 theta.
 
     Returns:
-        Rows of bound, weights (on and below the diagonal), broken, first_row (those of the broken in the first row), slack
-        (median factor between weight and bound).
+        Rows of bound, query (from 1), weights (of all draws), broken, slack and tightest (median and smallest factor between
+        weight and bound).
     """
-    rng, seen, theta, delta = np.random.default_rng(seed), masks.causal(n), 0.1, 3.0
+    rng, theta, delta = np.random.default_rng(seed), 0.1, 3.0
     names = ("4.4 lower", "4.4 upper, printed", "4.4 upper, first row mended", "4.6 lower", "4.6 upper")
     ratios: dict[str, list[Array]] = {name: [] for name in names}
     for _ in range(draws):
-        decayed = masks.attention(rng.uniform(-0.2, 0.2, (n, n)) + masks.decay(n, M), seen)
+        decayed = masks.attention(rng.uniform(-0.2, 0.2, (n, n)) + masks.decay(n, M), masks.causal(n))
         low, high = masks.decay_bounds(n, M, -0.2, 0.2)
         printed = masks.decay_bounds(n, M, -0.2, 0.2, printed=True)[1]
         b, phi = rng.uniform(1, 3, (n, n)), rng.uniform(-delta * theta, delta * theta, (n, n))
-        rotated = masks.attention(rope.scores(n, theta, b, phi), seen)
+        rotated = masks.attention(rope.scores(n, theta, b, phi), masks.causal(n))
         below, above = rope.bounds(n, theta, 1, 3, delta)
         pairs = ((decayed, low), (printed, decayed), (high, decayed), (rotated, below), (above, rotated))
         for name, (larger, smaller) in zip(names, pairs, strict=True):
-            ratios[name].append(larger[seen] / smaller[seen])
+            ratios[name].append(np.divide(larger, smaller, out=np.ones((n, n)), where=masks.causal(n)))
     rows = []
     for name, found in ratios.items():
-        # The first entry on or below the diagonal is the first row's only one.
-        broken = np.stack(found) < 1 - 1e-12
-        rows.append((name, broken.size, broken.sum(), broken[:, 0].sum(), np.median(np.stack(found))))
-    return pd.DataFrame(rows, columns=["bound", "weights", "broken", "first_row", "slack"])
+        for i in range(n):
+            factor = np.stack(found)[:, i, : i + 1]
+            rows.append((name, i + 1, factor.size, (factor < 1 - 1e-12).sum(), np.median(factor), factor.min()))
+    return pd.DataFrame(rows, columns=["bound", "query", "weights", "broken", "slack", "tightest"])
 
 
 def decay_rows(n: int = 256, m: float = M, layers: Sequence[int] = (2, 4, 6, 10, 16)) -> pd.DataFrame:
@@ -313,15 +326,17 @@ def rope_peaks(thetas: Sequence[float] = (0.005, 0.01, 0.02), layers: Sequence[i
 
     Returns:
         Rows of theta (radians), layers, measured, formula (:func:`posbench.theory.rope.peak`), formula_shared (the same with
-        c / layers), drift (mean distance of a random walk).
+        c / layers), stationary and appendix_h (zeros of L', corrected and printed), drift (mean distance of a random walk).
     """
     rows = []
     for theta in thetas:
         for t, row in _rope_last_rows(theta, layers).items():
             width = _width(theta)
-            forms = rope.peak(t, width), rope.peak(t, width * np.sqrt(t)), rope.drift(t, width)
-            rows.append((theta, t, int(row[:-1].argmax()), *forms))
-    return pd.DataFrame(rows, columns=["theta", "layers", "measured", "formula", "formula_shared", "drift"])
+            forms = rope.peak(t, width), rope.peak(t, width * np.sqrt(t))
+            zeros = rope.stationary(t, width), rope.stationary(t, width, printed=theta)
+            rows.append((theta, t, int(row[:-1].argmax()), *forms, *zeros, rope.drift(t, width)))
+    names = ["theta", "layers", "measured", "formula", "formula_shared", "stationary", "appendix_h", "drift"]
+    return pd.DataFrame(rows, columns=names)
 
 
 def item_mass(layers: Sequence[int] = (2, 4, 6)) -> pd.DataFrame:
@@ -405,11 +420,13 @@ def rope_figure(prefix: pd.DataFrame, rows: pd.DataFrame, tops: pd.DataFrame, ga
         style = line_style(index)
         three.plot(line["layers"], line["measured"], **style | {"linestyle": "none"}, label=f"theta {theta:g}")
         three.plot(line["layers"], line["formula"], color=style["color"], linewidth=0.8)
+        three.plot(line["layers"], line["appendix_h"], color=style["color"], linewidth=0.8, linestyle=":")
         three.plot(line["layers"], line["drift"], color="0.6", linewidth=0.8, zorder=0)
     three.set(
         xscale="log", yscale="log", xlabel="layers", ylabel="peak distance (tokens)", title="4.7 RoPE: where the peak stands"
     )
-    for axis, ticks in ((three.xaxis, sorted(set(tops["layers"]))), (three.yaxis, (3, 10, 30, 100))):
+    three.set_ylim(0.15, 2000)
+    for axis, ticks in ((three.xaxis, sorted(set(tops["layers"]))), (three.yaxis, (0.3, 1, 3, 10, 30, 100))):
         axis.set_ticks(list(ticks), [str(tick) for tick in ticks])
         axis.set_ticks([], minor=True)
     for index, (name, line) in enumerate(gaps.groupby("attention", sort=False)):
@@ -420,4 +437,24 @@ def rope_figure(prefix: pd.DataFrame, rows: pd.DataFrame, tops: pd.DataFrame, ga
     four.set(xlabel="difference of weights, equal scores", ylabel="accuracy gap (the paper's)", title="items, 2 to 6 layers")
     for axes in (one, two, three, four):
         axes.legend()
+    return figure
+
+
+@styled
+def bounds_figure(table: pd.DataFrame) -> Figure:
+    """Factors between weights and bounds by query: the smallest of Lemma 4.4's upper bound, and the medians of all."""
+    figure = new_figure(PAGE, 2.3)
+    left, right = figure.subplots(1, 2)
+    upper = [(name, line) for name, line in table.groupby("bound", sort=False) if str(name).startswith("4.4 upper")]
+    for index, (name, line) in enumerate(upper):
+        left.plot(line["query"], line["tightest"], **line_style(index), label=str(name).split(", ")[1])
+    left.axhline(1, color="0.5", linewidth=0.6)
+    left.set(xlabel="query", ylabel="bound / weight, smallest", title="4.4 decay: the upper bound fails in row 1", ylim=(0, None))
+    others = [(name, line) for name, line in table.groupby("bound", sort=False) if "mended" not in str(name)]
+    for index, (name, line) in enumerate(others):
+        right.plot(line["query"], line["slack"], **line_style(index), label=str(name).split(", ")[0])
+    right.set(xlabel="query", ylabel="factor to the bound, median", yscale="log", title="slack of the bounds")
+    right.set(ylim=(0.5, 5000))
+    left.legend()
+    right.legend(ncols=2, loc="upper left")
     return figure

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
+from scipy.optimize import brentq
 from scipy.special import gammaln
 
 Array = NDArray[np.float64]
@@ -74,12 +75,22 @@ def law(layers: int, width: float, distance: ArrayLike) -> Array:
 
 
 def peak(layers: int, width: float) -> int:
-    """Distance of the largest value of :func:`law`, in tokens: it grows with depth about as sqrt(t), and with the width.
-
-    Differs from source: Appendix H prints L'(x) = log((t + x) / x) - 2 c theta x; the derivative of its L has theta^2.
-    """
+    """Distance of the largest value of :func:`law`, in tokens: it grows with depth about as sqrt(t), and with the width."""
     # Its slope is below t / x - x / width^2, so the peak lies before sqrt(t) width.
     return int(law(layers, width, np.arange(int(np.sqrt(layers) * width) + 2)).argmax())
+
+
+def stationary(layers: int, width: float, printed: float | None = None) -> float:
+    """The distance x at which Stirling's L'(x) = log((t + x) / x) - 2 c theta^2 x is 0, in tokens (Appendix H).
+
+    Args:
+        layers: t + 1, above 1.
+        width: See :func:`law`.
+        printed: An angle theta; L' is then the printed one, log((t + x) / x) - 2 c theta x, which is not the derivative of the L
+            that it is said to be.
+    """
+    t, slope = layers - 1, 1 / width**2 / (printed or 1.0)
+    return float(brentq(lambda x: np.log1p(t / x) - slope * x, 1e-9, np.sqrt(t / slope) + 1))
 
 
 def drift(layers: int, width: float) -> float:
