@@ -23,7 +23,7 @@ from posbench.errors import UserError
 from posbench.hooks import attending
 from posbench.lm import LM, batches
 from posbench.metrics import Z95
-from posbench.plots import PAGE, new_figure, styled
+from posbench.plots import new_figure, styled
 from posbench.stages.base import Run
 from posbench.studies.base import Finding, Study
 from posbench.studies.causal_mask import draw_map, maps
@@ -361,9 +361,10 @@ def stacked(table: pd.DataFrame, column: str, by: str = "layer") -> Array:
 @styled
 def all_layers(values: Array, last: int | None) -> Figure:
     """Every layer's map, each with its own colours."""
-    rows = -(-len(values) // ACROSS)
-    figure = new_figure(PAGE * 1.6, 1.5 * rows + 0.2)
-    grid = figure.subplots(rows, ACROSS, squeeze=False)
+    across = min(ACROSS, len(values))
+    rows = -(-len(values) // across)
+    figure = new_figure(1.4 * across, 1.5 * rows + 0.2)
+    grid = figure.subplots(rows, across, squeeze=False)
     for number, axes in enumerate(grid.flat):
         if number < len(values):
             draw_map(figure, axes, values[number], last)

@@ -203,7 +203,7 @@ def test_the_commands(posbench: Callable[..., Result], outputs: Path) -> None:
     study = score_map.ScoreMap(samples=8, tokens=12)
     # Five layers: the first four raw and normalised with their colour bars, then all of them.
     shapes = {name: len(figure.axes) for name, (figure, _) in study.figures(tables).items()}
-    assert shapes == {"score_map": 16, "all_layers_score": 8 + 5, "all_layers_normalised": 8 + 5}
+    assert shapes == {"score_map": 16, "all_layers_score": 10, "all_layers_normalised": 10}
     (figure, _) = gram.Gram(samples=8, tokens=12).figures({"panels": pd.read_csv(second / "panels.csv")})["gram"]
     assert len(figure.axes) == 18
     assert len(pd.read_csv(first / "findings.csv")) == 3 and len(pd.read_csv(second / "findings.csv")) == 6
