@@ -58,7 +58,7 @@ def test_study_without_a_model_loads_none(
     assert result.status == 0, result.err
     (folder,) = run_folders(outputs)
     assert folder.name.startswith("masks__")
-    assert set(pd.read_csv(folder / "findings.csv")["verdict"]) == {"holds"}
+    assert set(pd.read_csv(folder / "findings.csv")["verdict"]) == {"holds", "does not hold"}
 
 
 def test_sweep_over_models_collects_the_verdicts(posbench: Callable[..., Result], outputs: Path) -> None:
@@ -70,7 +70,7 @@ def test_sweep_over_models_collects_the_verdicts(posbench: Callable[..., Result]
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["study=rollot"], "study = 'rollot': allowed: masks"),
+        (["study=rollot"], "study = 'rollot': allowed: "),
         (["study=rollout", "study.prompt=3"], "did you mean study.prompts?"),
         (["study=rollout", "study.prompts=1"], "study.prompts = 1: allowed: a whole number from 2 up"),
         (["study=rollout", "study.prompts=many"], "study.prompts = 'many': allowed: a whole number"),
