@@ -300,7 +300,7 @@ def test_an_untrained_model_has_neither_retrieval_nor_gain(
 def test_the_studies_on_a_trained_model(posbench: Callable[..., Result], outputs: Path) -> None:
     strings = ["study.strings=60", "study.length=64"]
     for study, fields in (
-        ("attention_to_gold", [*FEW, "study.pairs=[24]"]),
+        ("attention_to_gold", [*FEW, "study.pairs=[24]", "study.least=0.2"]),
         ("doubling", [*FEW, "study.item=0.5", "study.factor=3"]),
         ("positional_channels", strings),
     ):
