@@ -44,6 +44,7 @@ from posbench.studies.gold_positions import (
     first_of_each,
     need_items,
     need_layers,
+    need_weights,
     permutation_p,
     placed,
     position_draws,
@@ -91,6 +92,7 @@ class AttentionToGold(Study):
     def check(self, config: Config, lm: LM | None) -> None:
         """Refuse a task without gold positions, layers that the model lacks, and numbers of pairs that do not fit."""
         assert lm is not None
+        need_weights(lm)
         need_items(config.task, self.examples)
         need_layers(lm, "layers", self.layers)
         need_layers(lm, "head_layer", None if self.head_layer is None else (self.head_layer,))
@@ -104,7 +106,7 @@ class AttentionToGold(Study):
         Raises:
             UserError: The task has no pairs to count.
         """
-        more = [n for n in self.pairs or () if n != task.items]
+        more = [n for n in dict.fromkeys(self.pairs or ()) if n != task.items]
         if more and "pairs" not in {field.name for field in fields(task)}:
             raise UserError(
                 field="study.pairs", value=list(more), allowed=f"null with task {task.name}", hint="take task=kv_retrieval"
@@ -112,11 +114,12 @@ class AttentionToGold(Study):
         return [task, *(replace(task, pairs=n) for n in more)]  # type: ignore[call-arg]
 
     def measure(self, run: Run) -> dict[str, pd.DataFrame]:
-        """All tables of the class; each has its columns in the method that makes it.
+        """Six tables.
 
-        ``maps`` (layer, gold_position, item, attention, n) and ``head_maps`` (with head) are mean weights per token;
-        ``layers`` and ``heads`` the scores; ``examples`` one row for each example: attention to the gold item in the
-        retrieval-related layers, and the task's score; ``lengths`` their means for each number of items.
+        ``maps`` (layer, gold_position, item, attention, n) and ``head_maps`` (the same with head) hold mean weights per token;
+        ``layers`` and ``heads`` the retrieval scores, see :func:`scores`, and for layers how vertical their map is and whether
+        they are ``used``; ``examples`` a row for each example with its attention to the gold item, mean over the layers in use,
+        and its score; ``lengths`` the means of these at each gold position and number of items.
         """
         parts, tables = [], dict[str, pd.DataFrame]()
         for task in self.tasks(run.config.task):

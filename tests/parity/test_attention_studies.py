@@ -350,6 +350,7 @@ def test_fields_that_do_not_fit_are_refused(study, message: str) -> None:
         study.check(config, package.load("tiny"))
 
 
-def test_falcon_with_alibi_is_refused() -> None:
+@pytest.mark.parametrize("study", [Doubling(), AttentionToGold()])
+def test_falcon_with_alibi_is_refused(study) -> None:
     with pytest.raises(UserError, match="ALiBi Falcon twice"):
-        Doubling().check(SimpleNamespace(task=KVRetrieval(**SMALL)), package.load(build("falcon-alibi")))
+        study.check(SimpleNamespace(task=KVRetrieval(**SMALL)), package.load(build("falcon-alibi")))
