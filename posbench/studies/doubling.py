@@ -38,7 +38,7 @@ from posbench.stages.base import Run, complete, encode
 from posbench.stages.evaluate import plan, replies
 from posbench.stages.intervene import item_pool, pooled
 from posbench.studies.base import Finding, Study
-from posbench.studies.gold_positions import RESAMPLES, by_length, facts, need_items, need_layers, placed
+from posbench.studies.gold_positions import RESAMPLES, by_length, facts, need_items, need_layers, need_weights, placed
 from posbench.tasks import Example, Task
 
 Mode = Literal["none", "item", "gold", "other"]
@@ -88,12 +88,9 @@ class Doubling(Study):
     def check(self, config: Config, lm: LM | None) -> None:
         """Refuse a task without gold positions, layers that the model lacks, and numbers that mean nothing."""
         assert lm is not None
+        need_weights(lm)
         need_items(config.task, self.examples)
         need_layers(lm, "layers", self.layers)
-        if lm.model.config.model_type == "falcon" and lm.model.config.alibi:
-            # Its eager attention, the only one that shows weights, adds the bias a second time: the mask holds it already.
-            allowed = "a model whose eager attention is its own; transformers adds the bias of an ALiBi Falcon twice there"
-            raise UserError(field="model", value=lm.name, allowed=allowed, hint="take another model")
         if not 0 <= self.item <= 1:
             raise UserError(field="study.item", value=self.item, allowed="a depth from 0 to 1", hint="set study.item=0.5")
         if self.factor <= 0:
