@@ -420,12 +420,27 @@ class LM:
 
             return hook
 
-        # These families compute and return all weights themselves, when asked for eager attention.
         with ExitStack() as stack:
-            stack.enter_context(replaced(self.model.config, "_attn_implementation_internal", "eager"))
+            stack.enter_context(self.eager())
             for layer, module in enumerate(arch.attention_modules(self.model)):
                 stack.callback(module.register_forward_hook(read(layer)).remove)
             yield weights
+
+    @contextmanager
+    def eager(self) -> Iterator[None]:
+        """Make families outside the library's attention functions compute, and return, all attention weights themselves."""
+
+        def without_bias(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Any]:
+            return args, kwargs | {"alibi": torch.zeros_like(kwargs["alibi"])}
+
+        config = self.model.config
+        with ExitStack() as stack:
+            if config.model_type == "falcon" and config.alibi and config._attn_implementation != "eager":
+                # Falcon's mask holds the bias already, and its eager attention alone would add it a second time.
+                for module in arch.attention_modules(self.model):
+                    stack.callback(module.register_forward_pre_hook(without_bias, with_kwargs=True).remove)
+            stack.enter_context(replaced(config, "_attn_implementation_internal", "eager"))
+            yield
 
     @contextmanager
     def _listening(self, weights: dict[int, Tensor]) -> Iterator[None]:

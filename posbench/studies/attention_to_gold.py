@@ -44,7 +44,6 @@ from posbench.studies.gold_positions import (
     first_of_each,
     need_items,
     need_layers,
-    need_weights,
     permutation_p,
     placed,
     position_draws,
@@ -92,7 +91,6 @@ class AttentionToGold(Study):
     def check(self, config: Config, lm: LM | None) -> None:
         """Refuse a task without gold positions, layers that the model lacks, and numbers of pairs that do not fit."""
         assert lm is not None
-        need_weights(lm)
         need_items(config.task, self.examples)
         need_layers(lm, "layers", self.layers)
         need_layers(lm, "head_layer", None if self.head_layer is None else (self.head_layer,))

@@ -19,7 +19,7 @@ from transformers.integrations.sdpa_attention import repeat_kv
 from posbench import arch
 from posbench.config import Config
 from posbench.errors import UserError
-from posbench.hooks import attending, replaced
+from posbench.hooks import attending
 from posbench.lm import LM, Encoded, last_row
 from posbench.metrics import mean_interval
 from posbench.plots import (
@@ -38,7 +38,7 @@ from posbench.stages.base import Run, complete, encode
 from posbench.stages.evaluate import plan, replies
 from posbench.stages.intervene import item_pool, pooled
 from posbench.studies.base import Finding, Study
-from posbench.studies.gold_positions import RESAMPLES, by_length, facts, need_items, need_layers, need_weights, placed
+from posbench.studies.gold_positions import RESAMPLES, by_length, facts, need_items, need_layers, placed
 from posbench.tasks import Example, Task
 
 Mode = Literal["none", "item", "gold", "other"]
@@ -88,7 +88,6 @@ class Doubling(Study):
     def check(self, config: Config, lm: LM | None) -> None:
         """Refuse a task without gold positions, layers that the model lacks, and numbers that mean nothing."""
         assert lm is not None
-        need_weights(lm)
         need_items(config.task, self.examples)
         need_layers(lm, "layers", self.layers)
         if not 0 <= self.item <= 1:
@@ -304,7 +303,7 @@ def multiplied(
         if arch.family_of(lm.model).interface:
             stack.enter_context(attending(lm.model, attend))
         else:
-            stack.enter_context(replaced(lm.model.config, "_attn_implementation_internal", "eager"))
+            stack.enter_context(lm.eager())
             for module in arch.attention_modules(lm.model):
                 stack.callback(module.register_forward_hook(hook, with_kwargs=True).remove)
         yield weights

@@ -39,18 +39,6 @@ def need_items(task: Task, examples: int | None) -> None:
         )
 
 
-def need_weights(lm: LM) -> None:
-    """Refuse a model whose attention weights cannot be seen as it computes them.
-
-    Raises:
-        UserError: It is a Falcon with ALiBi.
-    """
-    if lm.model.config.model_type == "falcon" and lm.model.config.alibi:
-        # Weights come from its eager attention, which adds the bias a second time: the mask holds it already.
-        allowed = "a model whose eager attention is its own; transformers adds the bias of an ALiBi Falcon twice there"
-        raise UserError(field="model", value=lm.name, allowed=allowed, hint="take another model")
-
-
 def need_layers(lm: LM, name: str, layers: Sequence[int] | None) -> None:
     """Refuse layers that a model lacks, and an empty list of them; None is all that a study finds by itself.
 

@@ -18,7 +18,7 @@ from transformers.integrations.sdpa_attention import repeat_kv
 from posbench import arch
 from posbench.config import Config
 from posbench.errors import UserError
-from posbench.hooks import attending, replaced
+from posbench.hooks import attending
 from posbench.lm import LM
 from posbench.metrics import mean_interval
 from posbench.plots import PAGE, line_style, new_figure, styled
@@ -194,7 +194,7 @@ def flow(lm: LM, ids: Sequence[int], parts: int = 10, tokens: int = 64) -> dict[
 
             stack.enter_context(attending(lm.model, read))
         else:
-            stack.enter_context(replaced(lm.model.config, "_attn_implementation_internal", "eager"))
+            stack.enter_context(lm.eager())
             for layer, module in enumerate(arch.attention_modules(lm.model)):
                 stack.callback(module.register_forward_hook(_whole_map(layer, reduce)).remove)
         lm.model(**lm.pad([ids]), use_cache=False, logits_to_keep=1)

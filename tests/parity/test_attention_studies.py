@@ -348,9 +348,3 @@ def test_fields_that_do_not_fit_are_refused(study, message: str) -> None:
     config = SimpleNamespace(task=KVRetrieval(**SMALL))
     with pytest.raises(UserError, match=message):
         study.check(config, package.load("tiny"))
-
-
-@pytest.mark.parametrize("study", [Doubling(), AttentionToGold()])
-def test_falcon_with_alibi_is_refused(study) -> None:
-    with pytest.raises(UserError, match="ALiBi Falcon twice"):
-        study.check(SimpleNamespace(task=KVRetrieval(**SMALL)), package.load(build("falcon-alibi")))
