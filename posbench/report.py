@@ -16,7 +16,6 @@ import yaml
 from matplotlib.figure import Figure
 
 from posbench import curve_plots, paths, plots, sweep_plots, tables
-from posbench.config import study_of
 from posbench.errors import UserError
 from posbench.metrics import COLUMNS as METRICS
 from posbench.metrics import SUBSET_COLUMNS
@@ -28,6 +27,11 @@ FINDING_TEXTS = ("claim", "statistic", "verdict", "note")
 TEXT_COLUMNS = ("run", "model", "method", "task", "position", "metric", "channel", "site", *FINDING_TEXTS)
 SEARCH = ("channel", "factor", "layer_first", "layer_last", "loss", "loss_unmodified", "n", "monotone_layers", "smoothness")
 ATTENTION = ("model", "method", "task", "gold_position", "layer", "pair", "attention")
+BIAS_TEXT = (
+    "In points, 95 % bootstrap intervals over questions, the same questions for all methods. Position bias: standard deviation "
+    "of the score over gold positions without what sampling noise adds; 0 where noise explains all of it. A gap is above 0 by "
+    "noise alone: beside it stands what it is when positions are shuffled, with the range of 95 % of the shuffles."
+)
 SHOWN = 8000  # characters of a prompt in the report
 NEEDED = {
     "metrics": METRICS,
@@ -84,12 +88,15 @@ def render_run(folder: Path) -> Path:
         ran = f"As applied: {tables.applied(ran)}. " if len(ran) > 1 else ""
         what = plots.metric_name(metrics)
         text = ran + f"{what.capitalize()} in % and paired difference in points, each with its 95 % interval."
-        text = " ".join(filter(None, (text + _middle_drop(metrics), shortened(folder))))
+        text = " ".join(filter(None, (text, shortened(folder))))
         positions = bool(len(at_positions(metrics)))
         sections.append(Section(f"{what.capitalize()} by gold position" if positions else what.capitalize(), text, header, rows))
         if positions:
             caption = f"{what.capitalize()} over the position of the answer. Bands: 95 % intervals."
             sections[-1].figures.append(_figure(folder, "accuracy", plots.accuracy_by_position(metrics), caption))
+        header, rows = tables.bias_table(metrics)
+        if rows:
+            sections.append(Section("Position bias", BIAS_TEXT, header, rows))
         sections += _experiment(folder, tables.with_subsets(metrics, subsets))
         others = tables.other_scores(metrics)
         if len(others):
@@ -174,7 +181,9 @@ def render_sweep(folder: Path) -> Path:
     if attention is not None:
         caption = "Attention of the last prompt token to the item with the answer over its position, for each setting."
         figures.append(_figure(folder, "attention", sweep_plots.attention_sweep(attention, axes), caption))
-    text = "Score over all positions in % with its 95 % interval; difference from the unmodified model in points."
+    text = (
+        "Score over all positions in % with its 95 % interval; difference from the unmodified model and position bias in points."
+    )
     sections = [Section("Settings", text, header, rows, figures), *_experiment(folder, tables.with_subsets(summary, subsets))]
     return _write(folder, _html(folder.name, sentence, "", sections))
 
@@ -185,16 +194,6 @@ def render_sweep(folder: Path) -> Path:
 def shortened(folder: Path) -> str:
     """How many prompts of a run were shortened to the context window, in words; empty where none was."""
     return tables.shortened(row for row in RunDir(folder).rows("predictions.jsonl") if "error" not in row)
-
-
-def _middle_drop(metrics: pd.DataFrame) -> str:
-    drops = overall(metrics, "middle_drop")
-    if drops.empty:
-        return ""
-    values = ", ".join(
-        f"{m.replace(UNMODIFIED, 'unmodified')} {100 * v:.1f}" for m, v in zip(drops["method"], drops["value"], strict=True)
-    )
-    return f" Middle drop in points (mean of the two ends minus the lowest inner position): {values}."
 
 
 # Sections
@@ -211,6 +210,9 @@ def _study(folder: Path) -> list[Section]:
     facts = _json(folder / "study.json")
     if not facts:
         return []
+    # Studies may need the model libraries; pages without one do not.
+    from posbench.config import study_of
+
     study, _ = study_of(_read(folder / "config.yaml", lambda p: yaml.safe_load(p.read_text()), "YAML")["study"])
     title = (type(study).__doc__ or facts["study"]).split("\n")[0].rstrip(".")
     section = Section(title)
