@@ -191,9 +191,9 @@ def _bias(
     """Method, statistic of :data:`BIAS` or its difference from the unmodified model, value, n, interval.
 
     The draws of a statistic that noise raises lie twice as far up as its estimate does (noise of the sample, and of the draw), so
-    twice that bias is taken off them. A gap is off by at most the gap of the curve's errors; its interval adds the 95 % quantile of
-    that, as Tukey's range test does. Without position bias the intervals then reach zero. A difference of two gaps gets no row:
-    the errors of two maxima do not cancel, and no such interval would hold.
+    twice that bias is taken off them. A gap is off by at most the gap of the curve's errors; its interval adds the 95 % quantile
+    of that, as Tukey's range test does. Without position bias the intervals then reach zero. A difference of two gaps gets no
+    row: the errors of two maxima do not cancel, and no such interval would hold.
     """
     placed = frame.dropna(subset=["position", name])
     if placed["position"].nunique() < 3:

@@ -32,6 +32,10 @@ BIAS_TEXT = (
     "of the score over gold positions without what sampling noise adds; 0 where noise explains all of it. A gap is above 0 by "
     "noise alone: beside it stands what it is when positions are shuffled, with the range of 95 % of the shuffles."
 )
+TREND_TEXT = (
+    "Centre of attention: for each prompt the centre of mass of the last token's attention over the items, 0 the first item and "
+    "1 the last, in the layer of the attention figure. Rank correlations are Spearman's over the settings."
+)
 SHOWN = 8000  # characters of a prompt in the report
 NEEDED = {
     "metrics": METRICS,
@@ -41,6 +45,7 @@ NEEDED = {
     "attention": ATTENTION,
     "attention_summary": ATTENTION,
     "findings": FINDING_COLUMNS,
+    "trend": ("group", "axis", "statistic", "number", "value", "low", "high", "n"),
     "search": (*SEARCH, "selected"),
     "channels": ("channel", "site", "layer", "position", "value", "sliding_mean"),
     "generations": ("generation", "best", "mean", "worst", "evaluations", "candidates", "unmodified"),
@@ -181,10 +186,14 @@ def render_sweep(folder: Path) -> Path:
     if attention is not None:
         caption = "Attention of the last prompt token to the item with the answer over its position, for each setting."
         figures.append(_figure(folder, "attention", sweep_plots.attention_sweep(attention, axes), caption))
-    text = (
-        "Score over all positions in % with its 95 % interval; difference from the unmodified model and position bias in points."
-    )
-    sections = [Section("Settings", text, header, rows, figures), *_experiment(folder, tables.with_subsets(summary, subsets))]
+    text = "Score over all positions in % with its 95 % interval; difference from unmodified and position bias in points."
+    sections = [Section("Settings", text, header, rows, figures)]
+    trend, findings = read_csv(folder / "trend.csv"), read_csv(folder / "findings.csv")
+    if trend is not None and findings is not None:
+        caption = "Bands: 95 % bootstrap intervals over questions. Dotted: no lean. Dashed: the unmodified model."
+        drawn = _figure(folder, "trend", sweep_plots.trend(trend), caption)
+        sections.append(Section("Lean", TREND_TEXT, *tables.findings_table(findings), [drawn]))
+    sections += _experiment(folder, tables.with_subsets(summary, subsets))
     return _write(folder, _html(folder.name, sentence, "", sections))
 
 
