@@ -36,13 +36,12 @@ def trends(runs: Sequence[tuple[dict[str, str], Path]], axes: Sequence[str]) -> 
     Returns:
         Rows of :data:`TREND` for every setting and for the unmodified model: the centre of attention over the items, 0 the first
         and 1 the last, in the layer whose attention to the gold item is largest in the unmodified model; and the score of the
-        first half of the gold positions minus that of the second. Then the findings: rank correlations of both with the number, and the
-        number with the best average score, with bootstrap intervals over questions. Both are empty where no such key was swept.
+        first half of the gold positions minus that of the second. Then the findings: rank correlations of both with the number,
+        and the number with the best average score, with bootstrap intervals over questions. Both are empty where no such key
+        was swept.
     """
-    numeric = [
-        a for a in axes if a.startswith("method.") and len({n for s, _ in runs if (n := _number(s.get(a))) is not None}) > 2
-    ]
-    numeric = [a for a in numeric if all(_number(s.get(a)) is not None for s, _ in runs)]
+    values = {axis: [_number(setting.get(axis)) for setting, _ in runs] for axis in axes if axis.startswith("method.")}
+    numeric = [axis for axis, numbers in values.items() if None not in numbers and len(set(numbers)) > 2]
     groups: dict[str, dict[float, Path]] = {}
     for setting, path in runs if len(numeric) == 1 else ():
         facts = yaml.safe_load((path / "config.yaml").read_text())
