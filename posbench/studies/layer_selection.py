@@ -1,4 +1,4 @@
-"""Which layers to scale: every range on calibration prompts, the best one held against the published one and against retrieval."""
+"""Which layers to scale: every range on calibration prompts, the best one beside the published one and beside retrieval."""
 
 from __future__ import annotations
 
@@ -80,7 +80,8 @@ class LayerSelection(Study):
         assert isinstance(method, ScaleChannel) and isinstance(search, ChannelSearch)
         resamples = run.config.runtime.resamples
         grid = replace(search, layers="auto", layer_step=self.step).layer_ranges(lm.layers, None)
-        tried = list(dict.fromkeys([*grid, tuple(method.layers)]))
+        published = (method.layers[0], method.layers[1])
+        tried = list(dict.fromkeys([*grid, published]))
         channels = {CHOSEN: method.channels[0]}
         if self.control:
             others = [c for c in range(lm.model.config.get_text_config().hidden_size) if c != method.channels[0]]
@@ -109,7 +110,7 @@ class LayerSelection(Study):
         return {
             "ranges": ranges,
             "edges": edges(changes, channels[CHOSEN], lm.layers, names, resamples),
-            "layers": self.layers(run, changes, channels[CHOSEN], best[CHOSEN].layers, tuple(method.layers), resamples),
+            "layers": self.layers(run, changes, channels[CHOSEN], best[CHOSEN].layers, published, resamples),
             "evaluation": _evaluation(run, settings, resamples),
         }
 
@@ -153,8 +154,8 @@ class LayerSelection(Study):
         """Loss over ranges, and retrieval and benefit layer by layer."""
         caption = (
             "Left: calibration loss of each range of layers minus that of the unmodified model; star: the lowest, square: the "
-            "published range. Right: retrieval score of each layer (share of prompts whose gold item gets the most attention, minus "
-            "chance), and what the loss gains where a range holds the layer."
+            "published range. Right: retrieval score of each layer (share of prompts whose gold item gets the most attention, "
+            "minus chance), and what the loss gains where a range holds the layer."
         )
         return {"layers": (layer_figure(tables["ranges"], tables["layers"]), caption)}
 
@@ -169,16 +170,18 @@ class LayerSelection(Study):
                 f"layers {best['layers']} against {rows.loc[PUBLISHED, 'layers']}",
             )
         ]  # fmt: skip
-        for name in ("best", "published"):
+        claims = {
+            "best": "The range with the lowest loss is that of the retrieval-related layers",
+            "published": "The layers to scale are more likely to be retrieval-related (Yu et al. 2025, Section 3.3)",
+        }
+        for name, claim in claims.items():
             row = layers.loc[f"inside minus outside the {name} range"]
-            claim = {"best": "The range with the lowest loss is that of the retrieval-related layers",
-                     "published": "The layers to scale are more likely to be retrieval-related (Yu et al. 2025, Section 3.3)"}  # fmt: skip
             values = row[["retrieval", "low", "high"]].to_numpy(dtype=float)
             statistic = f"retrieval score of the layers inside minus outside the {name} range"
-            found.append(_finding(claim[name], statistic, values, int(row["n"]), "" if values[0] == values[0] else "all layers"))
-        for edge, row in tables["edges"].set_index("edge").iterrows():
-            claim = f"Scaling the {edge} layers, too, does harm (Yu et al. 2025, Section 3.3)"
-            statistic = f"calibration loss of ranges with the {edge} layers minus that without, nats per token"
+            found.append(_finding(claim, statistic, values, int(row["n"]), "" if values[0] == values[0] else "all layers"))
+        for _, row in tables["edges"].iterrows():
+            claim = f"Scaling the {row['edge']} layers, too, does harm (Yu et al. 2025, Section 3.3)"
+            statistic = f"calibration loss of ranges with the {row['edge']} layers minus that without, nats per token"
             found.append(_finding(claim, statistic, row[["change", "low", "high"]].to_numpy(dtype=float), int(row["n"]), ""))
         if CONTROL in rows.index:
             row = rows.loc[CONTROL]
@@ -308,10 +311,10 @@ def _loss_map(axes: Axes, rows: pd.DataFrame, top: float, published: tuple[int, 
     grid = rows.pivot(index="first", columns="last", values="change")
     image = axes.imshow(grid.to_numpy(dtype=float), cmap="PuOr_r", vmin=-top, vmax=top, aspect="auto", origin="lower")
     lowest = rows.loc[rows["change"].idxmin()]
-    for (first, last), marker, size in (((lowest["first"], lowest["last"]), "*", 7), (published, "s", 9)):
-        style: dict[str, Any] = {"linestyle": "none", "markerfacecolor": "none" if marker == "s" else "black"}
+    for (first, last), marker, size in (((lowest["first"], lowest["last"]), "*", 8), (published, "s", 12)):
         at = grid.columns.get_loc(last), grid.index.get_loc(first)
-        axes.plot(*([v] for v in at), marker=marker, markersize=size, color="black", **style)
+        fill = COLOURS[2] if marker == "*" else "none"
+        axes.plot([at[0]], [at[1]], marker, markersize=size, color=COLOURS[2], markerfacecolor=fill, markeredgewidth=1.2)
     for names, place in ((grid.columns, axes.set_xticks), (grid.index, axes.set_yticks)):
         step = max(1, len(names) // 6)
         place(range(0, len(names), step), [str(n) for n in names[::step]])
