@@ -90,7 +90,9 @@ def _attention_lean(
     wide = [table[table["number"] == number].sort_values("id")["centre"].to_numpy() for number in folders]
     each = prompts.assign(rank=rank_correlation(np.stack(wide, axis=-1), np.array(list(folders))), number=0.0)
     found = _finding(
-        "C7: a larger factor moves attention to the beginning (Yu et al. 2025, Figure 6a)" if published else f"attention: {axis}",
+        "C7: a larger factor moves attention to the beginning (Yu et al. 2025, Figure 6a)"
+        if published
+        else f"attention leans with {axis}",
         f"rank correlation of the {CENTRE} with {axis}, mean over prompts",
         -1 if published else 0,
         **_mean(*resampled_curves(each, "rank", "number", resamples, 0)[0.0]),
@@ -123,10 +125,21 @@ def _score_lean(
     exact, drawn = (np.stack([curves[number][i] for number in folders], axis=-2) for i in (0, 1))
     low, high = np.quantile(rank_correlation(_halves(drawn), numbers), [0.025, 0.975])
     lean = _finding(
-        "C7: a larger factor favours the beginning (Yu et al. 2025, Figure 6b)" if published else f"score: {axis}",
+        "C7: a larger factor favours the beginning (Yu et al. 2025, Figure 6b)" if published else f"the score leans with {axis}",
         f"rank correlation of the {LEAN} with {axis}",
         1 if published else 0,
         value=float(rank_correlation(_halves(exact), numbers)), low=float(low), high=float(high), n=n,
+    )  # fmt: skip
+    # Below zero the paper's factor turns the bias round, so that more of it is no more bias.
+    kept = numbers >= 0 if published else np.full(len(numbers), True)
+    low, high = np.quantile(rank_correlation(drawn[:, kept].std(-1), numbers[kept]), [0.025, 0.975])
+    spread = _finding(
+        "C7: over 1 a factor amplifies the bias, below 1 it shrinks it (Yu et al. 2025, Section 4.3)"
+        if published
+        else f"the position bias changes with {axis}",
+        f"rank correlation of the std over gold positions with {axis}" + (" from 0 up" if published else ""),
+        1 if published else 0,
+        value=float(rank_correlation(exact[kept].std(-1), numbers[kept])), low=float(low), high=float(high), n=n,
     )  # fmt: skip
     draws = numbers[drawn.mean(-1).argmax(-1)]
     low, high = map(float, np.quantile(draws, [0.025, 0.975], method="inverted_cdf"))
@@ -138,7 +151,7 @@ def _score_lean(
         verdict="holds" if inside else "does not hold" if outside else "not testable here",
         note="" if inside or outside else "the interval reaches over an end of the range",
     )  # fmt: skip
-    return rows, [lean, peak] if published else [lean]
+    return rows, [lean, spread, peak] if published else [lean, spread]
 
 
 def _finding(claim: str, statistic: str, sign: int, *, value: float, low: float, high: float, n: int) -> Finding:

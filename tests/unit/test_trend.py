@@ -51,7 +51,7 @@ def _runs(folder: Path, strength: float, method: str = "scale_channel") -> list[
 def test_a_planted_lean_is_found_and_its_absence_too(tmp_path: Path) -> None:
     for name, strength in (("lean", 1.0), ("control", 0.0)):
         rows, findings = trends(_runs(tmp_path / name, strength), ["method.factor"])
-        first, second, peak = findings.itertuples()
+        first, second, _, peak = findings.itertuples()
         if strength:
             assert first.verdict == second.verdict == "holds" and first.value < -0.9 and second.value > 0.9
             centres = rows[(rows["statistic"] == CENTRE) & (rows["number"] != "none")].set_index("number")["value"]
@@ -79,10 +79,19 @@ def test_the_rows_are_those_of_the_prompts(tmp_path: Path) -> None:
 def test_another_method_has_no_claim_about_the_direction_and_few_numbers_make_no_trend(tmp_path: Path) -> None:
     runs = _runs(tmp_path, -1.0, method="position_interpolation")
     _, findings = trends([({"method.scale": s["method.factor"]}, p) for s, p in runs], ["method.scale"])
-    assert len(findings) == 2 and set(findings["verdict"]) == {"holds"} and not findings["claim"].str.contains("C7").any()
+    assert len(findings) == 3 and not findings["claim"].str.contains("C7").any()
+    assert list(findings["verdict"][:2]) == ["holds", "holds"] and findings["value"][0] > 0 > findings["value"][1]
+    # The lean is as strong at 2 as at -2, so the spread over positions follows no number of the five.
+    assert findings["verdict"][2] == "does not hold" and findings["low"][2] <= 0 <= findings["high"][2]
     for few, axes in ((runs[:2], ["method.factor"]), (runs, ["task.seed"]), (runs, [])):
         rows, findings = trends(few, axes)
         assert rows.empty and findings.empty
+
+
+def test_a_factor_that_amplifies_the_bias_is_seen_from_zero_up(tmp_path: Path) -> None:
+    _, findings = trends(_runs(tmp_path, 1.0), ["method.factor"])
+    spread = findings.iloc[2]
+    assert "amplifies" in spread["claim"] and spread["value"] == 1.0 and spread["verdict"] == "holds"
 
 
 def test_rank_correlation_is_scipys() -> None:
