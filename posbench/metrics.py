@@ -210,7 +210,7 @@ def _bias(
         found["position_bias"] = float(np.sqrt(np.maximum(exact["variance"] - noise["variance"], 0))), spread
         gap, error = float(exact["gap"]), float(np.nanquantile(np.ptp(draws - curve, axis=1), 0.95))
         shuffled = _shuffled_gaps(part, name, resamples, seed)
-        yield method, "gap", gap, len(part), (max(gap - error, 0.0), gap + error)
+        yield method, "gap", gap, len(part), (max(gap - error, 0.0), min(gap + error, 1.0))
         yield method, "gap_null", float(shuffled.mean()), len(part), _quantiles(shuffled)
         for key, (value, values) in found.items():
             yield method, key, value, len(part), _quantiles(values)

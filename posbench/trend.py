@@ -89,10 +89,9 @@ def _attention_lean(
     prompts = table.drop_duplicates("id").sort_values("id")
     wide = [table[table["number"] == number].sort_values("id")["centre"].to_numpy() for number in folders]
     each = prompts.assign(rank=rank_correlation(np.stack(wide, axis=-1), np.array(list(folders))), number=0.0)
+    claim = "C7: a larger factor moves attention to the beginning (Yu et al. 2025, Figure 6a)"
     found = _finding(
-        "C7: a larger factor moves attention to the beginning (Yu et al. 2025, Figure 6a)"
-        if published
-        else f"attention leans with {axis}",
+        claim if published else f"attention leans with {axis}",
         f"rank correlation of the {CENTRE} with {axis}, mean over prompts",
         -1 if published else 0,
         **_mean(*resampled_curves(each, "rank", "number", resamples, 0)[0.0]),
@@ -130,17 +129,22 @@ def _score_lean(
         1 if published else 0,
         value=float(rank_correlation(_halves(exact), numbers)), low=float(low), high=float(high), n=n,
     )  # fmt: skip
+    found = [lean]
     # Below zero the paper's factor turns the bias round, so that more of it is no more bias.
     kept = numbers >= 0 if published else np.full(len(numbers), True)
-    low, high = np.quantile(rank_correlation(drawn[:, kept].std(-1), numbers[kept]), [0.025, 0.975])
-    spread = _finding(
-        "C7: over 1 a factor amplifies the bias, below 1 it shrinks it (Yu et al. 2025, Section 4.3)"
-        if published
-        else f"the position bias changes with {axis}",
-        f"rank correlation of the std over gold positions with {axis}" + (" from 0 up" if published else ""),
-        1 if published else 0,
-        value=float(rank_correlation(exact[kept].std(-1), numbers[kept])), low=float(low), high=float(high), n=n,
-    )  # fmt: skip
+    if kept.sum() > 2:
+        low, high = np.quantile(rank_correlation(drawn[:, kept].std(-1), numbers[kept]), [0.025, 0.975])
+        claim = "C7: over 1 a factor amplifies the bias, below 1 it shrinks it (Yu et al. 2025, Section 4.3)"
+        found.append(
+            _finding(
+                claim if published else f"the position bias changes with {axis}",
+                f"rank correlation of the std over gold positions with {axis}" + (" from 0 up" if published else ""),
+                1 if published else 0,
+                value=float(rank_correlation(exact[kept].std(-1), numbers[kept])), low=float(low), high=float(high), n=n,
+            )
+        )  # fmt: skip
+    if not published:
+        return rows, found
     draws = numbers[drawn.mean(-1).argmax(-1)]
     low, high = map(float, np.quantile(draws, [0.025, 0.975], method="inverted_cdf"))
     inside, outside = low >= -1 and high <= 0.5, high < -1 or low > 0.5
@@ -151,7 +155,7 @@ def _score_lean(
         verdict="holds" if inside else "does not hold" if outside else "not testable here",
         note="" if inside or outside else "the interval reaches over an end of the range",
     )  # fmt: skip
-    return rows, [lean, spread, peak] if published else [lean, spread]
+    return rows, [*found, peak]
 
 
 def _finding(claim: str, statistic: str, sign: int, *, value: float, low: float, high: float, n: int) -> Finding:
