@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 OLDEST := $(VENV)-oldest
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-fast test-versions lint format tiny tiny-seeds figure figures docs study bench lpes throughput scorers rope-curves bucket-search causal-mask score-maps precision wheel clean
+.PHONY: help setup run test test-fast test-versions lint format tiny tiny-seeds figure figures docs study bench lpes throughput scorers rope-curves bucket-search causal-mask score-maps claims precision wheel clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-13s %s\n", $$1, $$2}'
@@ -88,6 +88,9 @@ rope-curves: setup ## what a RoPE scale does to decay, waves and attention (LPES
 
 bucket-search: setup ## bases for Attention Buckets from attention waves, in outputs/bucket_search
 	$(BIN)/python -m posbench.studies.bucket_search $(ARGS)
+
+claims: setup ## the claims of Yu et al. 2025 held against the embedded models, written to docs/claims.md
+	$(BIN)/python -m posbench.studies.claims $(ARGS)
 
 precision: setup ## rounding errors and batch-size drift per method, written to docs/precision.md
 	$(BIN)/python -m posbench.studies.precision --out docs/precision.md $(ARGS)

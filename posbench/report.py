@@ -219,7 +219,7 @@ def _study(folder: Path) -> list[Section]:
     facts = _json(folder / "study.json")
     if not facts:
         return []
-    # Studies may need the model libraries; pages without one do not.
+    # A study brings its model library along, which no other page needs.
     from posbench.config import study_of
 
     study, _ = study_of(_read(folder / "config.yaml", lambda p: yaml.safe_load(p.read_text()), "YAML")["study"])

@@ -43,10 +43,11 @@ def trends(runs: Sequence[tuple[dict[str, str], Path]], axes: Sequence[str]) -> 
     values = {axis: [_number(setting.get(axis)) for setting, _ in runs] for axis in axes if axis.startswith("method.")}
     numeric = [axis for axis, numbers in values.items() if None not in numbers and len(set(numbers)) > 2]
     groups: dict[str, dict[float, Path]] = {}
-    for setting, path in runs if len(numeric) == 1 else ():
-        facts = yaml.safe_load((path / "config.yaml").read_text())
+    configs = [yaml.safe_load((path / "config.yaml").read_text()) for _, path in runs] if len(numeric) == 1 else []
+    tasks = {facts["task"]["name"] for facts in configs}
+    for (setting, path), facts in zip(runs, configs, strict=False):
         rest = [f"{axis}={setting[axis]}" for axis in axes if axis not in numeric and axis in setting]
-        group = ", ".join([facts["model"]["name"], facts["task"]["name"], *rest])
+        group = ", ".join([facts["model"]["name"], *([facts["task"]["name"]] if len(tasks) > 1 else []), *rest])
         groups.setdefault(group, {})[float(setting[numeric[0]])] = path
     rows: list[dict[str, Any]] = []
     found: list[dict[str, Any]] = []

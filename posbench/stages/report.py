@@ -58,7 +58,9 @@ def show(folder: Path, console: Console) -> None:
     findings = report.read_csv(folder / "findings.csv")
     if findings is not None:
         header, rows = tables.findings_table(findings)
-        _print(console, header[:-1], [row[:-1] for row in rows], shorten=False)
+        # Statistics and notes need more than a terminal's width; they stand in findings.csv and in the report.
+        kept = [header.index(name) for name in ("claim", "value", "verdict")]
+        _print(console, [header[i] for i in kept], [[row[i] for i in kept] for row in rows], shorten=False)
     page = folder / "report.html"
     console.print(f"report: {page}" if page.is_file() else f"run: {folder}", soft_wrap=True)
 

@@ -196,7 +196,7 @@ class Ablations(Study):
             )
         ]  # fmt: skip
         claims = {name: f"{words} (Yu et al. 2025, Table 6)" for name, words in CLAIMS.items()}
-        for name, claim in (claims | {CONTROL: "a random channel does not do what the chosen one does (control)"}).items():
+        for name, claim in (claims | {CONTROL: "Control: a random channel does not do what the chosen one does"}).items():
             if name not in rows.index:
                 continue
             row = rows.loc[name]

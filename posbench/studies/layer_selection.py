@@ -186,7 +186,7 @@ class LayerSelection(Study):
         if CONTROL in rows.index:
             row = rows.loc[CONTROL]
             values = 100 * row[["difference", "difference_low", "difference_high"]].to_numpy(dtype=float)
-            claim = "A random channel with the best of its ranges stays below the published setting (control)"
+            claim = "Control: a random channel with the best of its ranges stays below the published setting"
             found.append(_finding(claim, "published range minus control, points of the score", -values[[0, 2, 1]], n, ""))
         return found
 

@@ -70,7 +70,7 @@ def test_sweep_over_models_collects_the_verdicts(posbench: Callable[..., Result]
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["study=rollot"], "next: did you mean rollout?"),
+        (["study=rollot"], "did you mean rollout?"),
         (["study=rollout", "study.prompt=3"], "did you mean study.prompts?"),
         (["study=rollout", "study.prompts=1"], "study.prompts = 1: allowed: a whole number from 2 up"),
         (["study=rollout", "study.prompts=many"], "study.prompts = 'many': allowed: a whole number"),

@@ -1,0 +1,101 @@
+"""The claims of Yu et al. 2025 held against the embedded models: one table, made from the studies' own verdicts.
+
+``make claims``, or ``python -m posbench.studies.claims --help``. Runs that are there are not repeated.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+import pandas as pd
+import torch
+import transformers
+from rich.console import Console
+
+import posbench
+from posbench import cli, report
+from posbench.record import write_text
+from posbench.runner import hardware
+from posbench.tables import findings_table, markdown
+
+MODELS = ("tiny", "tiny_b", "tiny_nope", "tiny_alibi")
+STUDIES = ("study=attention_to_gold", "study=positional_channels", "study=chain", "experiment=yu2025_fig6")
+TITLES = {
+    "C1": "C1: attention is a micro-level expression of position bias",
+    "C2": "C2: positional information in hidden states is a source of its own",
+    "C3": "C3: positional channels exist, and the causal mask makes them",
+    "C4": "C4: one channel changes the attention to an item",
+    "C7": "C7: the scaling factor controls the bias",
+    "Control": "Controls: what must not do it",
+}
+"""Claims of the paper that need no benchmark; C5 and C6 are its tables of accuracy and side effects."""
+
+
+def collect(outputs: Path) -> pd.DataFrame:
+    """All verdicts below a folder, in the order of its runs; columns of ``findings.csv``."""
+    frames = [report.read_csv(file) for file in sorted(outputs.glob("*/v*/*/findings.csv"))]
+    return pd.concat([frame for frame in frames if frame is not None], ignore_index=True).drop_duplicates()
+
+
+def section(title: str, rows: pd.DataFrame) -> str:
+    """One claim: a table with a row for each statistic and model."""
+    header, lines = findings_table(rows)
+    models = [str(model) for model in rows["model"]]
+    return f"## {title}\n\n" + markdown(["model", *header], [[model, *line] for model, line in zip(models, lines, strict=True)])
+
+
+def page(findings: pd.DataFrame, commands: Sequence[str]) -> str:
+    """The whole document."""
+    kinds = findings["claim"].str.extract(r"^(C\d|Control|Negative control)", expand=False).replace("Negative control", "Control")
+    parts = []
+    for kind, title in TITLES.items():
+        rows = findings[kinds == kind]
+        if len(rows):
+            order = rows["claim"].drop_duplicates().reset_index(drop=True)
+            parts.append(section(title, rows.assign(at=rows["claim"].map({c: i for i, c in order.items()})).sort_values(
+                "at", kind="stable").drop(columns="at")))  # fmt: skip
+    counts = findings.groupby(["model", "verdict"]).size().unstack(fill_value=0).reset_index()
+    overview = markdown(list(counts.columns), counts.astype(str).to_numpy().tolist())
+    versions = f"posbench {posbench.__version__}, torch {torch.__version__}, transformers {transformers.__version__}"
+    ran = "\n".join(f"    {command}" for command in commands)
+    return f"""# Yu et al. 2025: claims and the embedded models
+
+Made by `make claims` from the verdicts of these runs:
+
+{ran}
+
+{hardware()}; {versions}. Every interval is a 95 % interval; a claim holds where the interval lies on its side.
+The models have about 0.1 million parameters: a claim that fails here may hold in a large model, and the other way round.
+
+{overview}
+
+{(chr(10) * 2).join(parts)}
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the studies on every model and write the table; returns the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--models", nargs="+", default=list(MODELS))
+    parser.add_argument("--studies", nargs="+", default=list(STUDIES))
+    parser.add_argument("--outputs", type=Path, default=Path("outputs/claims"), help="folder of the runs")
+    parser.add_argument("--out", type=Path, default=Path("docs/claims.md"))
+    parser.add_argument("overrides", nargs="*", default=[], help="further key=value for every run")
+    options = parser.parse_args(argv)
+    commands, status = [], 0
+    for study in options.studies:
+        for model in options.models:
+            args = [study, f"model={model}", *options.overrides]
+            commands.append(f"posbench {' '.join(args)}")
+            status = max(status, cli.main([*args, f"runtime.outputs={options.outputs}"]))
+    if status:
+        return status
+    write_text(options.out, page(collect(options.outputs), commands))
+    Console().print(f"written: {options.out}", soft_wrap=True)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,43 @@
+"""The chain on one page is made of its links: each gives the numbers that it gives alone, and the ends those of a plain run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+
+from tests.conftest import Result, run_folders
+
+FEW = ["task.pairs=12", "task.positions=[0,5,11]", "task.examples_per_position=6", "runtime.resamples=100"]
+
+
+def test_chain_is_made_of_its_links(posbench: Callable[..., Result], outputs: Path) -> None:
+    sizes = ["study.examples=6", "study.hidden_perturbation.texts=6", "study.hidden_perturbation.controls=2"]
+    done = posbench("study=chain", *FEW, *sizes)
+    assert done.status == 0, done.err
+    (folder,) = run_folders(outputs)
+    assert (folder / "figures" / "chain.png").is_file() and "shifted position ids" in (folder / "report.html").read_text()
+    alone = {
+        "hidden_perturbation/effects": ["study.texts=6", "study.controls=2"],
+        "crop_mask/crop_mask_effects": ["study.examples=6"],
+    }
+    for table, settings in alone.items():
+        study, name = table.split("/")
+        assert posbench(f"study={study}", *FEW, *settings).status == 0
+        (own,) = outputs.glob(f"{study}/*/*/{name}.csv")
+        assert (folder / f"{table}.csv").read_text() == own.read_text(), table
+    assert posbench("stages=[evaluate]", *FEW).status == 0
+    (metrics,) = outputs.glob("kv_retrieval/*/*/metrics.csv")
+    scores = pd.read_csv(metrics, dtype={"position": str}).query("metric == 'accuracy' and position != 'all'")
+    scores = scores.assign(position=scores["position"].astype(int)).set_index(["method", "position"])["value"].sort_index()
+    bias = pd.read_csv(folder / "bias.csv", keep_default_na=False)
+    bias = bias.set_index(["method", "gold_position"])["score"].sort_index()
+    assert np.allclose(bias.to_numpy(), scores.to_numpy()) and list(bias.index) == list(scores.index)
+
+
+def test_a_link_refuses_its_own_field(posbench: Callable[..., Result], outputs: Path) -> None:
+    result = posbench("study=chain", "study.crop_mask.layers=[0,9]")
+    assert result.status == 2 and result.err.count("\n") == 1 and "study.layers" in result.err
+    assert not run_folders(outputs)

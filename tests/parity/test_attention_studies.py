@@ -1,0 +1,341 @@
+"""Attention to the gold item, its doubling, and positional channels: against full eager attention, enumeration and controls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import permutations
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from scipy.stats import spearmanr
+
+import posbench as package
+from posbench.errors import UserError
+from posbench.methods import ScaleChannel
+from posbench.search import ChannelSearch
+from posbench.stages.intervene import attention_to_items
+from posbench.stages.search import average_states, random_strings
+from posbench.studies import gold_positions as gold_statistics
+from posbench.studies.attention_to_gold import AttentionToGold, head_row, mean_maps, scores, vertical_share
+from posbench.studies.doubling import Doubling, multiplied
+from posbench.studies.positional_channels import PositionalChannels, correlation, jackknife, mean_correlation, moments
+from posbench.tasks import KVRetrieval
+from tests.conftest import Result, run_folders
+from tests.models import LAYERS, WIDTH, build
+from tests.parity.plain import batch
+
+SMALL = dict(prompt="compact", records="words", pairs=6, examples_per_position=2, max_new_tokens=1, positions=(0, 3, 5))
+PADS, TOTAL = [0, 7], 30
+CLOSE = dict(atol=2e-5, rtol=1e-4)
+"""The library's eager attention takes its softmax in float32."""
+FEW = ["study.examples=6", "task.examples_per_position=6", "task.positions=[0,5,11]", "task.pairs=12"]
+
+
+@contextmanager
+def plainly(
+    model, tokens: torch.Tensor, factor: float, layers, renormalise: bool, rows: Callable[[int], slice]
+) -> Iterator[list[torch.Tensor]]:
+    """Eager attention whose whole weight matrix is made, then changed in some rows; yields the matrices in layer order."""
+    made: list[torch.Tensor] = []
+    softmax = torch.nn.functional.softmax
+
+    def changed(scores, dim=-1, **settings):
+        weights = softmax(scores, dim=dim, **settings)
+        if weights.ndim != 4:  # a router of experts
+            return weights
+        if len(made) % LAYERS in layers:
+            part = torch.ones_like(weights)
+            part[:, :, rows(weights.shape[-2])] += (factor - 1) * torch.nn.functional.pad(
+                tokens, (0, weights.shape[-1] - tokens.shape[-1])
+            ).to(weights)[:, None, None]
+            weights = weights * part
+            if renormalise:
+                weights = weights / weights.sum(-1, keepdim=True)
+        made.append(weights)
+        return weights
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.nn.functional, "softmax", changed)
+        patch.setattr(model.config, "_attn_implementation_internal", "eager")
+        yield made
+
+
+def marked() -> torch.Tensor:
+    """Tokens of one item per row, [B, T]."""
+    tokens = torch.zeros(len(PADS), TOTAL)
+    tokens[0, 20:24] = 1
+    tokens[1, 22:25] = 1
+    return tokens
+
+
+@pytest.mark.parametrize("renormalise", [True, False])
+@pytest.mark.parametrize("name", ["llama-gqa", "mistral-window", "gemma2", "phi3-partial", "mpt", "falcon", "falcon-7b"])
+def test_doubling_equals_full_matrices_with_their_last_row_changed(name: str, renormalise: bool) -> None:
+    model = build(name)  # padding overflows in float64 where a family takes its softmax in float32
+    ids, mask, positions = batch(PADS, TOTAL)
+    call = dict(input_ids=ids, attention_mask=mask, use_cache=True)
+    call |= {} if name == "mpt" else {"position_ids": positions}
+    layers, tokens = (1, 3), marked()
+    with torch.no_grad():
+        before = model(**call).logits
+        with multiplied(package.load(model), tokens, 2.0, layers=layers, renormalise=renormalise) as weights:
+            found = model(**call).logits
+        with plainly(model, tokens, 2.0, layers, renormalise, lambda n: slice(n - 1, n)) as full:
+            expected = model(**call).logits
+    torch.testing.assert_close(found[:, -1], expected[:, -1], **CLOSE)
+    torch.testing.assert_close(found[0, :-1], before[0, :-1], **CLOSE)
+    assert (found[:, -1] - before[:, -1]).abs().max() > 1e-3, "the change is seen"
+    assert torch.equal(model(**call).logits, before), "and gone after the block"
+    for layer in range(LAYERS):
+        torch.testing.assert_close(weights[layer].double(), full[layer][:, :, -1].double(), **CLOSE)
+
+
+@pytest.mark.parametrize("generated", [False, True])
+@pytest.mark.parametrize("name", ["llama-gqa", "mistral-window", "mpt"])
+def test_doubling_while_tokens_follow_equals_one_long_forward(name: str, generated: bool) -> None:
+    model = build(name, dtype=torch.float64)
+    ids, mask, _ = batch([0], TOTAL + 3)
+    tokens, logits = marked()[:1], []
+    first = TOTAL - 1
+    with torch.no_grad():
+        with multiplied(package.load(model), tokens, 3.0, layers=range(LAYERS), generated=generated):
+            out = model(ids[:, :TOTAL], use_cache=True)
+            logits.append(out.logits[:, -1])
+            for at in range(TOTAL, TOTAL + 3):
+                out = model(ids[:, at : at + 1], attention_mask=mask[:, : at + 1], past_key_values=out.past_key_values)
+                logits.append(out.logits[:, -1])
+        rows = slice(first, None) if generated else slice(first, first + 1)
+        with plainly(model, tokens, 3.0, range(LAYERS), True, lambda n: rows):
+            expected = model(ids, use_cache=False).logits[:, first:]
+    torch.testing.assert_close(torch.stack(logits, 1), expected, **CLOSE)
+
+
+def test_doubling_by_one_changes_nothing_and_works_inside_a_method() -> None:
+    model = build("llama-gqa")
+    lm, tokens = package.load(model), marked()
+    ids, mask, positions = batch(PADS, TOTAL)
+    call = dict(input_ids=ids, attention_mask=mask, position_ids=positions)
+    with torch.no_grad():
+        with multiplied(lm, tokens, 1.0, layers=range(LAYERS)):
+            torch.testing.assert_close(model(**call).logits, model(**call).logits)
+        with ScaleChannel(channel=5, factor=-1.0, layers=(1, 2)).applied(lm):
+            with multiplied(lm, tokens, 2.0, layers=range(LAYERS)) as weights:
+                found = model(**call).logits[:, -1]
+            with plainly(model, tokens, 2.0, range(LAYERS), True, lambda n: slice(n - 1, n) if n == 1 else slice(0, 0)) as full:
+                expected = model(**call).logits[:, -1]
+    torch.testing.assert_close(found, expected, **CLOSE)
+    torch.testing.assert_close(weights[2], full[-2][:, :, -1], **CLOSE)
+
+
+def test_doubling_marks_the_tokens_of_its_item_in_any_order_of_the_batch() -> None:
+    lm = package.load("tiny")
+    task = KVRetrieval(**(SMALL | {"pairs": 8, "positions": (1, 6)}))
+    examples = sorted(task.evaluation()[:3] + KVRetrieval(**SMALL).evaluation()[:2], key=lambda e: -len(e.items))[:3]
+    encoded = {e.id: lm.encode(e.prompt) for e in examples}
+    study = Doubling(factor=4.0)
+    targets = [study.target("gold", e) for e in examples]
+    _, together = study.answered(lm, task, examples, encoded, targets)
+    for row, (example, target) in enumerate(zip(examples, targets, strict=True)):
+        _, alone = study.answered(lm, task, [example], encoded, [target])
+        _, plain = study.answered(lm, task, [example], encoded, [None])
+        torch.testing.assert_close(together[row], alone[0], atol=1e-5, rtol=1e-4)
+        lm_row = attention_to_items(lm, [encoded[example.id]], [example])[0]
+        torch.testing.assert_close(plain[0], lm_row, **CLOSE)
+        before, after = plain[0, 0, target], alone[0, 0, target]
+        assert before < after <= 4 * before, "layer 0 sees no earlier change: more weight, at most the factor"
+    assert {study.target("other", e) for e in examples if e.id == examples[0].id}.isdisjoint({examples[0].gold_position})
+
+
+def test_attention_by_head_equals_full_eager_attention() -> None:
+    lm = package.load("tiny_alibi")
+    examples = KVRetrieval(**SMALL).evaluation()[:2]
+    encoded = [lm.encode(e.prompt) for e in examples]
+    found = attention_to_items(lm, encoded, examples, heads=True)
+    assert torch.allclose(found.mean(2), attention_to_items(lm, encoded, examples))
+    with torch.no_grad(), plainly(lm.model, torch.zeros(1, 1), 1.0, (), False, lambda n: slice(0, 0)) as full:
+        lm.model(torch.tensor([e.ids for e in encoded]), use_cache=False)
+    for row, (code, example) in enumerate(zip(encoded, examples, strict=True)):
+        for item, (start, end) in enumerate(example.items):
+            tokens = [i for i, (a, b) in enumerate(code.offsets) if a < end and b > start]
+            for layer, weights in enumerate(full):
+                for head in range(weights.shape[1]):
+                    mean = np.mean([float(weights[row, head, -1, t]) for t in tokens])
+                    assert float(found[row, layer, head, item]) == pytest.approx(mean, abs=1e-6)
+        kept, gold = head_row(found[row].numpy(), example.gold_position), example.gold_position
+        for layer in range(lm.layers):
+            for head in range(found.shape[2]):
+                weights = found[row, layer, head].tolist()
+                assert kept["largest"][layer][head] == weights.index(max(weights))
+                assert kept["gold"][layer][head] == pytest.approx(weights[gold], rel=1e-5)
+                assert kept["others"][layer][head] == pytest.approx((sum(weights) - weights[gold]) / 5, rel=1e-4, abs=1e-7)
+
+
+def test_retrieval_score_is_what_shuffling_leaves() -> None:
+    gold = np.array([0, 0, 2, 2, 4, 5])
+    rng = np.random.default_rng(0)
+    largest = np.stack([gold, np.zeros(6, int), np.array([0, 1, 2, 3, 4, 0]), rng.integers(0, 6, 6)], axis=1)
+    weights = rng.random((6, 4))
+    found = scores(largest, weights, weights / 2, gold, [str(i) for i in range(6)], least=0.0)
+    shuffles = np.array([(largest == np.array(order)[:, None]).mean(0) for order in permutations(gold)])
+    assert np.allclose(found["expected"], shuffles.mean(0)), "over all 720 orders"
+    assert np.allclose(found["score"], (largest == gold[:, None]).mean(0) - shuffles.mean(0))
+    assert found.loc[1, "score"] == pytest.approx(0), "one place whatever is asked for: a vertical line"
+    assert np.allclose(found["ratio"], 2) and np.allclose(found["gold_attention"], weights.mean(0))
+
+
+def test_layers_that_follow_are_found_and_random_ones_are_not() -> None:
+    rng = np.random.default_rng(1)
+    gold = np.repeat([0, 5, 11], 40)
+    largest = rng.integers(0, 12, (120, 60))
+    largest[:, 7] = np.where(rng.random(120) < 0.5, gold, 0)
+    ones = np.ones((120, 60))
+    found = scores(largest, ones, ones, gold, [str(i) for i in range(120)], least=0.0)
+    assert list(found.index[found["retrieval"]]) == [7] and (found["low"] > 0).sum() < 8
+    assert found.loc[7, "p"] < 0.01 < found.loc[found.index != 7, "p"].min()
+    column = np.tile(rng.random(12), (120, 1))
+    diagonal = np.eye(12)[gold]
+    assert vertical_share(column, gold) == pytest.approx(1) and vertical_share(diagonal, gold) < 0.4
+    mean = mean_maps(np.stack([column, diagonal], 1), gold)
+    assert (mean["n"] == 40).all()
+    row = mean[(mean["unit"] == 1) & (mean["gold_position"] == 5)].set_index("item")["attention"]
+    assert row[5] == 1 and row.drop(5).max() == 0
+
+
+def test_statistics_over_gold_positions() -> None:
+    rng = np.random.default_rng(2)
+    x, y = rng.random((5, 9)), rng.integers(0, 4, (5, 9)).astype(float)
+    assert np.allclose(gold_statistics.spearman(x, y), [spearmanr(a, b).statistic for a, b in zip(x, y, strict=True)])
+    few = np.array([3.0, 1.0, 2.0, 5.0, 4.0]), np.array([2.0, 1.0, 3.0, 5.0, 4.0])
+    every = [spearmanr(few[0], order).statistic for order in permutations(few[1])]
+    exact = np.mean(np.array(every) >= spearmanr(*few).statistic - 1e-12)
+    assert gold_statistics.permutation_p(*few) == pytest.approx(exact, abs=0.01)
+    frame = pd.DataFrame({"gold_position": np.repeat([0, 5, 10], 50), "depth": np.repeat([0, 0.5, 1], 50)})
+    frame = frame.assign(cluster=[str(i) for i in range(150)], value=np.repeat([4.0, 1.0, 2.0], 50))
+    value, drawn = gold_statistics.dips(frame, "value")
+    assert value == 0.5 and np.allclose(drawn, 0.5), "half of the lower end; constant values leave no spread"
+    frame["value"] += rng.normal(size=150)
+    apart = gold_statistics.position_draws(frame, ["value"])["value"]
+    spread = frame.groupby("gold_position")["value"].std(ddof=0) / np.sqrt(50)
+    assert np.allclose(apart.std(0), spread, rtol=0.1), "the standard error of a mean"
+    assert abs(np.corrcoef(apart[:, 0], apart[:, 1])[0, 1]) < 0.1
+    frame["cluster"] = [str(i) for i in range(50)] * 3
+    frame["value"] = np.tile(rng.normal(size=50), 3)
+    together = gold_statistics.position_draws(frame, ["value"])["value"]
+    assert np.allclose(together[:, 0], together[:, 2]), "a question asked at every position is drawn at all of them"
+
+
+@pytest.mark.parametrize("site", ["attention_input", "residual"])
+@pytest.mark.parametrize("name", ["tiny_nope", "tiny_alibi"])
+def test_moments_equal_what_all_states_give(name: str, site: str) -> None:
+    lm, skip, channels = package.load(name), 4, [3, 40]
+    search = ChannelSearch(strings=45, length=24, alphabet="tokens", window=3, skip=skip, batch_size=20, site=site, seed=3)
+    found = moments(lm, search, channels, skip)
+    averages = average_states(lm, search)
+    expected = averages["attention_input"] if site == "attention_input" else averages["residual"][1:]
+    assert np.allclose(found.mean, expected, atol=1e-5)
+    with torch.no_grad():
+        out = lm.model.base_model(input_ids=torch.tensor(random_strings(lm, search)), output_hidden_states=True, use_cache=False)
+    if site == "residual":
+        states = torch.stack(out.hidden_states[1:]).double().numpy()  # [L, strings, P, D]
+        assert np.allclose(found.mean, states.mean(1), atol=1e-5)
+        assert np.allclose(found.variance, states[:, :, skip:][..., channels].var((1, 2)), rtol=1e-3, atol=1e-6)
+        for group in (0, 7):
+            assert np.allclose(found.groups[group], states[:, group::20][..., channels].mean(1), atol=1e-5)
+    assert np.allclose(np.einsum("g,glpc->lpc", found.sizes / 45, found.groups), found.mean[..., channels], atol=1e-5)
+    assert np.allclose(found.shuffled[:, :skip], found.mean[:, :skip], atol=1e-5), "the first positions stay"
+    assert np.allclose(found.shuffled[:, skip:].mean(1), found.mean[:, skip:].mean(1), atol=1e-5), "the rest only moves"
+    assert np.abs(found.shuffled - found.mean).max() > 0.01
+
+
+def test_a_planted_trend_is_found_and_noise_is_not() -> None:
+    rng = np.random.default_rng(4)
+    noise = rng.normal(size=(20, 3, 60, 8))
+    noise[..., 5] += np.linspace(0, 1, 60)
+    noise[..., 6] -= np.linspace(0, 1, 60)
+    level = mean_correlation(noise.mean(0))
+    assert set(np.argsort(-level)[:2]) == {5, 6} and level[[0, 1, 2, 3, 4, 7]].max() < 0.3
+    assert correlation(np.array([[1.0, 2.0, 4.0], [3.0, 2.0, 1.0]])).tolist() == [1, -1]
+    value, low, high = jackknife(noise[..., 5], np.full(20, 10.0))
+    assert value == pytest.approx(level[5]) and 0.5 < low < value < high <= 1
+    assert jackknife(noise[..., 0], np.full(20, 10.0))[1] < 0.15
+
+
+def test_an_untrained_model_has_neither_retrieval_nor_gain(
+    posbench: Callable[..., Result], outputs: Path, checkpoint: Path
+) -> None:
+    model = [
+        "model=hf", "model.name=random", f"model.path={checkpoint}", "model.dtype=float32", "task.prompt=compact",
+        "task.records=words", "task.max_new_tokens=1",
+    ]  # fmt: skip
+    for study, fields in (("attention_to_gold", ["study.pairs=[9]", "task.positions=[0,4,8]"]), ("doubling", [])):
+        result = posbench(f"study={study}", *model, *FEW, *fields)
+        assert result.status == 0, result.err
+    tables = {folder.name.split("__")[1]: folder for folder in run_folders(outputs)}
+    folder = tables["attention_to_gold"]
+    assert not pd.read_csv(folder / "layers.csv")["retrieval"].any()
+    verdicts = pd.read_csv(folder / "findings.csv")["verdict"]
+    assert "holds" not in set(verdicts) and "not testable here" in set(verdicts)
+    examples = pd.read_csv(tables["doubling"] / "examples.csv").pivot(index="id", columns="mode", values="score")
+    assert abs((examples["gold"] - examples["none"]).mean()) < 0.15
+
+
+def test_the_studies_on_a_trained_model(posbench: Callable[..., Result], outputs: Path) -> None:
+    strings = ["study.strings=60", "study.length=64"]
+    for study, fields in (
+        ("attention_to_gold", [*FEW, "study.pairs=[24]"]),
+        ("doubling", [*FEW, "study.item=0.5", "study.factor=3"]),
+        ("positional_channels", strings),
+    ):
+        result = posbench(f"study={study}", "model=tiny", *fields)
+        assert result.status == 0, result.err
+    folders = {folder.name.split("__")[1]: folder for folder in run_folders(outputs)}
+    folder = folders["attention_to_gold"]
+    layers = pd.read_csv(folder / "layers.csv")
+    assert layers["retrieval"].tolist() == [False, True, False, False]
+    maps, examples = pd.read_csv(folder / "maps.csv"), pd.read_csv(folder / "examples.csv")
+    diagonal = maps[(maps["layer"] == 1) & (maps["item"] == maps["gold_position"])].set_index("gold_position")["attention"]
+    own = examples[examples["items"] == 12].groupby("gold_position")["attention"].mean()
+    assert np.allclose(diagonal, own, rtol=1e-4) and set(examples["items"]) == {12, 24}
+    assert {p.stem for p in (folder / "figures").glob("*.png")} == {"maps", "heads", "head_maps", "gold", "lengths"}
+    doubled = pd.read_csv(folders["doubling"] / "examples.csv").set_index(["id", "mode"])
+    wide = doubled["attention"].unstack()
+    here = doubled.xs("item", level="mode")
+    at_gold = here.index[here["target"] == here["gold_position"]]
+    assert np.allclose(wide.loc[at_gold, "item"], wide.loc[at_gold, "gold"]) and len(at_gold) == 6
+    assert (wide["gold"] > wide["none"]).all() and (wide["other"] < wide["gold"]).all()
+    folder = folders["positional_channels"]
+    curves, null = pd.read_csv(folder / "curves.csv"), pd.read_csv(folder / "null.csv").set_index("positions")
+    assert 15 in set(curves["channel"]) and curves.groupby(["channel", "kind", "layer"])["position"].count().eq(64).all()
+    assert null.loc["as they are", "largest"] > null.loc["shuffled positions", "largest"]
+    assert not (folder / "search_state.npz").exists()
+
+
+@pytest.mark.parametrize(
+    ("study", "message"),
+    [
+        (AttentionToGold(layers=(9,)), "layers from 0 to 3"),
+        (AttentionToGold(layers=()), "layers from 0 to 3"),
+        (AttentionToGold(head_layer=4), "head_layer"),
+        (AttentionToGold(examples=1), "from 2 up"),
+        (AttentionToGold(pairs=(400,)), "at most 64"),
+        (Doubling(item=1.5), "a depth from 0 to 1"),
+        (Doubling(factor=0.0), "above 0"),
+        (PositionalChannels(channels=(WIDTH,)), "channels from 0 to 47"),
+        (PositionalChannels(strings=3), "from 20 up"),
+        (PositionalChannels(length=600), "context window of tiny"),
+    ],
+)
+def test_fields_that_do_not_fit_are_refused(study, message: str) -> None:
+    config = SimpleNamespace(task=KVRetrieval(**SMALL))
+    with pytest.raises(UserError, match=message):
+        study.check(config, package.load("tiny"))
+
+
+def test_falcon_with_alibi_is_refused() -> None:
+    with pytest.raises(UserError, match="ALiBi Falcon twice"):
+        Doubling().check(SimpleNamespace(task=KVRetrieval(**SMALL)), package.load(build("falcon-alibi")))

@@ -1,0 +1,289 @@
+"""The studies of perturbed prompts against full attention written out, spans run alone, and hooks on the norms."""
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+
+from posbench.checkpoint import ModelConfig, load
+from posbench.errors import UserError
+from posbench.search import ChannelSearch
+from posbench.stages.search import random_strings
+from posbench.studies import perturbing
+from posbench.tasks import Example, KVRetrieval
+from tests.conftest import Result, run_folders
+from tests.parity import plain
+
+PAIRS, POSITIONS, EACH = 8, (0, 3, 7), 2
+TASK = dict(prompt="compact", records="words", pairs=PAIRS, positions=POSITIONS, examples_per_position=EACH, max_new_tokens=1)
+
+
+@pytest.fixture(scope="module")
+def overrides(checkpoint: Path) -> list[str]:
+    """A run on the random checkpoint: 6 prompts of 8 pairs."""
+    task = [f"task.{key}={list(value) if key == 'positions' else value}" for key, value in TASK.items()]
+    rest = ["model=hf", "model.name=random", f"model.path={checkpoint}", "model.dtype=float32"]
+    return [*rest, *task, "runtime.device=cpu", "runtime.threads=1", "runtime.resamples=50", "runtime.batch_size=4"]
+
+
+@pytest.fixture(scope="module")
+def lm(checkpoint: Path):
+    return load(ModelConfig(name="random", path=str(checkpoint), dtype="float32"), device="cpu")
+
+
+def tables(outputs: Path) -> dict[str, pd.DataFrame]:
+    """All tables of the one run."""
+    (folder,) = run_folders(outputs)
+    return {path.stem: pd.read_csv(path, keep_default_na=False, na_values=["", "nan"]) for path in folder.glob("*.csv")}
+
+
+def spans(lm, example):
+    """Token spans of the items, from the text that each token spells."""
+    encoded = lm.encode(example.prompt)
+    touching = [[i for i, (a, b) in enumerate(encoded.offsets) if a < last and b > first] for first, last in example.items]
+    return encoded.ids, [(tokens[0], tokens[-1] + 1) for tokens in touching]
+
+
+@torch.no_grad()
+def written_out(lm, example, crop=None, crop_layers=(), move=None):
+    """Attention of the last token to each item in each layer, [L, N], and the reply's token: full matrices, every head apart."""
+    ids, items = spans(lm, example)
+    rows = {}
+
+    def attend(layer):
+        if crop is not None and layer.number in crop_layers:
+            for query in range(*crop):
+                layer.open[query, [key for key in range(len(ids)) if key and not crop[0] <= key < crop[1]]] = False
+        out, last = [], []
+        for q, k, v in zip(layer.query, layer.key, layer.value, strict=True):
+            weights = layer.weights(layer.turn(q), layer.turn(k))
+            if move is not None:
+                (start, stop), (to, to_stop) = move
+                turned = layer.turn(k)
+                for i in range(start, stop):
+                    at = torch.zeros_like(k)
+                    place = min(to + i - start, to_stop - 1)
+                    at[place] = k[i]
+                    turned[i] = layer.turn(at)[place]
+                weights[-1] = layer.weights(layer.turn(q), turned)[-1]
+            out.append(weights @ v)
+            last.append(weights[-1])
+        mean = torch.stack(last).mean(0)
+        rows[layer.number] = [mean[a:b].mean().item() for a, b in items]
+        return torch.stack(out)
+
+    with plain.attending_plainly(lm.model, [0], attend):
+        reply = lm.logits(torch.tensor([ids]))[0, -1].argmax().item()
+    return np.array([rows[layer] for layer in range(lm.layers)]), lm.tokenizer.decode([reply])
+
+
+def test_crop_mask_equals_full_attention_written_out(
+    posbench: Callable[..., Result], outputs: Path, overrides: list[str], lm
+) -> None:
+    result = posbench("study=crop_mask", "study.layers=[0,1]", "study.retrieval=[2,3]", "stages=[study]", *overrides)
+    assert result.status == 0, result.err
+    found = tables(outputs)
+    got = found["crop_mask"].set_index(["variant", "position", "measure"])
+    layers = found["crop_mask_layers"].set_index(["variant", "layer"])["attention"]
+    task = KVRetrieval(**TASK)
+    variants = {
+        "none": lambda items, gold: {},
+        "crop": lambda items, gold: dict(crop=items[gold], crop_layers=(0, 1)),
+        "pe_to_beginning": lambda items, gold: dict(move=(items[gold], items[0])),
+        "pe_to_end": lambda items, gold: dict(move=(items[gold], items[-1])),
+    }
+    seen = {}
+    for variant, setting in variants.items():
+        for position in POSITIONS:
+            examples = [e for e in task.evaluation() if e.gold_position == position]
+            each = [written_out(lm, e, **setting(spans(lm, e)[1], position)) for e in examples]
+            attention = np.mean([weights[:, position] for weights, _ in each], axis=0)
+            score = np.mean([task.score(e, reply)["accuracy"] for e, (_, reply) in zip(examples, each, strict=True)])
+            assert got.loc[(variant, position, "attention"), "value"] == pytest.approx(attention[2:].mean(), abs=1e-6)
+            assert got.loc[(variant, position, "accuracy"), "value"] == score
+            seen[variant, position] = attention[2:].mean()
+            if position == 3:
+                assert np.allclose(layers[variant], attention, atol=1e-6), "of three positions, the inner one"
+    for variant in ("crop", "pe_to_beginning", "pe_to_end"):
+        assert abs(seen[variant, 3] - seen["none", 3]) > 1e-4
+        change = got.loc[(variant, 3, "attention"), "change"]
+        assert change == pytest.approx(seen[variant, 3] - seen["none", 3], abs=1e-6)
+    effects = found["crop_mask_effects"].set_index("effect")["value"]
+    assert effects["crop_level"] == pytest.approx(seen["crop", 3] / seen["none", 0], rel=1e-4)
+    larger = max(seen["pe_to_beginning", 3], seen["pe_to_end", 3])
+    assert effects["crop_over_moves"] == pytest.approx(seen["crop", 3] - larger, abs=1e-6)
+    assert (layers["crop_other"] - layers["none"]).abs().max() > 1e-6, "the control does something"
+
+
+def test_hidden_perturbation_equals_spans_run_alone_and_position_ids_by_hand(
+    posbench: Callable[..., Result], outputs: Path, overrides: list[str], lm
+) -> None:
+    channel, length, start, stop = 5, 40, 16, 24
+    study = [
+        "stages=[study]",
+        "study.texts=6",
+        f"study.length={length}",
+        "study.alphabet=tokens",
+        "study.skip=4",
+        "study.bins=20",
+    ]
+    result = posbench("study=hidden_perturbation", f"study.channel={channel}", *study, "study.controls=2", *overrides)
+    assert result.status == 0, result.err
+    found = tables(outputs)
+    texts = torch.tensor(random_strings(lm, ChannelSearch(strings=6, length=length, alphabet="tokens", seed=0)))
+
+    def normed(ids, positions=None):
+        """The channel behind the first norm of every layer, [L, B, P]."""
+        kept = []
+        hooks = [
+            layer.input_layernorm.register_forward_hook(lambda m, a, out: kept.append(out[..., channel]))
+            for layer in lm.model.model.layers
+        ]
+        with torch.no_grad():
+            lm.model(ids, position_ids=positions)
+        for hook in hooks:
+            hook.remove()
+        return torch.stack(kept).double().numpy()
+
+    places = torch.arange(length).repeat(6, 1)
+    places[:, start:stop] -= stop - start
+    unmodified, shifted, alone = normed(texts), normed(texts, places), normed(texts[:, start:stop])
+    curve = unmodified.mean(1).reshape(lm.layers, 20, 2).mean(-1)[:, 2:]
+    reach = curve.max(1) - curve.min(1)
+    sign = np.sign(curve[:, 0] - unmodified[:, :, start:stop].mean((1, 2)))
+    base = unmodified[:, :, start:stop].mean((1, 2))
+    # Without a token before it, a span of a model with relative positions is a prompt of its own.
+    crop = sign / reach * (alone.mean((1, 2)) - base)
+    shift = sign / reach * (shifted[:, :, start:stop].mean((1, 2)) - base)
+    effects = found["effects"].set_index("effect")["value"]
+    assert effects["crop_inside"] == pytest.approx(crop[1:].mean(), abs=1e-4)
+    assert effects["shift_inside"] == pytest.approx(shift[1:].mean(), abs=1e-4)
+    assert effects["crop_over_shift"] == pytest.approx(crop[1:].mean() - abs(shift[1:].mean()), abs=1e-4)
+    assert abs(crop[1:].mean()) > 0.01 and abs(shift[1:].mean()) > 0.01
+    table = found["layer_effects"]
+    rows = table[(table["where"] == "inside") & (table["channel"] == channel) & (table["variant"] == "crop")]
+    assert np.allclose(rows["change"], crop, atol=1e-4) and rows["change"].iloc[0] == 0, "layer 0 has attended to nothing yet"
+    assert table["control"].sum() == 2 * 2 * 2 * lm.layers and channel not in set(table.loc[table["control"], "channel"])
+    curves = found["curves"]
+    lines = curves[(curves["variant"] == "none") & (curves["channel"] == channel)]
+    assert np.allclose(lines["value"].to_numpy().reshape(lm.layers, 20)[:, 2:], curve, atol=1e-5)
+
+
+def test_channel_subtraction_equals_hooks_on_the_norms(
+    posbench: Callable[..., Result], outputs: Path, overrides: list[str], lm
+) -> None:
+    channel, gold, other = 5, 3, 5
+    study = ["study=channel_subtraction", f"study.channel={channel}", "study.layers=[1,2]", "study.controls=1", "study.value=2"]
+    result = posbench(*study, *overrides)
+    assert result.status == 0, result.err
+    found = tables(outputs)
+    items = found["items"].set_index(["variant", "measure", "item"]).sort_index()["value"]
+    assert set(found["items"]["gold"]) == {gold} and set(found["items"]["other"]) == {other}
+    examples = [e for e in KVRetrieval(**TASK).evaluation() if e.gold_position == gold]
+
+    @torch.no_grad()
+    def hooked(amounts, item):
+        """Channel and attention of every item in layers 1 and 2, mean over layers and prompts, [N] each."""
+        states, weights = [], []
+        for e in examples:
+            ids, tokens = spans(lm, e)
+            kept = {}
+
+            def change(module, args, out, kept=kept, tokens=tokens):
+                number = next(i for i, layer in enumerate(lm.model.model.layers) if layer.input_layernorm is module)
+                out = out.clone()
+                if number in amounts:
+                    out[:, slice(*tokens[item]), channel] -= amounts[number]
+                kept[number] = out[0, :, channel]
+                return out
+
+            hooks = [layer.input_layernorm.register_forward_hook(change) for layer in lm.model.model.layers]
+            lm.model.set_attn_implementation("eager")
+            maps = lm.model(torch.tensor([ids]), output_attentions=True).attentions
+            lm.model.set_attn_implementation("sdpa")
+            for hook in hooks:
+                hook.remove()
+            states.append([[kept[n][a:b].mean().item() for a, b in tokens] for n in (1, 2)])
+            weights.append([[maps[n][0, :, -1, a:b].mean().item() for a, b in tokens] for n in (1, 2)])
+        return np.array(states).mean(0), np.array(weights).mean((0, 1))
+
+    curves, plain_weights = hooked({}, gold)
+    rising = np.sign([np.polyfit(range(PAIRS), curve, 1)[0] for curve in curves])
+    amounts = dict(zip((1, 2), 2 * rising * np.ptp(curves, axis=1), strict=True))
+    assert dict(zip(found["amounts"]["layer"], found["amounts"]["subtracted"], strict=True)) == pytest.approx(amounts, abs=1e-4)
+    assert np.allclose(items["none", "attention"], plain_weights, atol=1e-6)
+    for where, item in (("gold", gold), ("other", other)):
+        states, weights = hooked(amounts, item)
+        assert np.allclose(items[where, "channel"], states.mean(0), atol=1e-4)
+        assert np.allclose(items[where, "attention"], weights, atol=1e-5)
+        assert abs(weights[item] - plain_weights[item]) > 1e-4
+        rise = found["effects"].set_index("effect").loc[f"{where}_rise", "value"]
+        assert rise == pytest.approx(weights[item] - plain_weights[item], abs=1e-5)
+
+
+@pytest.mark.parametrize("study", ["crop_mask", "hidden_perturbation"])
+def test_model_without_rope_says_what_cannot_be_tested(posbench: Callable[..., Result], outputs: Path, study: str) -> None:
+    small = ["study.examples=2"] if study == "crop_mask" else ["study.texts=3", "study.length=48"]
+    result = posbench(f"study={study}", "model=tiny_nope", "runtime.resamples=20", *small)
+    assert result.status == 0, result.err
+    verdicts = tables(outputs)["findings"].set_index("claim")["verdict"]
+    moved = verdicts.index.str.contains("PE to|moved position|not the position embedding")
+    assert set(verdicts[moved]) == {"not testable here"} and "not testable here" not in set(verdicts[~moved])
+
+
+def test_intervals_keep_pairs_together_and_agree_with_a_plain_bootstrap() -> None:
+    rng = np.random.default_rng(0)
+    clusters = [str(i // 2) for i in range(60)]
+    base, noise = rng.normal(size=60), rng.normal(size=60)
+    difference = lambda m: m["b"] - m["a"]  # noqa: E731
+    shifted = {"a": (list(base), clusters), "b": (list(base + 1), clusters)}
+    assert np.allclose(perturbing.interval(shifted, difference, resamples=200), 1), "what is shared cancels"
+    apart = {"a": (list(base), clusters), "b": (list(base + 1), [f"other {c}" for c in clusters])}
+    _, low, high = perturbing.interval(apart, difference, resamples=200)
+    assert high - low > 0.2, "and does not where the clusters differ"
+    value, low, high = perturbing.interval({"b": (list(noise), clusters)}, lambda m: m["b"], resamples=4000)
+    pairs = noise.reshape(30, 2).mean(1)
+    plain_means = np.array([pairs[rng.integers(0, 30, 30)].mean() for _ in range(4000)])
+    assert value == pytest.approx(noise.mean()) and np.allclose([low, high], np.quantile(plain_means, [0.025, 0.975]), atol=0.03)
+
+
+def test_task_without_gold_items_is_refused() -> None:
+    task = SimpleNamespace(name="mmlu", evaluation=lambda: [Example(id="0", prompt="?", answers=("A",))])
+    with pytest.raises(UserError, match="a task with a gold item among others"):
+        perturbing.placed(SimpleNamespace(task=task))
+
+
+def test_layers_of_the_paper_and_of_other_depths() -> None:
+    assert perturbing.share(perturbing.CROP, 32) == (1, 7) and perturbing.share(perturbing.RETRIEVAL, 32) == (15, 20)
+    assert perturbing.share(perturbing.CROP, 4) == (0, 1) and perturbing.share(perturbing.RETRIEVAL, 80) == (38, 50)
+    assert perturbing.retrieval_layers(None, [0.1] * 32) == (15, 20)
+    assert perturbing.retrieval_layers(None, [0.1, 0.3, 0.2]) == (1, 1)
+    assert perturbing.retrieval_layers((0, 2), [0.1, 0.3, 0.2]) == (0, 2)
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["study=hidden_perturbation"], "find one: posbench stages=[search] model=random method=scale_channel"),
+        (["study=channel_subtraction", "study.channel=16"], "different channels from 0 to 15"),
+        (["study=crop_mask", "study.layers=[2,4]"], "study.layers = [2, 4]: allowed: [first, last]"),
+        (["study=crop_mask", "study.examples=0"], "study.examples = 0: allowed: a whole number from 1 up"),
+        (["study=crop_mask", "method=moice", "method.weights=uniform"], "no method of rotary embeddings inside one"),
+        (["study=hidden_perturbation", "study.channel=3", "study.span=[0.2,0.6]"], "no longer than what comes before it"),
+        (["study=hidden_perturbation", "study.channel=3", "study.length=500"], "(window of random)"),
+        (["study=hidden_perturbation", "study.channel=3", "study.layers=[3,3]"], "layers before the last one"),
+        (["study=channel_subtraction", "study.channel=3", "study.other=0.4"], "another item than the gold one"),
+        (["study=channel_subtraction", "study.channel=3", "study.value=-1"], "a number above 0"),
+    ],
+)
+def test_what_does_not_fit_gets_one_line_and_leaves_nothing(
+    posbench: Callable[..., Result], outputs: Path, overrides: list[str], args: list[str], message: str
+) -> None:
+    length = ["study.length=100"] if args[0] == "study=hidden_perturbation" and "study.length=500" not in args else []
+    result = posbench(*overrides, *length, *args)
+    assert result.status == 2 and result.err.count("\n") == 1 and message in result.err, result.err
+    assert not run_folders(outputs)
