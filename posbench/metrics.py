@@ -131,8 +131,8 @@ def curve_statistics(means: Array) -> dict[str, Array]:
 
     Returns:
         By name [...]: ``primacy`` and ``recency``, first and last position minus the mean of the inner ones; ``middle_drop``,
-        mean of the ends minus the lowest inner one; ``gap``, best minus worst (Zhang et al. 2024, Ms-PoE: "Gap"); ``variance``
-        over positions, with K - 1. The last three are above zero by sampling noise alone.
+        mean of the ends minus the lowest inner one; ``gap``, best minus worst (Zhang et al. 2024, Ms-PoE: "Gap"). Sampling noise
+        alone raises the last two.
     """
     first, inner, last = means[..., 0], means[..., 1:-1], means[..., -1]
     return {
@@ -140,7 +140,6 @@ def curve_statistics(means: Array) -> dict[str, Array]:
         "recency": last - inner.mean(-1),
         "middle_drop": (first + last) / 2 - inner.min(-1),
         "gap": means.max(-1) - means.min(-1),
-        "variance": means.var(-1, ddof=1),
     }
 
 
@@ -185,6 +184,22 @@ def resampled_curves(frame: pd.DataFrame, name: str, by: str, resamples: int, se
         return {key: (totals.sum(0) / counts.sum(0), np.concatenate(drawn[key])) for key, (totals, counts) in curves.items()}
 
 
+def position_bias(curve: Array, draws: Array) -> tuple[float, Array]:
+    """Standard deviation over gold positions without what sampling noise adds.
+
+    Args:
+        curve: Mean score at K >= 2 gold positions, [K].
+        draws: Its bootstrap draws, [R, K].
+
+    Returns:
+        The root of what is left of the variance, 0 where noise explains more than all of it; and its draws [R], off which the
+        noise is taken twice: that of the sample and that of the draw.
+    """
+    variance, drawn = curve.var(ddof=1), draws.var(-1, ddof=1)
+    noise = np.nanmean(drawn) - variance
+    return float(np.sqrt(np.maximum(variance - noise, 0))), np.sqrt(np.maximum(drawn - 2 * noise, 0))
+
+
 def _bias(
     frame: pd.DataFrame, name: str, unmodified: str, resamples: int, seed: int
 ) -> Iterator[tuple[str, str, float, int, tuple[float, float]]]:
@@ -203,11 +218,10 @@ def _bias(
     for method in sorted((m for m, (curve, _) in curves.items() if not np.isnan(curve).any()), key=lambda m: m != unmodified):
         part, (curve, draws) = placed[placed["method"] == method], curves[method]
         exact, drawn = curve_statistics(curve), curve_statistics(draws)
-        noise = {key: np.nanmean(drawn[key]) - exact[key] for key in ("middle_drop", "variance")}
-        found = {key: (float(exact[key]), drawn[key] - 2 * noise.get(key, 0)) for key in ("primacy", "recency", "middle_drop")}
-        # The square root of what is left of the variance, nothing where noise explains more than all of it.
-        spread = np.sqrt(np.maximum(drawn["variance"] - 2 * noise["variance"], 0))
-        found["position_bias"] = float(np.sqrt(np.maximum(exact["variance"] - noise["variance"], 0))), spread
+        found = {key: (float(exact[key]), drawn[key]) for key in ("primacy", "recency")}
+        drop = exact["middle_drop"]
+        found["middle_drop"] = float(drop), drawn["middle_drop"] - 2 * (np.nanmean(drawn["middle_drop"]) - drop)
+        found["position_bias"] = position_bias(curve, draws)
         gap, error = float(exact["gap"]), float(np.nanquantile(np.ptp(draws - curve, axis=1), 0.95))
         shuffled = _shuffled_gaps(part, name, resamples, seed)
         yield method, "gap", gap, len(part), (max(gap - error, 0.0), min(gap + error, 1.0))

@@ -34,7 +34,8 @@ BIAS_TEXT = (
 )
 TREND_TEXT = (
     "Centre of attention: for each prompt the centre of mass of the last token's attention over the items, 0 the first item and "
-    "1 the last, in the layer of the attention figure. Rank correlations are Spearman's over the settings."
+    "1 the last, in the layer of the attention figure. Position bias: standard deviation over gold positions without sampling "
+    "noise. Rank correlations are Spearman's over the settings."
 )
 SHOWN = 8000  # characters of a prompt in the report
 NEEDED = {

@@ -35,7 +35,8 @@ from posbench.plots import (
 )
 
 CENTRE, LEAN = "centre of attention", "score of the first minus the second half of the gold positions"
-"""Statistics of ``trend.csv``: 0 is the first item and 1 the last; a share."""
+SPREAD = "position bias"
+"""Statistics of ``trend.csv``: 0 is the first item and 1 the last; a share; see :func:`posbench.metrics.position_bias`."""
 
 
 def with_setting(summary: pd.DataFrame, axis: str | Sequence[str]) -> tuple[pd.DataFrame, list[str], str]:
@@ -189,7 +190,7 @@ def attention_sweep(
 
 @styled
 def trend(rows: pd.DataFrame) -> Figure:
-    """How the lean of a model follows a swept number: centre of attention (left) and first minus last score (right).
+    """How the lean of a model follows a swept number: centre of attention, first minus second half, position bias.
 
     Args:
         rows: trend.csv rows of one key: group, axis, statistic, number, value, low, high.
@@ -222,4 +223,5 @@ def trend(rows: pd.DataFrame) -> Figure:
 PANELS = {
     CENTRE: ("centre of attention\n(0 first item, 1 last item)", 1, 0.5),
     LEAN: ("score, first minus second half\nof the gold positions (points)", 100, 0),
+    SPREAD: ("position bias (points)", 100, 0),
 }

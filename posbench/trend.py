@@ -14,11 +14,11 @@ from numpy.typing import NDArray
 from scipy.stats import rankdata
 
 from posbench import report
-from posbench.metrics import resampled_curves
+from posbench.metrics import position_bias, resampled_curves
 from posbench.plots import UNMODIFIED, gold_attention, own_metric, strongest_layer
 from posbench.record import RunDir
 from posbench.studies.base import FINDING_COLUMNS, Finding
-from posbench.sweep_plots import CENTRE, LEAN
+from posbench.sweep_plots import CENTRE, LEAN, SPREAD
 
 Array = NDArray[np.float64]
 ATTENTION, PREDICTIONS = "attention.jsonl", "predictions.jsonl"
@@ -36,9 +36,9 @@ def trends(runs: Sequence[tuple[dict[str, str], Path]], axes: Sequence[str]) -> 
     Returns:
         Rows of :data:`TREND` for every setting and for the unmodified model: the centre of attention over the items, 0 the first
         and 1 the last, in the layer whose attention to the gold item is largest in the unmodified model; and the score of the
-        first half of the gold positions minus that of the second. Then the findings: rank correlations of both with the number,
-        and the number with the best average score, with bootstrap intervals over questions. Both are empty where no such key
-        was swept.
+        first half of the gold positions minus that of the second; and the position bias. Then the findings: rank correlations of
+        these with the number, and the factor with the best average score, with bootstrap intervals over questions. Both are empty
+        where no such key was swept.
     """
     values = {axis: [_number(setting.get(axis)) for setting, _ in runs] for axis in axes if axis.startswith("method.")}
     numeric = [axis for axis, numbers in values.items() if None not in numbers and len(set(numbers)) > 2]
@@ -122,6 +122,10 @@ def _score_lean(
     for number, (curve, draws) in curves.items():
         low, high = np.quantile(_halves(draws), [0.025, 0.975])
         rows.append({"statistic": LEAN, "number": number, "value": float(_halves(curve)), "low": low, "high": high, "n": n})
+    spreads = {number: position_bias(*curve) for number, curve in curves.items()}
+    for number, (value, draws) in spreads.items():
+        low, high = np.quantile(draws, [0.025, 0.975])
+        rows.append({"statistic": SPREAD, "number": number, "value": value, "low": low, "high": high, "n": n})
     exact, drawn = (np.stack([curves[number][i] for number in folders], axis=-2) for i in (0, 1))
     low, high = np.quantile(rank_correlation(_halves(drawn), numbers), [0.025, 0.975])
     lean = _finding(
@@ -134,14 +138,15 @@ def _score_lean(
     # Below zero the paper's factor turns the bias round, so that more of it is no more bias.
     kept = numbers >= 0 if published else np.full(len(numbers), True)
     if kept.sum() > 2:
-        low, high = np.quantile(rank_correlation(drawn[:, kept].std(-1), numbers[kept]), [0.025, 0.975])
+        values, drawn_values = (np.stack([spreads[number][i] for number in numbers[kept]], axis=-1) for i in (0, 1))
+        low, high = np.quantile(rank_correlation(drawn_values, numbers[kept]), [0.025, 0.975])
         claim = "C7: over 1 a factor amplifies the bias, below 1 it shrinks it (Yu et al. 2025, Section 4.3)"
         found.append(
             _finding(
                 claim if published else f"the position bias changes with {axis}",
-                f"rank correlation of the std over gold positions with {axis}" + (" from 0 up" if published else ""),
+                f"rank correlation of the {SPREAD} with {axis}" + (" from 0 up" if published else ""),
                 1 if published else 0,
-                value=float(rank_correlation(exact[kept].std(-1), numbers[kept])), low=float(low), high=float(high), n=n,
+                value=float(rank_correlation(values, numbers[kept])), low=float(low), high=float(high), n=n,
             )
         )  # fmt: skip
     if not published:

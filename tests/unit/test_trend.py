@@ -13,7 +13,7 @@ from scipy.stats import spearmanr
 
 from posbench import report, sweep_plots
 from posbench.record import RunDir, write_csv
-from posbench.sweep_plots import CENTRE, LEAN
+from posbench.sweep_plots import CENTRE, LEAN, SPREAD
 from posbench.trend import rank_correlation, trends
 from tests.unit.test_plots import attention, metrics, sweep
 
@@ -63,7 +63,7 @@ def test_a_planted_lean_is_found_and_its_absence_too(tmp_path: Path) -> None:
             assert first.low < 0 < first.high and second.low < 0 < second.high
         assert peak.low <= peak.value <= peak.high and peak.value in NUMBERS and "C7" in peak.claim
         assert (rows["low"] <= rows["value"]).all() and (rows["value"] <= rows["high"]).all()
-        assert set(rows["number"]) == {*NUMBERS, "none"} and set(rows["statistic"]) == {CENTRE, LEAN}
+        assert set(rows["number"]) == {*NUMBERS, "none"} and set(rows["statistic"]) == {CENTRE, LEAN, SPREAD}
 
 
 def test_the_rows_are_those_of_the_prompts(tmp_path: Path) -> None:
@@ -74,6 +74,10 @@ def test_the_rows_are_those_of_the_prompts(tmp_path: Path) -> None:
     means = [np.mean([r["scores"]["accuracy"] for r in scores if r["gold_position"] == p]) for p in range(POSITIONS)]
     lean = rows[(rows["statistic"] == LEAN) & (rows["number"] == number)].iloc[0]
     assert lean.value == pytest.approx(np.mean(means[:2]) - np.mean(means[2:])) and lean.n == PROMPTS
+    spread = rows[(rows["statistic"] == SPREAD) & (rows["number"] == number)].iloc[0]
+    # Noise of the means, from the binomial law, is what the plain variance has too much.
+    noise = np.mean([m * (1 - m) / (PROMPTS // POSITIONS) for m in means])
+    assert spread.value == pytest.approx(np.sqrt(np.var(means, ddof=1) - noise), abs=0.02)
 
 
 def test_another_method_has_no_claim_about_the_direction_and_few_numbers_make_no_trend(tmp_path: Path) -> None:
@@ -108,8 +112,8 @@ def test_the_page_of_a_sweep_shows_the_lean(tmp_path: Path) -> None:
     sweep(NUMBERS).to_csv(tmp_path / "summary.csv", index=False)
     page = report.render_sweep(tmp_path).read_text()
     assert "<h2>Lean</h2>" in page and "Figure 6a" in page and (tmp_path / "figures" / "trend.pdf").is_file()
-    left, right = sweep_plots.trend(pd.read_csv(tmp_path / "trend.csv", keep_default_na=False)).axes
-    for axes, name, scale in ((left, CENTRE, 1), (right, LEAN, 100)):
+    panels = sweep_plots.trend(pd.read_csv(tmp_path / "trend.csv", keep_default_na=False)).axes
+    for axes, name, scale in zip(panels, (CENTRE, LEAN, SPREAD), (1, 100, 100), strict=True):
         (line,) = [one for one in axes.lines if len(one.get_xdata()) == len(NUMBERS)]
         wanted = rows[(rows["statistic"] == name) & (rows["number"] != "none")].set_index("number").loc[NUMBERS, "value"]
         np.testing.assert_allclose(line.get_ydata(), scale * wanted.astype(float), rtol=1e-6)
