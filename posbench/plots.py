@@ -87,7 +87,9 @@ def line_style(index: int, unmodified: bool = False, of: int = 0) -> dict[str, A
             "zorder": 3,
         }
     ordered = colormaps["viridis"](0.88 * index / max(of - 1, 1)) if of else None
-    return {"color": ordered or COLOURS[index % len(COLOURS)], "linestyle": "-", "marker": marker}
+    # Colours come a second time as dashed lines.
+    again = not ordered and index >= len(COLOURS)
+    return {"color": ordered or COLOURS[index % len(COLOURS)], "linestyle": "--" if again else "-", "marker": marker}
 
 
 def _band(axes: Axes, rows: pd.DataFrame, label: str, style: dict[str, Any]) -> None:

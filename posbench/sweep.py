@@ -14,7 +14,7 @@ from rich.table import Table
 from posbench import report, tables
 from posbench.metrics import COLUMNS
 from posbench.record import digest, write_csv, write_text
-from posbench.stages.report import show_reference
+from posbench.stages.report import show_findings, show_reference
 from posbench.trend import trends
 
 
@@ -61,12 +61,7 @@ def summarise(jobs: Sequence[dict[str, Any]], console: Console) -> Path | None:
                 table.add_row(*map(tables.short, row[:-1]))
             console.print(table)
             console.print(sentence)
-            if len(findings):
-                header, lines = tables.findings_table(findings)
-                table = Table(*header[:-1])
-                for line in lines:
-                    table.add_row(*line[:-1])
-                console.print(table)
+            show_findings(folder, console)
             show_reference(tables.with_subsets(summary, report.read_csv(folder / "subsets_summary.csv")), folder, console)
         console.print(f"sweep: {report.render_sweep(folder)}", soft_wrap=True)
     return folder

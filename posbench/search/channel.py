@@ -47,6 +47,7 @@ class ChannelSearch(Search):
     """
 
     serves: ClassVar[str] = "ScaleChannel"
+    place: ClassVar[str] = "alone or last in a list of methods without attention_buckets"
     finds: ClassVar[Mapping[str, Any]] = {"channel": 0, "factor": 1.0, "layers": (0, 0)}
     stage: ClassVar[str] = "search"
 
@@ -72,6 +73,11 @@ class ChannelSearch(Search):
             raise UserError(
                 field="search.factors", value=[], allowed="at least one factor", hint="the paper tries [0.5,0,-0.5,-1]"
             )
+
+    def part_of(self, parts: Mapping[str, type]) -> str | None:
+        """See :class:`Search`; the last part, whose prefill all candidates share, and not where a row stands for several."""
+        names = [cls.__name__ for cls in parts.values()]
+        return list(parts)[-1] if names[-1] == self.serves and "AttentionBuckets" not in names else None
 
     def statistics(self, averages: dict[str, Array], monotone_only: bool = True) -> ChannelStatistics:
         """Run the filter on averaged states.

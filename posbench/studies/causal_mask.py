@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 from numpy.typing import NDArray
 from rich.console import Console
 
-from posbench.plots import PAGE, new_figure, save, styled
+from posbench.plots import COLOURS, PAGE, line_style, new_figure, save, styled
 from posbench.record import write_csv, write_text
 from posbench.tables import markdown
 from posbench.theory import causal_mask as theory
@@ -164,17 +164,20 @@ def forms_figure(n: int, alphas: Sequence[float] = (0.0, 0.2, 0.5, 0.8)) -> Figu
     figure = new_figure(PAGE, 2.4)
     left, middle, right = figure.subplots(1, 3)
     i = np.arange(1, n + 1)
-    for alpha in alphas:
-        left.plot(i[1:], theory.g(i[1:], alpha), label=f"alpha {alpha:g}")
-        middle.plot(i, theory.h(i, alpha), label=f"alpha {alpha:g}")
+    for number, alpha in enumerate(alphas):
+        colour = line_style(number, of=len(alphas))["color"]
+        left.plot(i[1:], theory.g(i[1:], alpha), label=f"alpha {alpha:g}", color=colour)
+        middle.plot(i, theory.h(i, alpha), label=f"alpha {alpha:g}", color=colour)
     for layer, scores in enumerate(theory.limit(n, LAYERS, 0.0)[1:], start=2):
         row = scores[-1, :-1]
-        right.plot(i[:-1], row / row.max(), label=f"layer {layer}")
-    left.set(xlabel="query i", ylabel="g(i)", title="score before normalising")
-    middle.set(xlabel="token i", ylabel="h(i)", title="length after layer 1")
+        right.plot(i[:-1], row / row.max(), label=f"layer {layer}", color=COLOURS[layer - 2])
+    # Room for the legends above the lines.
+    left.set(xlabel="query i", ylabel="g(i)", title="score before normalising", ylim=(0, 4.6))
+    middle.set(xlabel="token i", ylabel="h(i)", title="length after layer 1", ylim=(1, 2.4))
     right.set(xlabel="key j", ylabel="score / largest", title=f"query {n}, alpha 0: rises, then falls", ylim=(0.4, 1.02))
-    for axes in (left, middle, right):
-        axes.legend()
+    for axes in (left, middle):
+        axes.legend(ncols=2, loc="upper center")
+    right.legend()
     return figure
 
 
