@@ -79,16 +79,19 @@ class ChannelSearch(Search):
         names = [cls.__name__ for cls in parts.values()]
         return list(parts)[-1] if names[-1] == self.serves and "AttentionBuckets" not in names else None
 
-    def statistics(self, averages: dict[str, Array]) -> ChannelStatistics:
+    def statistics(self, averages: dict[str, Array], monotone_only: bool = True) -> ChannelStatistics:
         """Run the filter on averaged states.
 
         Args:
             averages: ``attention_input`` [L, P, D] and ``residual`` [L + 1, P, D] (embedding, block outputs, final norm).
+            monotone_only: See :func:`posbench.search.statistics.paper`; the official variant always is.
         """
         if self.variant == "official":
             return statistics.official(averages[self.site])
         curves = averages["attention_input"] if self.site == "attention_input" else averages["residual"][1:]
-        return statistics.paper(curves, window=self.window, skip=self.skip, aggregate=self.over_layers)
+        return statistics.paper(
+            curves, window=self.window, skip=self.skip, aggregate=self.over_layers, monotone_only=monotone_only
+        )
 
     def layer_ranges(self, count: int, published: tuple[int, int] | None) -> list[tuple[int, int]]:
         """The layer ranges to try in a model of ``count`` layers."""

@@ -44,7 +44,7 @@ def run(run: Run) -> None:
             "identity": run.identity,
             "search": run.config.raw["search"],
             "task": run.config.raw["task"],
-            "layers": _ranges(run),
+            "layers": ranges(run),
             "channel": run.config.typed.get("channel"),
             **others(run),
         }
@@ -107,7 +107,8 @@ def _settings(config: Config) -> ChannelSearch:
     return config.search
 
 
-def _ranges(run: Run) -> list[tuple[int, int]]:
+def ranges(run: Run) -> list[tuple[int, int]]:
+    """The layer ranges that the search of a run tries: a typed one, those of the search, or the model's published one."""
     typed = run.config.typed.get("layers")
     if typed:
         return [tuple(typed)]
@@ -120,30 +121,33 @@ def _search(run: Run) -> None:
     search, lm = _settings(run.config), run.lm
     averages = average_states(lm, search, run)
     found = search.statistics(averages)
-    candidates = search.ask(found, _ranges(run), run.config.typed.get("channel"))
+    candidates = search.ask(found, ranges(run), run.config.typed.get("channel"))
+    each = calibration_losses(run, LOSSES, candidates)
+    unmodified, table, n = float(each[0].mean()), each[1:].mean(1), each.shape[1]
+    best = search.choose(table, unmodified)
+    write_csv(run.out.path / "search.csv", _table(candidates, table, unmodified, n, found, best))
+    winner = candidates[int(table.argmin()) if best is None else best]
+    write_csv(run.out.path / "channels.csv", _curves(averages, winner.channel, search))
+    write_text(run.out.path / "found.yaml", _block(run, None if best is None else winner, float(table.min()), unmodified, n))
+    (run.out.path / STATE).unlink(missing_ok=True)
+
+
+def calibration_losses(run: Run, file: str, candidates: Sequence[Candidate]) -> Array:
+    """Answer losses on the calibration examples, [1 + C, N], see :func:`candidate_losses`; resumed from a JSON-lines file."""
     examples = run.examples("calibration")
-    answers = {e.id: lm.answer_ids(e.prompt, e.answers[0]) for e in examples}
-    plan = batches([len(answers[e.id][0]) for e in examples], search.batch_size)
+    answers = {e.id: run.lm.answer_ids(e.prompt, e.answers[0]) for e in examples}
+    plan = batches([len(answers[e.id][0]) for e in examples], _settings(run.config).batch_size)
 
     def compute(batch: Sequence[Example]) -> list[Row]:
-        losses = candidate_losses(lm, [answers[e.id] for e in batch], candidates)
+        losses = candidate_losses(run.lm, [answers[e.id] for e in batch], candidates)
         return [{"unmodified": row[0], "losses": row[1:]} for row in losses.T.tolist()]
 
     rows = complete(
-        run, LOSSES, f"search: {len(candidates)} candidates", [[examples[i] for i in group] for group in plan],
+        run, file, f"search: {len(candidates)} candidates", [[examples[i] for i in group] for group in plan],
         lambda e: {"id": e.id}, compute,
     )  # fmt: skip
     by_id = {row["id"]: row for row in rows}
-    table = np.array([by_id[e.id]["losses"] for e in examples]).mean(0)
-    unmodified = float(np.mean([by_id[e.id]["unmodified"] for e in examples]))
-    best = search.choose(table, unmodified)
-    write_csv(run.out.path / "search.csv", _table(candidates, table, unmodified, len(examples), found, best))
-    winner = candidates[int(table.argmin()) if best is None else best]
-    write_csv(run.out.path / "channels.csv", _curves(averages, winner.channel, search))
-    write_text(
-        run.out.path / "found.yaml", _block(run, None if best is None else winner, float(table.min()), unmodified, len(examples))
-    )
-    (run.out.path / STATE).unlink(missing_ok=True)
+    return np.array([[by_id[e.id]["unmodified"], *by_id[e.id]["losses"]] for e in examples]).T
 
 
 def _table(
