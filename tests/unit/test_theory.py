@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import posbench
+from posbench import arch
 from posbench.cli import main
 from posbench.methods.attention_buckets import AttentionBuckets
 from posbench.methods.moice import MoICE
@@ -365,7 +366,10 @@ def test_the_studies_of_masks() -> None:
 
 def _whole_maps(lm: posbench.LM, ids: list[int]) -> np.ndarray:
     """Eager attention of one prompt, [L, H, n, n]."""
-    lm.model.set_attn_implementation("eager")
+    if arch.family_of(lm.model).interface:
+        lm.model.set_attn_implementation("eager")
+    else:
+        lm.model.config._attn_implementation = "eager"
     with torch.no_grad():
         found = lm.model(torch.tensor([ids]), output_attentions=True).attentions
     return np.stack([weights[0].double().numpy() for weights in found])
