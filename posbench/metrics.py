@@ -301,12 +301,21 @@ def _paired(frame: pd.DataFrame, method: str, unmodified: str, name: str) -> pd.
     return both.assign(difference=both[name] - both[f"{name}_base"]).dropna(subset=["difference"])
 
 
-def _mean(group: pd.DataFrame, name: str, resamples: int, seed: int) -> tuple[float, tuple[float, float]]:
-    """A mean with its interval."""
-    values = group[name].to_numpy(dtype=np.float64)
-    if name != "difference" and np.isin(values, (0, 1)).all():
+def estimate(
+    values: NDArray[np.float64], clusters: Sequence[str], *, resamples: int, seed: int = 0
+) -> tuple[float, tuple[float, float]]:
+    """A mean with its 95 % interval: Wilson for values that are all 0 or 1, else a bootstrap over clusters."""
+    if np.isin(values, (0, 1)).all():
         return float(values.mean()), wilson(float(values.sum()), len(values))
-    return float(values.mean()), mean_interval(values, list(group["cluster"]), resamples=resamples, seed=seed)
+    return float(values.mean()), mean_interval(values, clusters, resamples=resamples, seed=seed)
+
+
+def _mean(group: pd.DataFrame, name: str, resamples: int, seed: int) -> tuple[float, tuple[float, float]]:
+    """A mean with its interval; differences are no counts, even where all are 0 or 1."""
+    values, clusters = group[name].to_numpy(dtype=np.float64), list(group["cluster"])
+    if name == "difference":
+        return float(values.mean()), mean_interval(values, clusters, resamples=resamples, seed=seed)
+    return estimate(values, clusters, resamples=resamples, seed=seed)
 
 
 def _whole(

@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 
 from posbench.methods import Method
-from posbench.metrics import mean_interval, wilson
+from posbench.metrics import estimate, mean_interval
 from posbench.stages.base import Run, encode
 from posbench.stages.evaluate import answers
 
@@ -40,13 +40,8 @@ def scores(run: Run, file: str, methods: Mapping[str, Method]) -> pd.DataFrame:
 def accuracy(table: pd.DataFrame, method: str, resamples: int) -> dict[str, Any]:
     """Mean score of a method with its 95 % interval: value, low, high, n."""
     rows = table[table["method"] == method]
-    values = rows["score"].to_numpy(dtype=np.float64)
-    binary = bool(np.isin(values, (0, 1)).all())
-    clusters = list(rows["cluster"])
-    low, high = (
-        wilson(float(values.sum()), len(values)) if binary else mean_interval(values, clusters, resamples=resamples, seed=0)
-    )
-    return {"value": float(values.mean()), "low": low, "high": high, "n": len(values)}
+    value, (low, high) = estimate(rows["score"].to_numpy(dtype=np.float64), list(rows["cluster"]), resamples=resamples)
+    return {"value": value, "low": low, "high": high, "n": len(rows)}
 
 
 def difference(table: pd.DataFrame, method: str, base: str, resamples: int) -> dict[str, float]:

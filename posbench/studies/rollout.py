@@ -19,7 +19,7 @@ from posbench import arch
 from posbench.config import Config
 from posbench.errors import UserError
 from posbench.hooks import attending
-from posbench.lm import LM
+from posbench.lm import LM, attention_weights
 from posbench.metrics import mean_interval
 from posbench.plots import PAGE, line_style, new_figure, styled
 from posbench.record import Row
@@ -210,48 +210,25 @@ def _whole_map(layer: int, reduce: Callable[[int, Iterable[tuple[int, Tensor]]],
 
 
 def attention_rows(
-    query: Tensor,
-    key: Tensor,
-    mask: Tensor | None,
-    *,
-    scaling: float | None = None,
-    softcap: float | None = None,
-    sliding_window: int | None = None,
-    entries: int = ENTRIES,
-    **_: Any,
+    query: Tensor, key: Tensor, mask: Tensor | None, *, entries: int = ENTRIES, **settings: Any
 ) -> Iterator[tuple[int, Tensor]]:
     """Attention weights of all queries of a prompt, a block of rows at a time, from what an attention function is given.
 
     Args:
         query: [B, H, n, d].
         key: [B, G, n, d].
-        mask: None (causal), boolean or additive [B or 1, 1, n, >= n], or the padding mask [B, n] that flash kernels take.
-        scaling: Factor of the scores; d^-0.5 if None.
-        softcap: Bound of the scores through tanh (Gemma 2).
-        sliding_window: Keys that a query sees, where no mask says so.
+        mask: See :func:`posbench.lm.attention_weights`.
         entries: Weights of a block at most.
+        settings: Further arguments of that function.
 
     Yields:
         The first row of a block, and its weights [B, H, rows, n], in float32 or better.
     """
-    exact = torch.promote_types(query.dtype, torch.float32)
-    keys = repeat_kv(key, query.shape[1] // key.shape[1]).to(exact).transpose(-1, -2)
-    length, shut = keys.shape[-1], float("-inf")
-    at = torch.arange(length, device=query.device)
-    step = max(entries // (query.shape[0] * query.shape[1] * length), 1)
-    for start in range(0, length, step):
-        rows = slice(start, start + step)
-        scores = query[:, :, rows].to(exact) @ keys * (scaling or query.shape[-1] ** -0.5)
-        if softcap:
-            scores = softcap * torch.tanh(scores / softcap)
-        if mask is not None and mask.ndim == 4:
-            part = mask[:, :, rows, :length]
-            scores = scores.masked_fill(~part, shut) if part.dtype == torch.bool else scores + part
-        else:
-            distance = at[rows, None] - at
-            hidden = (distance < 0) | (distance >= (sliding_window or length))
-            scores = scores.masked_fill(hidden if mask is None else hidden | ~mask[:, None, None, -length:].bool(), shut)
-        yield start, scores.softmax(-1)
+    # Once for all blocks.
+    keys = repeat_kv(key, query.shape[1] // key.shape[1]).to(torch.promote_types(query.dtype, torch.float32))
+    step = max(entries // (query.shape[0] * query.shape[1] * keys.shape[2]), 1)
+    for start in range(0, query.shape[2], step):
+        yield start, attention_weights(query, keys, mask, slice(start, start + step), **settings)
 
 
 def summary(rows: Sequence[Row], clusters: Sequence[str], resamples: int = 2000) -> dict[str, pd.DataFrame]:
