@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 OLDEST := $(VENV)-oldest
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-fast test-versions lint format tiny tiny-seeds figure figures docs study bench lpes throughput scorers rope-curves bucket-search causal-mask score-maps claims precision wheel clean
+.PHONY: help setup run test test-fast test-versions lint format tiny tiny-seeds figure figures docs study bench lpes throughput scorers rope-curves bucket-search claims precision wheel clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-13s %s\n", $$1, $$2}'
@@ -76,12 +76,6 @@ throughput: setup ## the evaluate stage against a loop over single prompts, side
 
 scorers: setup ## every scorer on real model outputs with official scores: make scorers DATA=DIR
 	$(BIN)/python -m posbench.studies.scorers $(if $(DATA),--data $(DATA)) $(ARGS)
-
-causal-mask: setup ## what the causal mask alone does (Behind RoPE, Figures 1, 2, 4, 6, 7, 9, 10), in outputs/causal_mask
-	$(BIN)/python -m posbench.studies.causal_mask $(ARGS)
-
-score-maps: setup ## scores before the softmax and Gram panels of trained models (Behind RoPE, Figures 3, 5, 8, 11-16)
-	$(BIN)/python -m posbench.studies.score_maps $(ARGS)
 
 rope-curves: setup ## what a RoPE scale does to decay, waves and attention (LPES, Figures 3-5), in outputs/rope_curves
 	$(BIN)/python -m posbench.studies.rope_curves $(ARGS)

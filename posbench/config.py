@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
 import hydra.utils
@@ -143,14 +143,30 @@ class Config:
         Raises:
             UserError: A parameter is missing or wrong.
         """
-        values = self.method_fields | {k: v for k, v in (found or {}).items() if k in self.method_fields and k not in self.pinned}
         if not issubclass(self.method_class, Composed):
-            return self._method(self.method_class, values, self.method_name)
+            return self._method(self.method_class, self._filled(self.method_fields, found), self.method_name)
         parts: dict[str, Method] = {}
         for name, (cls, fields_) in self._parts().items():
             with in_words_of_the_whole(name):
-                parts[name] = self._method(cls, fields_, name)
-        return build(Composed, values | {"parts": parts}, "method")
+                parts[name] = self._method(cls, self._filled(fields_, found) if name == self.part else fields_, name)
+        return build(Composed, self.method_fields | {"parts": parts}, "method")
+
+    def _filled(self, fields_: dict[str, Any], found: Mapping[str, Any] | None) -> dict[str, Any]:
+        return fields_ | {k: v for k, v in (found or {}).items() if k in fields_ and k not in self.typed}
+
+    @property
+    def part(self) -> str | None:
+        """Where the method is composed, the part whose parameters the search finds."""
+        if not issubclass(self.method_class, Composed):
+            return None
+        return self.search.part_of({name: cls for name, (cls, _) in self._parts().items()})
+
+    @property
+    def typed(self) -> dict[str, Any]:
+        """What the user typed of the method that the search serves, or of the part."""
+        part = self.part
+        fields_, where = (self._parts()[part][1], f"parts.{part}.") if part else (self.method_fields, "")
+        return {key: value for key, value in fields_.items() if where + key in self.pinned}
 
     @property
     def method_classes(self) -> list[type[Method]]:
@@ -192,7 +208,8 @@ class Config:
     def trial(self) -> Method:
         """The method with legal stand-ins for what the search will find, so that everything else can be checked first."""
         standin = self.search.finds if "search" in self.stages else {}
-        return self.method({k: v for k, v in standin.items() if self.method_fields.get(k) is None})
+        given = self._parts()[self.part][1] if self.part else self.method_fields
+        return self.method({k: v for k, v in standin.items() if given.get(k) is None})
 
 
 def plain(config: DictConfig) -> dict[str, Any]:
@@ -239,15 +256,6 @@ def check(raw: dict[str, Any], typed: Sequence[str] = ()) -> Config:
     name = fields_.pop("name", method_class.__name__.lower())
     stages = build(_Stages, {"stages": raw.get("stages")}, "").stages
     search = _instance(raw["search"], Search, "search")
-    if "search" in stages and not serves(search, method_class):
-        if "stages" in typed or "search" in typed:
-            raise UserError(
-                field="stages" if "stages" in typed else "search",
-                value=list(stages) if "stages" in typed else type(search).__name__,
-                allowed=f"no search for method {name} by {type(search).__name__}, which finds parameters of {search.serves}",
-                hint="leave search out of stages, or take the search that serves the method: posbench ls searches",
-            )
-        stages = tuple(stage for stage in stages if stage != "search")
     pinned = frozenset(key.removeprefix("method.") for key in typed if key.startswith("method."))
     config = Config(
         model=model,
@@ -264,6 +272,19 @@ def check(raw: dict[str, Any], typed: Sequence[str] = ()) -> Config:
         study_name=study_name,
         raw=raw | {"pinned": sorted(pinned)},
     )
+    if "search" in stages and not (config.part or serves(search, method_class)):
+        if "stages" in typed or "search" in typed:
+            part = issubclass(method_class, Composed) and any(serves(search, cls) for cls in config.method_classes)
+            served = f"{search.serves}, {search.place}"
+            raise UserError(
+                field="stages" if "stages" in typed else "search",
+                value=list(stages) if "stages" in typed else type(search).__name__,
+                allowed=f"no search for method {name} by {type(search).__name__}, which finds parameters of {served}",
+                hint="search that method alone, then type here what it finds, with stages=[evaluate,report]"
+                if part
+                else "leave search out of stages, or take the search that serves the method: posbench ls searches",
+            )
+        config = replace(config, stages=tuple(stage for stage in stages if stage != "search"))
     for where, text in (("model", model.name), ("task", task.name), ("method", name), ("study", study_name or "none")):
         # They become folder names.
         if not re.fullmatch(r"\w[\w.-]*", str(text)):

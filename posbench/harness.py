@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from importlib.metadata import version
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Self
 
 import hydra
@@ -29,7 +30,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from tqdm import tqdm
 
-from posbench import checkpoint, config, paths
+from posbench import checkpoint, cli, config, paths
 from posbench.errors import UserError, choices, from_hydra
 from posbench.lm import CHAT_TEMPLATES, batches
 from posbench.methods import Method
@@ -95,8 +96,10 @@ def compose(pretrained: str, method: str, settings: Mapping[str, Any], config_di
 
     Args:
         pretrained: A name in ``conf/model``, a directory, or a hub id.
-        method: A name in ``conf/method``; its constants come from the model's file unless ``settings`` gives them.
-        settings: Fields of the method, and the keys of ``MODEL_KEYS`` and ``RUNTIME_KEYS``.
+        method: A name in ``conf/method``, or several joined by ``+``, the outermost first; constants come from the model's file
+            unless ``settings`` gives them.
+        settings: Fields of the method (of several: ``parts.<name>.<field>``), and the keys of ``MODEL_KEYS`` and
+            ``RUNTIME_KEYS``.
         config_dir: A folder with the user's own YAML files.
 
     Raises:
@@ -108,18 +111,23 @@ def compose(pretrained: str, method: str, settings: Mapping[str, Any], config_di
             field="model_args.config_dir", value=config_dir, allowed="a folder with your YAML files", hint="check the path"
         )
     listed = pretrained in choices(*(folder / "model" for folder in folders))
-    overrides = [f"model={pretrained if listed else 'hf'}", f"method={method}", "stages=[evaluate]"]
+    # Commas separate the arguments, so a list of methods comes with plus signs.
+    asked = f"method=[{method.replace('+', ',')}]" if "+" in method else f"method={method}"
+    overrides = [f"model={pretrained if listed else 'hf'}", asked, "stages=[evaluate]"]
     overrides += [f"hydra.searchpath=[file://{folders[-1]}]"] if config_dir else []
     GlobalHydra.instance().clear()
-    try:
-        with hydra.initialize_config_dir(str(paths.CONF), version_base="1.3"):
-            composed = hydra.compose("config", overrides)
-    except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
-        raise from_hydra(error, overrides, config_dir) from error
+    with TemporaryDirectory() as folder:
+        overrides = cli.composed(overrides, Path(folder), config_dir)
+        try:
+            with hydra.initialize_config_dir(str(paths.CONF), version_base="1.3"):
+                composed = hydra.compose("config", overrides)
+        except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
+            raise from_hydra(error, overrides, config_dir) from error
     if not listed:
         composed.model.path, composed.model.name = pretrained, Path(pretrained).name
     groups = dict.fromkeys(RUNTIME_KEYS, "runtime") | dict.fromkeys(MODEL_KEYS, "model")
-    groups |= {str(key): "method" for key in composed.method if key not in ("_target_", "name")}
+    parts = {f"parts.{name}.": part for name, part in composed.method.get("parts", {}).items()} or {"": composed.method}
+    groups |= {f"{where}{key}": "method" for where, part in parts.items() for key in part if key not in ("_target_", "name")}
     for key, value in settings.items():
         if key not in groups:
             known = ["pretrained", "method", "config_dir", *groups, *(f.name for f in fields(Harness))]
@@ -150,10 +158,12 @@ class PosbenchLM(HFLM):  # type: ignore[misc]
 
     Args:
         pretrained: A name in ``conf/model``, a directory, or a hub id.
-        method: A name in ``conf/method``; its constants come from the model's file unless given here.
+        method: A name in ``conf/method``, or several joined by ``+``: ``layer_scaling+scale_channel``. Constants come from the
+            model's file unless given here.
         config_dir: A folder with the user's own YAML files.
-        **settings: Fields of the method, of :class:`Harness`, and the keys of ``MODEL_KEYS`` and ``RUNTIME_KEYS``. A list
-            is written with colons where commas separate the arguments: ``layers=1:3`` is the YAML's ``[1, 3]``.
+        **settings: Fields of the method (of several: ``parts.<name>.<field>``), of :class:`Harness`, and the keys of
+            ``MODEL_KEYS`` and ``RUNTIME_KEYS``. A list is written with colons where commas separate the arguments:
+            ``layers=1:3`` is the YAML's ``[1, 3]``.
 
     Raises:
         UserError: Something in the arguments does not fit; see :func:`compose`.

@@ -70,6 +70,12 @@ def attending(model: PreTrainedModel, function: Attend) -> Iterator[None]:
             model.set_attn_implementation(before)
 
 
+def listeners(model: PreTrainedModel) -> int:
+    """How many hooks of its modules, and functions in front of its kernel, look into a model's forward."""
+    hooks = sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules())
+    return hooks + len(_functions.get(id(model.config.get_text_config()), []))
+
+
 def _dispatch(kernel_name: str) -> Attend:
     def dispatch(module: Any, *args: Any, **settings: Any) -> Any:
         eager = sys.modules[type(module).__module__].eager_attention_forward

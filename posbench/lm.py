@@ -420,12 +420,27 @@ class LM:
 
             return hook
 
-        # These families compute and return all weights themselves, when asked for eager attention.
         with ExitStack() as stack:
-            stack.enter_context(replaced(self.model.config, "_attn_implementation_internal", "eager"))
+            stack.enter_context(self.eager())
             for layer, module in enumerate(arch.attention_modules(self.model)):
                 stack.callback(module.register_forward_hook(read(layer)).remove)
             yield weights
+
+    @contextmanager
+    def eager(self) -> Iterator[None]:
+        """Make families outside the library's attention functions compute, and return, all attention weights themselves."""
+
+        def without_bias(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Any]:
+            return args, kwargs | {"alibi": torch.zeros_like(kwargs["alibi"])}
+
+        config = self.model.config
+        with ExitStack() as stack:
+            if config.model_type == "falcon" and config.alibi and config._attn_implementation != "eager":
+                # Falcon's mask holds the bias already, and its eager attention alone would add it a second time.
+                for module in arch.attention_modules(self.model):
+                    stack.callback(module.register_forward_pre_hook(without_bias, with_kwargs=True).remove)
+            stack.enter_context(replaced(config, "_attn_implementation_internal", "eager"))
+            yield
 
     @contextmanager
     def _listening(self, weights: dict[int, Tensor]) -> Iterator[None]:
@@ -452,10 +467,16 @@ class LM:
         return int(eos or 0)
 
 
-def last_row(
+def last_row(query: Tensor, key: Tensor, mask: Tensor | None, **settings: Any) -> Tensor:
+    """Attention weights of the last query, [B, H, T]; the arguments of :func:`attention_weights`."""
+    return attention_weights(query, key, mask, slice(-1, None), **settings)[:, :, 0]
+
+
+def attention_weights(
     query: Tensor,
     key: Tensor,
     mask: Tensor | None,
+    rows: slice,
     *,
     scaling: float | None = None,
     softcap: float | None = None,
@@ -463,35 +484,37 @@ def last_row(
     s_aux: Tensor | None = None,
     **_: Any,
 ) -> Tensor:
-    """Attention weights of the last query, from what an attention function is given.
+    """Attention weights of some queries, from what an attention function is given.
 
     Args:
-        query: [B, H, Tq, d].
+        query: [B, H, Tq, d], the newest of T tokens.
         key: [B, G, T, d].
-        mask: None, boolean or additive [B, 1, Tq, >= T], or the padding mask [B, >= T] that flash kernels take.
+        mask: None (causal), boolean or additive [B, 1, Tq, >= T], or the padding mask [B, >= T] that flash kernels take.
+        rows: R of the queries.
         scaling: Factor of the scores; d^-0.5 if None.
         softcap: Bound of the scores through tanh (Gemma 2).
-        sliding_window: Keys that the row may see, for kernels that get no mask of their own.
+        sliding_window: Keys that a row may see, for kernels that get no mask of their own.
         s_aux: Sink logits per head (GPT-OSS).
 
     Returns:
-        [B, H, T].
+        [B, H, R, T].
     """
     exact = torch.promote_types(query.dtype, torch.float32)
     keys = repeat_kv(key, query.shape[1] // key.shape[1]).to(exact)
-    scores = (query[:, :, -1:].to(exact) @ keys.transpose(-1, -2))[:, :, 0] * (scaling or query.shape[-1] ** -0.5)
+    scores = query[:, :, rows].to(exact) @ keys.transpose(-1, -2) * (scaling or query.shape[-1] ** -0.5)
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)
     total, shut = scores.shape[-1], float("-inf")
     if mask is not None and mask.ndim == 4:
-        row = mask[:, :, -1, :total]
-        scores = scores.masked_fill(~row, shut) if row.dtype == torch.bool else scores + row
-    elif mask is not None:
-        scores = scores.masked_fill(~mask[:, None, -total:].bool(), shut)
-    if sliding_window and (mask is None or mask.ndim != 4):
-        scores[..., : max(total - sliding_window, 0)] = shut
+        part = mask[:, :, rows, :total]
+        scores = scores.masked_fill(~part, shut) if part.dtype == torch.bool else scores + part
+    else:
+        at = torch.arange(total, device=query.device)
+        distance = at[total - query.shape[2] :][rows, None] - at
+        hidden = (distance < 0) | (distance >= (sliding_window or total))
+        scores = scores.masked_fill(hidden if mask is None else hidden | ~mask[:, None, None, -total:].bool(), shut)
     if s_aux is not None:
-        sinks = s_aux.to(exact)[None, :, None].expand(len(scores), -1, 1)
+        sinks = s_aux.to(exact)[None, :, None, None].expand(*scores.shape[:3], 1)
         return torch.cat([scores, sinks], dim=-1).softmax(-1)[..., :-1]
     return scores.softmax(-1)
 

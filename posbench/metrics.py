@@ -12,10 +12,18 @@ from numpy.typing import NDArray
 
 from posbench.tasks.base import Task
 
+Array = NDArray[np.float64]
+
 COLUMNS = ("model", "method", "task", "position", "depth", "metric", "value", "n", "ci_low", "ci_high", "seed")
 """Columns of ``metrics.csv``. The first metric is the task's own, in 0..1; position is a 0-based gold index or ``all``; depth is
 index / (items - 1); n counts prompts; the interval is 95 %: Wilson for right-or-wrong scores, else a bootstrap over questions,
-paired for a difference."""
+paired for a difference. :data:`BIAS` names the rows that sum up the curve over gold positions."""
+
+BIAS = ("position_bias", "gap", "gap_null", "primacy", "recency", "middle_drop")
+"""Statistics of the score over three gold positions or more, see :func:`curve_statistics` and ``docs/metrics.md``: the standard
+deviation over positions without the part that sampling noise adds (the one to sort by), best minus worst position, what that is
+where positions do not matter, first position minus the inner ones, last minus the inner ones, mean of the ends minus the lowest
+inner one."""
 
 SUBSET_COLUMNS = ("model", "method", "task", "subset", "kind", "metric", "value", "n", "ci_low", "ci_high", "seed")
 """Columns of ``subsets.csv``: kind is ``subset`` or ``average`` (a named mean over subsets); the rest as in ``metrics.csv``."""
@@ -103,10 +111,6 @@ def tidy(
                 add(method, int(position), name, value, len(group), interval)
             if (method, name) in whole:
                 add(method, "all", name, *whole[method, name])
-            means = part.groupby("position")[name].mean().sort_index()
-            if name == task.metric and len(means) > 2:
-                drop = (means.iloc[0] + means.iloc[-1]) / 2 - means.iloc[1:-1].min()
-                add(method, "all", "middle_drop", float(drop), len(part), (np.nan, np.nan))
         for method in methods:
             both = _paired(frame, method, unmodified, name)
             for position, group in both.groupby("position", sort=True) if name == task.metric else ():
@@ -114,7 +118,138 @@ def tidy(
                 add(method, int(position), f"{name}_difference", value, len(group), interval)
             if (method, f"{name}_difference") in whole:
                 add(method, "all", f"{name}_difference", *whole[method, f"{name}_difference"])
+    for method, name, value, n, interval in _bias(frame, task.metric, unmodified, resamples, seed):
+        add(method, "all", name, value, n, interval)
     return pd.DataFrame(out, columns=list(COLUMNS))
+
+
+def curve_statistics(means: Array) -> dict[str, Array]:
+    """What a score over K >= 3 gold positions amounts to.
+
+    Args:
+        means: Mean score at every gold position in order, [..., K].
+
+    Returns:
+        By name [...]: ``primacy`` and ``recency``, first and last position minus the mean of the inner ones; ``middle_drop``,
+        mean of the ends minus the lowest inner one; ``gap``, best minus worst (Zhang et al. 2024, Ms-PoE: "Gap"). Sampling noise
+        alone raises the last two.
+    """
+    first, inner, last = means[..., 0], means[..., 1:-1], means[..., -1]
+    return {
+        "primacy": first - inner.mean(-1),
+        "recency": last - inner.mean(-1),
+        "middle_drop": (first + last) / 2 - inner.min(-1),
+        "gap": means.max(-1) - means.min(-1),
+    }
+
+
+def resampled_curves(frame: pd.DataFrame, name: str, by: str, resamples: int, seed: int) -> dict[Any, tuple[Array, Array]]:
+    """Mean score over gold positions, exact and resampled; equal questions are drawn for all.
+
+    Args:
+        frame: Rows with position, cluster, the score and ``by``.
+        name: Column of the score.
+        by: Column that tells the curves apart (method, setting).
+        resamples: Bootstrap draws R. Clusters are drawn among those asked at the same positions, so that no position runs out.
+        seed: Seed of the draws.
+
+    Returns:
+        By value of ``by``: the curve [K] and its draws [R, K].
+    """
+    frame = frame.dropna(subset=[name])
+    names, member = np.unique(frame["cluster"], return_inverse=True)
+    places, place = np.unique(frame["position"], return_inverse=True)
+    asked = np.zeros((len(names), len(places)), dtype=bool)
+    asked[member, place] = True
+    _, stratum = np.unique(asked, axis=0, return_inverse=True)
+    curves: dict[Any, tuple[Array, Array]] = {}
+    for key in dict.fromkeys(frame[by]):
+        here, shape = (frame[by] == key).to_numpy(), asked.shape
+        cells = np.ravel_multi_index((member[here], place[here]), shape)
+        scores = frame[name].to_numpy(dtype=np.float64)[here]
+        sums = [np.bincount(cells, weights=w, minlength=asked.size).reshape(shape) for w in (scores, np.ones_like(scores))]
+        curves[key] = sums[0].astype(np.float64), sums[1].astype(np.float64)
+    drawn: dict[Any, list[Array]] = {key: [] for key in curves}
+    rng = np.random.default_rng(seed)
+    step = max(CHUNK // len(names), 1)
+    for start in range(0, resamples, step):
+        weights = np.zeros((min(step, resamples - start), len(names)))
+        for number in range(stratum.max() + 1):
+            members = np.flatnonzero(stratum == number)
+            weights[:, members] = rng.multinomial(len(members), np.full(len(members), 1 / len(members)), size=len(weights))
+        with np.errstate(invalid="ignore"):
+            for key, (totals, counts) in curves.items():
+                drawn[key].append(weights @ totals / (weights @ counts))
+    with np.errstate(invalid="ignore"):
+        return {key: (totals.sum(0) / counts.sum(0), np.concatenate(drawn[key])) for key, (totals, counts) in curves.items()}
+
+
+def position_bias(curve: Array, draws: Array) -> tuple[float, Array]:
+    """Standard deviation over gold positions without what sampling noise adds.
+
+    Args:
+        curve: Mean score at K >= 2 gold positions, [K].
+        draws: Its bootstrap draws, [R, K].
+
+    Returns:
+        The root of what is left of the variance, 0 where noise explains more than all of it; and its draws [R], off which the
+        noise is taken twice: that of the sample and that of the draw.
+    """
+    variance, drawn = curve.var(ddof=1), draws.var(-1, ddof=1)
+    noise = np.nanmean(drawn) - variance
+    return float(np.sqrt(np.maximum(variance - noise, 0))), np.sqrt(np.maximum(drawn - 2 * noise, 0))
+
+
+def _bias(
+    frame: pd.DataFrame, name: str, unmodified: str, resamples: int, seed: int
+) -> Iterator[tuple[str, str, float, int, tuple[float, float]]]:
+    """Method, statistic of :data:`BIAS` or its difference from the unmodified model, value, n, interval.
+
+    The draws of a statistic that noise raises lie twice as far up as its estimate does (noise of the sample, and of the draw), so
+    twice that bias is taken off them. A gap is off by at most the gap of the curve's errors; its interval adds the 95 % quantile
+    of that, as Tukey's range test does. Without position bias the intervals then reach zero. A difference of two gaps gets no
+    row: the errors of two maxima do not cancel, and no such interval would hold.
+    """
+    placed = frame.dropna(subset=["position", name])
+    if placed["position"].nunique() < 3:
+        return
+    base: dict[str, tuple[float, Array]] = {}
+    curves = resampled_curves(placed, name, "method", resamples, seed)
+    for method in sorted((m for m, (curve, _) in curves.items() if not np.isnan(curve).any()), key=lambda m: m != unmodified):
+        part, (curve, draws) = placed[placed["method"] == method], curves[method]
+        exact, drawn = curve_statistics(curve), curve_statistics(draws)
+        found = {key: (float(exact[key]), drawn[key]) for key in ("primacy", "recency")}
+        drop = exact["middle_drop"]
+        found["middle_drop"] = float(drop), drawn["middle_drop"] - 2 * (np.nanmean(drawn["middle_drop"]) - drop)
+        found["position_bias"] = position_bias(curve, draws)
+        gap, error = float(exact["gap"]), float(np.nanquantile(np.ptp(draws - curve, axis=1), 0.95))
+        shuffled = _shuffled_gaps(part, name, resamples, seed)
+        yield method, "gap", gap, len(part), (max(gap - error, 0.0), min(gap + error, 1.0))
+        yield method, "gap_null", float(shuffled.mean()), len(part), _quantiles(shuffled)
+        for key, (value, values) in found.items():
+            yield method, key, value, len(part), _quantiles(values)
+            if base:
+                yield method, f"{key}_difference", value - base[key][0], len(part), _quantiles(values - base[key][1])
+        if method == unmodified:
+            base = found
+
+
+def _shuffled_gaps(part: pd.DataFrame, name: str, resamples: int, seed: int) -> Array:
+    """Best minus worst position after positions were shuffled, [R]: within questions that were asked at several positions, else
+    among all prompts."""
+    _, member = np.unique(part["cluster"], return_inverse=True)
+    rows = np.argsort(member, kind="stable")
+    block = member[rows] if member.max() + 1 < len(member) else np.zeros(len(member))
+    values = part[name].to_numpy(dtype=np.float64)[rows]
+    places = part["position"].to_numpy(dtype=np.int64)[rows]
+    _, place, counts = np.unique(places, return_inverse=True, return_counts=True)
+    shares = np.eye(len(counts))[place] / counts
+    rng, step = np.random.default_rng(seed), max(CHUNK // len(rows), 1)
+    gaps = []
+    for start in range(0, resamples, step):
+        keys = rng.random((min(step, resamples - start), len(rows))) + block
+        gaps.append(np.ptp(values[np.argsort(keys, axis=1)] @ shares, axis=1))
+    return np.concatenate(gaps)
 
 
 def by_subset(
@@ -166,12 +301,21 @@ def _paired(frame: pd.DataFrame, method: str, unmodified: str, name: str) -> pd.
     return both.assign(difference=both[name] - both[f"{name}_base"]).dropna(subset=["difference"])
 
 
-def _mean(group: pd.DataFrame, name: str, resamples: int, seed: int) -> tuple[float, tuple[float, float]]:
-    """A mean with its interval."""
-    values = group[name].to_numpy(dtype=np.float64)
-    if name != "difference" and np.isin(values, (0, 1)).all():
+def estimate(
+    values: NDArray[np.float64], clusters: Sequence[str], *, resamples: int, seed: int = 0
+) -> tuple[float, tuple[float, float]]:
+    """A mean with its 95 % interval: Wilson for values that are all 0 or 1, else a bootstrap over clusters."""
+    if np.isin(values, (0, 1)).all():
         return float(values.mean()), wilson(float(values.sum()), len(values))
-    return float(values.mean()), mean_interval(values, list(group["cluster"]), resamples=resamples, seed=seed)
+    return float(values.mean()), mean_interval(values, clusters, resamples=resamples, seed=seed)
+
+
+def _mean(group: pd.DataFrame, name: str, resamples: int, seed: int) -> tuple[float, tuple[float, float]]:
+    """A mean with its interval; differences are no counts, even where all are 0 or 1."""
+    values, clusters = group[name].to_numpy(dtype=np.float64), list(group["cluster"])
+    if name == "difference":
+        return float(values.mean()), mean_interval(values, clusters, resamples=resamples, seed=seed)
+    return estimate(values, clusters, resamples=resamples, seed=seed)
 
 
 def _whole(

@@ -23,6 +23,7 @@ from matplotlib.colors import BoundaryNorm, ListedColormap
 from matplotlib.figure import Figure
 
 from posbench.errors import UserError
+from posbench.metrics import BIAS
 from posbench.record import write_bytes
 
 UNMODIFIED = "none"
@@ -86,7 +87,9 @@ def line_style(index: int, unmodified: bool = False, of: int = 0) -> dict[str, A
             "zorder": 3,
         }
     ordered = colormaps["viridis"](0.88 * index / max(of - 1, 1)) if of else None
-    return {"color": ordered or COLOURS[index % len(COLOURS)], "linestyle": "-", "marker": marker}
+    # Colours come a second time as dashed lines.
+    again = not ordered and index >= len(COLOURS)
+    return {"color": ordered or COLOURS[index % len(COLOURS)], "linestyle": "--" if again else "-", "marker": marker}
 
 
 def _band(axes: Axes, rows: pd.DataFrame, label: str, style: dict[str, Any]) -> None:
@@ -112,7 +115,7 @@ def from_zero(axes: Axes) -> None:
 def own_metric(metrics: pd.DataFrame) -> pd.Series:
     """For each row the metric that its task is judged by: the first one in the task's table."""
     task = metrics["task"] if "task" in metrics else pd.Series("", index=metrics.index)
-    derived = metrics["metric"].str.endswith("_difference") | (metrics["metric"] == "middle_drop")
+    derived = metrics["metric"].str.endswith("_difference") | metrics["metric"].isin(BIAS)
     return metrics["metric"].mask(derived).groupby(task, sort=False).transform("first")
 
 

@@ -27,6 +27,16 @@ FINDING_TEXTS = ("claim", "statistic", "verdict", "note")
 TEXT_COLUMNS = ("run", "model", "method", "task", "position", "metric", "channel", "site", *FINDING_TEXTS)
 SEARCH = ("channel", "factor", "layer_first", "layer_last", "loss", "loss_unmodified", "n", "monotone_layers", "smoothness")
 ATTENTION = ("model", "method", "task", "gold_position", "layer", "pair", "attention")
+BIAS_TEXT = (
+    "In points, 95 % bootstrap intervals over questions, the same questions for all methods. Position bias: standard deviation "
+    "of the score over gold positions without what sampling noise adds; 0 where noise explains all of it. A gap is above 0 by "
+    "noise alone: beside it stands what it is when positions are shuffled, with the range of 95 % of the shuffles."
+)
+TREND_TEXT = (
+    "Centre of attention: for each prompt the centre of mass of the last token's attention over the items, 0 the first item and "
+    "1 the last, in the layer of the attention figure. Position bias: standard deviation over gold positions without sampling "
+    "noise. Rank correlations are Spearman's over the settings."
+)
 SHOWN = 8000  # characters of a prompt in the report
 NEEDED = {
     "metrics": METRICS,
@@ -36,6 +46,7 @@ NEEDED = {
     "attention": ATTENTION,
     "attention_summary": ATTENTION,
     "findings": FINDING_COLUMNS,
+    "trend": ("group", "axis", "statistic", "number", "value", "low", "high", "n"),
     "search": (*SEARCH, "selected"),
     "channels": ("channel", "site", "layer", "position", "value", "sliding_mean"),
     "generations": ("generation", "best", "mean", "worst", "evaluations", "candidates", "unmodified"),
@@ -83,12 +94,15 @@ def render_run(folder: Path) -> Path:
         ran = f"As applied: {tables.applied(ran)}. " if len(ran) > 1 else ""
         what = plots.metric_name(metrics)
         text = ran + f"{what.capitalize()} in % and paired difference in points, each with its 95 % interval."
-        text = " ".join(filter(None, (text + _middle_drop(metrics), shortened(folder))))
+        text = " ".join(filter(None, (text, shortened(folder))))
         positions = bool(len(at_positions(metrics)))
         sections.append(Section(f"{what.capitalize()} by gold position" if positions else what.capitalize(), text, header, rows))
         if positions:
             caption = f"{what.capitalize()} over the position of the answer. Bands: 95 % intervals."
             sections[-1].figures.append(_figure(folder, "accuracy", plots.accuracy_by_position(metrics), caption))
+        header, rows = tables.bias_table(metrics)
+        if rows:
+            sections.append(Section("Position bias", BIAS_TEXT, header, rows))
         sections += _experiment(folder, tables.with_subsets(metrics, subsets))
         others = tables.other_scores(metrics)
         if len(others):
@@ -173,8 +187,14 @@ def render_sweep(folder: Path) -> Path:
     if attention is not None:
         caption = "Attention of the last prompt token to the item with the answer over its position, for each setting."
         figures.append(_figure(folder, "attention", sweep_plots.attention_sweep(attention, axes), caption))
-    text = "Score over all positions in % with its 95 % interval; difference from the unmodified model in points."
-    sections = [Section("Settings", text, header, rows, figures), *_experiment(folder, tables.with_subsets(summary, subsets))]
+    text = "Score over all positions in % with its 95 % interval; difference from unmodified and position bias in points."
+    sections = [Section("Settings", text, header, rows, figures)]
+    trend, findings = read_csv(folder / "trend.csv"), read_csv(folder / "findings.csv")
+    if trend is not None and findings is not None:
+        caption = "Bands: 95 % bootstrap intervals over questions. Dotted: no lean. Dashed: the unmodified model."
+        drawn = _figure(folder, "trend", sweep_plots.trend(trend), caption)
+        sections.append(Section("Lean", TREND_TEXT, *tables.findings_table(findings), [drawn]))
+    sections += _experiment(folder, tables.with_subsets(summary, subsets))
     return _write(folder, _html(folder.name, sentence, "", sections))
 
 
@@ -184,16 +204,6 @@ def render_sweep(folder: Path) -> Path:
 def shortened(folder: Path) -> str:
     """How many prompts of a run were shortened to the context window, in words; empty where none was."""
     return tables.shortened(row for row in RunDir(folder).rows("predictions.jsonl") if "error" not in row)
-
-
-def _middle_drop(metrics: pd.DataFrame) -> str:
-    drops = overall(metrics, "middle_drop")
-    if drops.empty:
-        return ""
-    values = ", ".join(
-        f"{m.replace(UNMODIFIED, 'unmodified')} {100 * v:.1f}" for m, v in zip(drops["method"], drops["value"], strict=True)
-    )
-    return f" Middle drop in points (mean of the two ends minus the lowest inner position): {values}."
 
 
 # Sections

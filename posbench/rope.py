@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -261,6 +261,20 @@ class HandRotation:
         # The family's own function rotates all heads alike: heads become rows.
         flat = x.flatten(0, 1).unsqueeze(1)
         return arch.rotate(self.model, self.layer, flat, (cos.flatten(0, 1), sin.flatten(0, 1))).reshape(x.shape)
+
+    def rotate_by_each(self, x: Tensor, tables: Iterable[Table]) -> Iterator[Tensor]:
+        """Rotate queries or keys [B, H, T, d] with one table [B, T, r] after another: ``x cos + x' sin``.
+
+        A rotation is linear in cos and sin, so that x', which is x turned by a right angle, serves all tables.
+        """
+        turned: Tensor | None = None
+        for table in tables:
+            cos, sin = (t.to(x.device) for t in table)
+            if turned is None:
+                turned = self.rotate(x, (torch.zeros_like(cos), torch.ones_like(sin)))[..., : cos.shape[-1]]
+                part, rest = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
+            rotated = torch.addcmul(part * cos[:, None], turned, sin[:, None])
+            yield torch.cat([rotated, rest], dim=-1) if rest.shape[-1] else rotated
 
 
 @dataclass(frozen=True)

@@ -67,7 +67,7 @@ def execute(config: Config, *, command: str, console: Console) -> Path:
     moves = {"identity": who, "method": config.raw["method"]}
     if config.study:
         moves["study"] = config.raw["study"]
-    if "search" in config.stages:
+    if "search" in config.stages or (config.study and config.study.uses_search):
         moves |= {"search": config.raw["search"], "pinned": config.raw["pinned"]}
     moves["measured"] = [config.runtime.intervene_examples, config.runtime.resamples]
     parts = [config.model.name, config.study_name, config.method_name] if uses_model(config) else [config.study_name]

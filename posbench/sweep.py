@@ -14,7 +14,8 @@ from rich.table import Table
 from posbench import report, tables
 from posbench.metrics import COLUMNS
 from posbench.record import digest, write_csv, write_text
-from posbench.stages.report import show_reference
+from posbench.stages.report import show_findings, show_reference
+from posbench.trend import trends
 
 
 def summarise(jobs: Sequence[dict[str, Any]], console: Console) -> Path | None:
@@ -46,6 +47,10 @@ def summarise(jobs: Sequence[dict[str, Any]], console: Console) -> Path | None:
         if frames:
             write_csv(folder / out, pd.concat(frames, ignore_index=True))
     _share_experiment(folder, [path for _, path in finished])
+    trend, findings = trends(finished, axes)
+    if len(trend):
+        write_csv(folder / "trend.csv", trend)
+        write_csv(folder / "findings.csv", findings)
     write_text(folder / "jobs.json", json.dumps(list(jobs), indent=2) + "\n")
     if (folder / "summary.csv").is_file():
         summary = report.read_csv(folder / "summary.csv")
@@ -56,6 +61,7 @@ def summarise(jobs: Sequence[dict[str, Any]], console: Console) -> Path | None:
                 table.add_row(*map(tables.short, row[:-1]))
             console.print(table)
             console.print(sentence)
+            show_findings(folder, console)
             show_reference(tables.with_subsets(summary, report.read_csv(folder / "subsets_summary.csv")), folder, console)
         console.print(f"sweep: {report.render_sweep(folder)}", soft_wrap=True)
     return folder

@@ -22,6 +22,7 @@ from posbench.plots import (
     from_zero,
     gold_attention,
     layer_title,
+    legend_below,
     line_style,
     metric_name,
     need,
@@ -32,6 +33,10 @@ from posbench.plots import (
     strongest_layer,
     styled,
 )
+
+CENTRE, LEAN = "centre of attention", "score of the first minus the second half of the gold positions"
+SPREAD = "position bias"
+"""Statistics of ``trend.csv``: 0 is the first item and 1 the last; a share; see :func:`posbench.metrics.position_bias`."""
 
 
 def with_setting(summary: pd.DataFrame, axis: str | Sequence[str]) -> tuple[pd.DataFrame, list[str], str]:
@@ -181,3 +186,42 @@ def attention_sweep(
     from_zero(axes)
     figure.legend(*axes.get_legend_handles_labels(), loc="outside right center", title=label)
     return figure
+
+
+@styled
+def trend(rows: pd.DataFrame) -> Figure:
+    """How the lean of a model follows a swept number: centre of attention, first minus second half, position bias.
+
+    Args:
+        rows: trend.csv rows of one key: group, axis, statistic, number, value, low, high.
+
+    Returns:
+        A figure with one panel per statistic that is there, one line per group with its 95 % band, dashed the unmodified model.
+    """
+    need(rows, "trend", "group", "axis", "statistic", "number", "value", "low", "high")
+    panels = [(name, label) for name, label in PANELS.items() if (rows["statistic"] == name).any()]
+    groups = list(rows["group"].unique())
+    figure = new_figure(PAGE if len(panels) > 1 else COLUMN, 2.6)
+    for axes, (name, (label, scale, level)) in zip(np.atleast_1d(figure.subplots(1, len(panels))), panels, strict=True):
+        axes.axhline(level, color="0.5", linestyle=":", linewidth=1)
+        for index, group in enumerate(groups):
+            here = rows[(rows["statistic"] == name) & (rows["group"] == group)]
+            style = line_style(index)
+            base = here[here["number"].astype(str) == UNMODIFIED]
+            line = here.drop(base.index).assign(number=lambda f: f["number"].astype(float)).sort_values("number")
+            axes.plot(line["number"], scale * line["value"], label=group, **style)
+            low, high = (scale * line[column].astype(float) for column in ("low", "high"))
+            axes.fill_between(line["number"], low, high, color=style["color"], alpha=0.15, linewidth=0)
+            for value in base["value"]:
+                plain = {"color": style["color"] if len(groups) > 1 else "black", "linestyle": (0, (4, 2)), "linewidth": 1}
+                axes.axhline(scale * value, label="unmodified" if index == 0 else None, **plain)
+        axes.set(xlabel=rows["axis"].iloc[0], ylabel=label)
+    legend_below(figure, figure.axes[0])
+    return figure
+
+
+PANELS = {
+    CENTRE: ("centre of attention\n(0 first item, 1 last item)", 1, 0.5),
+    LEAN: ("score, first minus second half\nof the gold positions (points)", 100, 0),
+    SPREAD: ("position bias (points)", 100, 0),
+}

@@ -12,12 +12,21 @@ from rich.table import Table
 from rich.text import Text
 
 from posbench import sweep_plots
+from posbench.metrics import BIAS
 from posbench.plots import UNMODIFIED, at_positions, metric_name, overall, own_metric
 
 GROUP = ["model", "task", "seed"]
 NUMBER_COLUMNS = ("value", "ci_low", "ci_high")
 VERDICTS = ("holds", "does not hold", "not testable here")
 OTHER_MODEL = "other model, not comparable"
+BIAS_WORDS = {
+    "position_bias": "position bias (std over positions)",
+    "gap": "gap (best - worst)",
+    "gap_null": "gap if positions did not matter",
+    "primacy": "primacy (first - inner)",
+    "recency": "recency (last - inner)",
+    "middle_drop": "middle drop (ends - lowest inner)",
+}
 TOLERANCE = 0.025  # how far (0..1) a paper's depth label may lie from the nearest depth we measured
 
 
@@ -55,6 +64,10 @@ def headline(metrics: pd.DataFrame | None) -> str:
                 mean = f"{curve}, {mean}" if len(average) == 1 else curve
             parts.append(f"The unmodified model {verb} {mean}")
         parts += [_verdict(rows, average, str(method), verb) for method in average.index if method != UNMODIFIED]
+        header, table = bias_table(rows)
+        if table:
+            cells = [f"{name} {cell}" for name, cell in zip(header[1:], table[0][1:], strict=True) if cell]
+            parts.append(f"position bias in points: {', '.join(cells)}")
         sentences.append(where + "; ".join(parts) + ".")
     return " ".join(sentences)
 
@@ -140,10 +153,39 @@ def position_table(metrics: pd.DataFrame) -> tuple[list[str], list[list[str]]]:
     return header, table
 
 
+def bias_table(metrics: pd.DataFrame) -> tuple[list[str], list[list[str]]]:
+    """What the curves over gold positions amount to, as text: a header, and one row for each statistic that there is.
+
+    Args:
+        metrics: metrics.csv rows.
+
+    Returns:
+        Columns: statistic, each method and the difference of each modified one, in points with their intervals. Where model,
+        task or seed vary, they stand in front.
+    """
+    rows = metrics[metrics["metric"].str.removesuffix("_difference").isin(BIAS)]
+    many = [c for c in GROUP if rows[c].nunique() > 1]
+    methods = sorted(rows["method"].unique(), key=lambda m: m != UNMODIFIED)
+    changed = [m for m in methods if ((rows["method"] == m) & rows["metric"].str.endswith("_difference")).any()]
+    header = [*many, "statistic", *("unmodified" if m == UNMODIFIED else str(m) for m in methods)]
+    header += ["difference" if len(changed) == 1 else f"{m}: difference" for m in changed]
+    table = []
+    for key, group in rows.groupby(GROUP, sort=False, dropna=False):
+        cells = {(r.method, r.metric): r for r in group.itertuples()}
+        for name, words in BIAS_WORDS.items():
+            line = [*(str(v) for c, v in zip(GROUP, key, strict=True) if c in many), words]
+            line += [_cell(cells.get((m, name)), "{:.1f}") for m in methods]
+            line += [_cell(cells.get((m, f"{name}_difference")), "{:+.1f}") for m in changed]
+            if any(line[len(many) + 1 :]):
+                table.append(line)
+    return header, table
+
+
 def other_scores(metrics: pd.DataFrame) -> pd.DataFrame:
     """The scores over all examples beside the task's own, as :func:`subset_table` takes them; empty where there are none."""
     own = own_metric(metrics)
-    rest = (metrics["metric"] != own) & (metrics["metric"] != own + "_difference") & (metrics["metric"] != "middle_drop")
+    metric = metrics["metric"].str.removesuffix("_difference")
+    rest = (metric != own) & ~metric.isin(BIAS)
     rows = metrics[rest & (metrics["position"].astype(str) == "all")]
     return rows.assign(subset="all", kind="average")
 
@@ -310,10 +352,11 @@ def swept_columns(summary: pd.DataFrame) -> list[str]:
 
 
 def sweep_table(summary: pd.DataFrame, axes: list[str]) -> tuple[list[str], list[list[str]], str]:
-    """Header, rows and the sentence of a sweep: how many settings raise, lower, or do not reliably change the average."""
+    """Header, rows and the sentence of a sweep: how average and position bias run, and how many settings change the first."""
     rows, settings, label = sweep_plots.with_setting(summary, axes)
     table: list[list[str]] = []
     low_high: list[tuple[float, str]] = []
+    biases: list[tuple[float, str]] = []
     tally = {"raise": 0, "lower": 0, "do not reliably change": 0}
     for setting in settings:
         here = rows[rows["setting"] == setting]
@@ -331,7 +374,10 @@ def sweep_table(summary: pd.DataFrame, axes: list[str]) -> tuple[list[str], list
             tally[better] += 1
         run = ", ".join(dict.fromkeys(map(str, here["run"]))) if "run" in here else ""
         n = "" if cells[0] is None else str(cells[0].n)
-        table.append([setting, *map(_cell, cells, ("{:.1f}", "{:.1f}", "{:+.1f}")), n, run])
+        bias = next(overall(here if modified.empty else modified, "position_bias").itertuples(), None)
+        if bias is not None:
+            biases.append((bias.value, setting))
+        table.append([setting, *map(_cell, [*cells, bias], ("{:.1f}", "{:.1f}", "{:+.1f}", "{:.1f}")), n, run])
     if not low_high:
         return [], [], "Nothing was scored in this sweep."
     (low, at_low), (high, at_high) = min(low_high), max(low_high)
@@ -340,7 +386,13 @@ def sweep_table(summary: pd.DataFrame, axes: list[str]) -> tuple[list[str], list
     )
     verdicts = ", ".join(f"{count} {word}" for word, count in tally.items() if count)
     sentence += f"; of {sum(tally.values())} compared with the unmodified model, {verdicts} it" if verdicts else ""
-    return [label, metric_name(summary), "unmodified", "difference", "n", "run"], table, sentence + "."
+    header = [label, metric_name(summary), "unmodified", "difference", "position bias", "n", "run"]
+    if biases:
+        (low, at_low), (high, at_high) = min(biases), max(biases)
+        sentence += f"; the position bias from {points(low)[1:]} ({at_low}) to {points(high)[1:]} points ({at_high})"
+    else:
+        header, table = [*header[:4], *header[5:]], [[*row[:4], *row[5:]] for row in table]
+    return header, table, sentence + "."
 
 
 def _cell(row: Any, form: str, scale: float = 100) -> str:

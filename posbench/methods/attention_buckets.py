@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import wraps
@@ -11,10 +12,11 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 import torch
 from torch import Tensor
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from posbench import arch, rope
 from posbench.errors import UserError
-from posbench.hooks import replaced
+from posbench.hooks import listeners, replaced
 from posbench.methods.base import Method
 
 if TYPE_CHECKING:
@@ -30,8 +32,12 @@ class AttentionBuckets(Method):
 
     Inside the block a forward of B rows runs B * N rows, row by row all bases next to each other, and returns B rows of
     logits [B, T, V]; its cache holds B * N rows. Every base keeps its own hidden states and keys; they share the tokens. Costs
-    N times the memory and about N times the computation. Stock ``lm.model(...)`` and ``lm.model.generate(...)`` see the method,
+    N times the cache and about N times the computation. Stock ``lm.model(...)`` and ``lm.model.generate(...)`` see the method,
     greedy or sampling; beam search reorders the cache and is refused, as are outputs of single layers.
+
+    A long prompt runs base after base instead, so that activations take the memory of one; what the first attention computes
+    before it rotates is then computed once. Not so on a cache of fixed size, or while another method or a listener, such as
+    :meth:`posbench.lm.LM.last_attention`, looks into the layers: these see all bases at once.
 
     Args:
         bases: The N bases theta, in all layers; None is the model's own. Published: 10000, 13000, 16000, 19000, 22000, 25000,
@@ -40,6 +46,8 @@ class AttentionBuckets(Method):
         mixture: ``logits`` (the authors' program): logits z_j of base j weighted by softmax over j of max_v z_j[v].
             ``probabilities`` (the paper's text): probabilities p_j weighted by their confidence max_v p_j[v], weights summing
             to 1; the result is given as log-probabilities. The paper's own confidence formula could not be compared.
+        batch_tokens: Tokens per forward of a prompt at most, those of all bases counted: as many bases run together as fit, one
+            at least. None: always all. Moves rounding alone.
 
     Source: Chen et al. 2023, Fortify the Shortest Stave in Attention (arXiv 2312.04455), and its released program.
     Differs from source: the program runs batches of one prompt with a list of caches and returns the last logits alone; here
@@ -48,6 +56,7 @@ class AttentionBuckets(Method):
 
     bases: tuple[float | None, ...] = RAG
     mixture: Literal["logits", "probabilities"] = "logits"
+    batch_tokens: int | None = 2048
 
     def check(self, lm: LM) -> None:
         """See :meth:`Method.check`."""
@@ -58,6 +67,13 @@ class AttentionBuckets(Method):
                 value=list(self.bases),
                 allowed="one base or more, each a number above 1, or null for the model's own",
                 hint="set method.bases=[10000,17500,18000,19000,20000,25000]",
+            )
+        if self.batch_tokens is not None and self.batch_tokens < 1:
+            raise UserError(
+                field="method.batch_tokens",
+                value=self.batch_tokens,
+                allowed="a whole number from 1 up, or null",
+                hint="set method.batch_tokens=2048",
             )
 
     def neutral(self) -> Self:
@@ -86,31 +102,100 @@ class AttentionBuckets(Method):
         """See :meth:`Method.applied`."""
         self.check(lm)
         model, forward, count = lm.model, lm.model.forward, len(self.bases)
-        signature = inspect.signature(forward)
+        signature, running, alone = inspect.signature(forward), self.bases, not listeners(lm.model)
 
         @wraps(forward)
         def mixed_forward(*args: Any, **kwargs: Any) -> Any:
+            nonlocal running
             bound = signature.bind(*args, **kwargs).arguments
             call = {k: v for k, v in bound.items() if k != "kwargs"} | bound.get("kwargs", {})
             labels, as_dict = call.pop("labels", None), call.pop("return_dict", None)
+            cache = call.pop("past_key_values", None)
             _refuse_what_has_no_mixture(call)
             tokens = call["input_ids"] if call.get("input_ids") is not None else call["inputs_embeds"]
             rows = tokens.shape[0]
-            _check_cache(call.get("past_key_values"), rows * count)
-            out = forward(**{name: _repeated(value, rows, count) for name, value in call.items()})
-            out.logits = self.mix(out.logits.unflatten(0, (rows, count)))
+            _check_cache(cache, rows * count)
+            # An inner method stands in front of this forward or has hooks of its own, as a listener has.
+            unseen = alone and model.forward is mixed_forward and listeners(model) == own
+            size = self._together(tokens.shape[:2].numel()) if unseen and _may_be_joined(cache) else count
+            logits, joined = list[Tensor](), _Joined(rows, count)
+            with ExitStack() as stack:
+                for child in arch.attention_modules(model)[0].children() if size < count else ():
+                    stack.enter_context(replaced(child, "forward", _once(child.forward)))
+                for start in range(0, count, size):
+                    running = self.bases[start : start + size]
+                    repeated = {name: _repeated(value, rows, len(running)) for name, value in call.items()}
+                    out = forward(past_key_values=cache if size == count else copy.deepcopy(cache), **repeated)
+                    logits.append(out.logits.unflatten(0, (rows, -1)))
+                    if size < count and out.past_key_values is not None:
+                        joined.add(out.past_key_values)
+            out.logits = self.mix(torch.cat(logits, dim=1))
+            if size < count and out.past_key_values is not None:
+                out.past_key_values = joined.in_place_of(cache, out.past_key_values)
             if labels is not None:
                 vocabulary = arch.text_config(model).vocab_size
                 out.loss = model.loss_function(logits=out.logits, labels=labels, vocab_size=vocabulary)
             return out.to_tuple() if as_dict is False else out
 
         def with_bases(call: rope.Call) -> rope.Call:
-            return replace(call, bases=self.bases)
+            return replace(call, bases=running)
 
         with ExitStack() as stack:
             stack.enter_context(rope.tables(model, dict.fromkeys(rope.rotated_layers(model), with_bases)))
             stack.enter_context(replaced(model, "forward", mixed_forward))
+            own = listeners(model)
             yield lm
+
+    def _together(self, tokens: int) -> int:
+        """How many bases run as one batch for so many tokens."""
+        count = len(self.bases)
+        return count if self.batch_tokens is None else min(count, max(1, self.batch_tokens // tokens))
+
+
+def _may_be_joined(cache: Any) -> bool:
+    """Whether a prompt's cache may be made of those of the bases: empty, and of layers that grow."""
+    growing = (DynamicLayer, DynamicSlidingWindowLayer)
+    return cache is None or (cache.get_seq_length() == 0 and all(type(layer) in growing for layer in cache.layers))
+
+
+class _Joined:
+    """One cache of B * N rows out of those of the bases, each of which is let go once it is copied."""
+
+    def __init__(self, rows: int, count: int) -> None:
+        self.rows, self.count, self.filled = rows, count, 0
+        self.parts: dict[tuple[int, str], Tensor] = {}
+
+    def add(self, cache: Any) -> None:
+        """Copy the keys and values of the next bases, and drop them from their cache."""
+        for number, layer in enumerate(cache.layers):
+            for name in ("keys", "values"):
+                part = getattr(layer, name).unflatten(0, (self.rows, -1))
+                if not self.filled:
+                    self.parts[number, name] = part.new_empty(self.rows, self.count, *part.shape[2:])
+                self.parts[number, name][:, self.filled : self.filled + part.shape[1]] = part
+                setattr(layer, name, None)
+        self.filled += part.shape[1]
+
+    def in_place_of(self, given: Any, last: Any) -> Any:
+        """The joined cache: the caller's own where there is one, in the state of the last base's."""
+        for (number, name), tensor in self.parts.items():
+            setattr(last.layers[number], name, tensor.flatten(0, 1))
+        if given is None:
+            return last
+        vars(given).update(vars(last))
+        return given
+
+
+def _once(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """A module's forward that gives its output again where its input comes again."""
+    known: list[Tensor] = []
+
+    def remembered(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if not known or not torch.equal(x, known[0]):
+            known[:] = x, forward(x, *args, **kwargs)
+        return known[1]
+
+    return remembered
 
 
 def _repeated(value: Any, rows: int, count: int) -> Any:

@@ -114,13 +114,16 @@ def mixing(
         return made[count]
 
     def attend(r: HandRotation) -> Tensor:
-        mixed = torch.zeros((), device=r.query.device)
-        for number, (for_query, for_key) in enumerate(tables(r)):
-            query = r.rotate(r.query, for_query)
-            if not number:
+        mixed: Tensor | None = None
+        for_queries, for_keys = zip(*tables(r), strict=True)
+        pairs = zip(r.rotate_by_each(r.query, for_queries), r.rotate_by_each(r.key, for_keys), strict=True)
+        for number, (query, key) in enumerate(pairs):
+            if mixed is None:
                 weights = weigh(r.layer, query)
             # The output comes as [B, T, H, d]; weights in float32 keep their sum 1.
-            mixed = mixed + weights[..., number].transpose(1, 2)[..., None] * r.attend(query, r.rotate(r.key, for_key))
+            weight, out = weights[..., number].transpose(1, 2)[..., None], r.attend(query, key)
+            mixed = weight * out if mixed is None else torch.addcmul(mixed, weight, out.to(mixed.dtype))
+        assert mixed is not None, "check() asks for one base or more"
         return mixed.to(r.query.dtype)
 
     def weigh(layer: int, query: Tensor) -> Tensor:

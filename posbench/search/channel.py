@@ -47,6 +47,7 @@ class ChannelSearch(Search):
     """
 
     serves: ClassVar[str] = "ScaleChannel"
+    place: ClassVar[str] = "alone or last in a list of methods without attention_buckets"
     finds: ClassVar[Mapping[str, Any]] = {"channel": 0, "factor": 1.0, "layers": (0, 0)}
     stage: ClassVar[str] = "search"
 
@@ -73,16 +74,24 @@ class ChannelSearch(Search):
                 field="search.factors", value=[], allowed="at least one factor", hint="the paper tries [0.5,0,-0.5,-1]"
             )
 
-    def statistics(self, averages: dict[str, Array]) -> ChannelStatistics:
+    def part_of(self, parts: Mapping[str, type]) -> str | None:
+        """See :class:`Search`; the last part, whose prefill all candidates share, and not where a row stands for several."""
+        names = [cls.__name__ for cls in parts.values()]
+        return list(parts)[-1] if names[-1] == self.serves and "AttentionBuckets" not in names else None
+
+    def statistics(self, averages: dict[str, Array], monotone_only: bool = True) -> ChannelStatistics:
         """Run the filter on averaged states.
 
         Args:
             averages: ``attention_input`` [L, P, D] and ``residual`` [L + 1, P, D] (embedding, block outputs, final norm).
+            monotone_only: See :func:`posbench.search.statistics.paper`; the official variant always is.
         """
         if self.variant == "official":
             return statistics.official(averages[self.site])
         curves = averages["attention_input"] if self.site == "attention_input" else averages["residual"][1:]
-        return statistics.paper(curves, window=self.window, skip=self.skip, aggregate=self.over_layers)
+        return statistics.paper(
+            curves, window=self.window, skip=self.skip, aggregate=self.over_layers, monotone_only=monotone_only
+        )
 
     def layer_ranges(self, count: int, published: tuple[int, int] | None) -> list[tuple[int, int]]:
         """The layer ranges to try in a model of ``count`` layers."""

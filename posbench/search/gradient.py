@@ -26,6 +26,7 @@ class GradientSearch(Search):
     """
 
     serves: ClassVar[str] = GeneticSearch.serves
+    place: ClassVar[str] = "alone"
     finds: ClassVar[Mapping[str, Any]] = GeneticSearch.finds
     stage: ClassVar[str] = "search_gradient"
 
@@ -45,3 +46,6 @@ class GradientSearch(Search):
                     field=f"search.{name}", value=getattr(self, name), allowed="a number above 0", hint=f"set search.{name}=1e-5"
                 )
         check_weights(self.weights)
+
+    def part_of(self, parts: Mapping[str, type]) -> None:
+        """None: a method inside the scales would stand between them and their gradients."""

@@ -32,7 +32,9 @@ class ChannelStatistics:
     ranking: list[int]
 
 
-def paper(curves: Array, *, window: int = 100, skip: int = 30, aggregate: Literal["sum", "mean"] = "sum") -> ChannelStatistics:
+def paper(
+    curves: Array, *, window: int = 100, skip: int = 30, aggregate: Literal["sum", "mean"] = "sum", monotone_only: bool = True
+) -> ChannelStatistics:
     """The filter as the paper's text has it.
 
     A sliding mean, the first positions dropped (Section 2.3), a cubic least-squares fit (Appendix C.1); a layer counts
@@ -44,6 +46,7 @@ def paper(curves: Array, *, window: int = 100, skip: int = 30, aggregate: Litera
         window: Positions in the sliding mean.
         skip: Positions dropped at the start.
         aggregate: Over layers: ``sum`` (Algorithm 1, line 7) or ``mean`` (Section 3.2, "averaged across layers").
+        monotone_only: Without it every channel passes and every layer counts: the ablation "w/o monotonicity" of Table 6.
 
     Raises:
         UserError: Fewer than 8 positions are left.
@@ -63,10 +66,11 @@ def paper(curves: Array, *, window: int = 100, skip: int = 30, aggregate: Litera
     slope = np.einsum("pc,lcd->lpd", slopes, coefficients[:, 1:])
     direction = ((slope > 0).all(1).astype(np.int8) - (slope < 0).all(1).astype(np.int8)).astype(np.int8)
     monotone = direction != 0
-    count = monotone.sum(0)
+    counted = monotone if monotone_only else np.ones_like(monotone)
+    count = counted.sum(0)
     rough = (np.diff(mean, n=2, axis=1) ** 2).sum(1)
-    total = np.where(monotone, rough, 0).sum(0) / (np.maximum(count, 1) if aggregate == "mean" else 1)
-    return _ranked(direction, count, np.where(count > 0, total, np.inf), count > layers / 4)
+    total = np.where(counted, rough, 0).sum(0) / (np.maximum(count, 1) if aggregate == "mean" else 1)
+    return _ranked(direction, monotone.sum(0), np.where(count > 0, total, np.inf), count > layers / 4)
 
 
 def sliding_mean(curves: Array, window: int) -> Array:

@@ -9,6 +9,7 @@ from typing import Any
 from posbench import metrics
 from posbench.config import Config, Runtime
 from posbench.lm import LM, Encoded, batches
+from posbench.methods import Method
 from posbench.record import Row, RunDir, write_csv, write_text
 from posbench.stages.base import UNMODIFIED, Run, complete, encode, share_unmodified
 from posbench.tasks import Example, Task
@@ -21,36 +22,15 @@ def run(run: Run) -> None:
 
     The unmodified model's rows are copied from another run of the same version where one has them.
     """
-    task, runtime = run.config.task, run.config.runtime
+    task = run.config.task
     unmodified = share_unmodified(run, FILE)
     examples = run.evaluation
     encoded = {e.id: encode(run.lm, task, e) for e in examples}
-    choices = {e.id: [run.lm.continuation_ids(encoded[e.id], c) for c in e.choices] for e in examples if e.choices}
     run.out.write_json("prompts.json", _prompts(examples, encoded))
-    order = plan(task, examples, encoded, runtime)
     rows: list[Row] = []
     submissions: dict[str, str] = {}
     for name, method in run.methods().items():
-        with method.applied(run.lm) as lm:
-
-            def compute(batch: Sequence[Example]) -> list[Row]:
-                return [
-                    {
-                        "subset": e.subset,
-                        "gold_position": e.gold_position,
-                        "cluster": e.cluster,
-                        **reply,
-                        "scores": task.score(e, str(reply["output"])),
-                        "tokens": len(encoded[e.id].ids),
-                        "dropped": encoded[e.id].dropped,
-                    }
-                    for e, reply in zip(batch, replies(lm, task, batch, encoded, choices), strict=True)
-                ]
-
-            done = complete(
-                run, FILE, f"evaluate {name}", [[examples[i] for i in group] for group in order],
-                lambda e: {"method": name, "id": e.id}, compute,  # noqa: B023
-            )  # fmt: skip
+        done = answers(run, FILE, name, method, encoded)
         if name == UNMODIFIED:
             run.out.mark(FILE, key=unmodified, done=True)
         rows += done
@@ -63,6 +43,41 @@ def run(run: Run) -> None:
         run.console.print(f"for the leaderboard: {run.out.path / 'submission' / file}", soft_wrap=True)
     if not write_metrics(run.config, run.out, rows):
         run.console.print(f"evaluate: {task.name} publishes no answers for these examples, so nothing is scored")
+
+
+def answers(run: Run, file: str, name: str, method: Method, encoded: Mapping[str, Encoded]) -> list[Row]:
+    """Scored replies to all evaluation examples under a method; resumed from a JSON-lines file.
+
+    Args:
+        run: The run.
+        file: JSON-lines file in the run folder.
+        name: What its rows call the method.
+        method: The method.
+        encoded: The prompts by id.
+    """
+    task, examples = run.config.task, run.evaluation
+    choices = {e.id: [run.lm.continuation_ids(encoded[e.id], c) for c in e.choices] for e in examples if e.choices}
+    with method.applied(run.lm) as lm:
+
+        def compute(batch: Sequence[Example]) -> list[Row]:
+            return [
+                {
+                    "subset": e.subset,
+                    "gold_position": e.gold_position,
+                    "cluster": e.cluster,
+                    **reply,
+                    "scores": task.score(e, str(reply["output"])),
+                    "tokens": len(encoded[e.id].ids),
+                    "dropped": encoded[e.id].dropped,
+                }
+                for e, reply in zip(batch, replies(lm, task, batch, encoded, choices), strict=True)
+            ]
+
+        order = plan(task, examples, encoded, run.config.runtime)
+        return complete(
+            run, file, f"evaluate {name}", [[examples[i] for i in group] for group in order],
+            lambda e: {"method": name, "id": e.id}, compute,
+        )  # fmt: skip
 
 
 def plan(task: Task, examples: Sequence[Example], encoded: Mapping[str, Encoded], runtime: Runtime) -> list[list[int]]:

@@ -55,14 +55,19 @@ def show(folder: Path, console: Console) -> None:
         if report.shortened(folder):
             console.print(report.shortened(folder))
         show_reference(tables.with_subsets(metrics, subsets), folder, console)
+    show_findings(folder, console)
+    page = folder / "report.html"
+    console.print(f"report: {page}" if page.is_file() else f"run: {folder}", soft_wrap=True)
+
+
+def show_findings(folder: Path, console: Console) -> None:
+    """Print the verdicts of a run or a sweep, where it has any."""
     findings = report.read_csv(folder / "findings.csv")
     if findings is not None:
         header, rows = tables.findings_table(findings)
         # Statistics and notes need more than a terminal's width; they stand in findings.csv and in the report.
         kept = [header.index(name) for name in ("claim", "value", "verdict")]
         _print(console, [header[i] for i in kept], [[row[i] for i in kept] for row in rows], shorten=False)
-    page = folder / "report.html"
-    console.print(f"report: {page}" if page.is_file() else f"run: {folder}", soft_wrap=True)
 
 
 def _print(console: Console, header: list[str], rows: list[list[str]], shorten: bool = True) -> None:

@@ -23,11 +23,13 @@ from posbench.errors import UserError
 from posbench.hooks import fork
 from posbench.lm import LM, batches
 from posbench.methods import ScaleChannel
+from posbench.methods.composed import Composed
 from posbench.methods.scale_channel import check_layers, prefill
 from posbench.record import Row, digest, write_bytes, write_csv, write_text
 from posbench.search import Candidate, ChannelSearch, statistics
 from posbench.search.statistics import Array, ChannelStatistics
 from posbench.stages.base import Run, complete, search_once
+from posbench.stages.search_curve import beside, others
 from posbench.tasks import Example
 
 LOSSES = "search.jsonl"
@@ -42,11 +44,21 @@ def run(run: Run) -> None:
             "identity": run.identity,
             "search": run.config.raw["search"],
             "task": run.config.raw["task"],
-            "layers": _ranges(run),
-            "channel": _typed_channel(run.config),
+            "layers": ranges(run),
+            "channel": run.config.typed.get("channel"),
+            **others(run),
         }
     )
-    search_once(run, key, RESULTS, lambda: _search(run))
+    whole = run.config.trial()
+    outer = list(whole.parts.values())[:-1] if isinstance(whole, Composed) else []
+
+    def work() -> None:
+        with ExitStack() as stack:
+            for part in outer:
+                stack.enter_context(part.applied(run.lm))
+            _search(run)
+
+    search_once(run, key, RESULTS, work)
     block = yaml.safe_load((run.out.path / "found.yaml").read_text())["scale_channel"]
     run.found = {name: block[name] for name in ("channel", "factor", "layers")}
     text = (
@@ -78,10 +90,10 @@ def check(config: Config, lm: LM) -> None:
             allowed=f"from {low} ({why}) to {lm.context_window} (context window of {lm.name})",
             hint="change search.length, or shorten search.window",
         )
-    typed = _typed_channel(config)
+    typed = config.typed.get("channel")
     if typed is not None and not isinstance(typed, int):
         raise UserError(
-            field="method.channel",
+            field=f"method.parts.{config.part}.channel" if config.part else "method.channel",
             value=typed,
             allowed="one channel, with the search stage",
             hint="leave the search out: stages=[intervene,evaluate,report]",
@@ -95,8 +107,9 @@ def _settings(config: Config) -> ChannelSearch:
     return config.search
 
 
-def _ranges(run: Run) -> list[tuple[int, int]]:
-    typed = run.config.method_fields.get("layers") if "layers" in run.config.pinned else None
+def ranges(run: Run) -> list[tuple[int, int]]:
+    """The layer ranges that the search of a run tries: a typed one, those of the search, or the model's published one."""
+    typed = run.config.typed.get("layers")
     if typed:
         return [tuple(typed)]
     block = run.config.model.scale_channel or {}
@@ -104,39 +117,37 @@ def _ranges(run: Run) -> list[tuple[int, int]]:
     return _settings(run.config).layer_ranges(run.lm.layers, published)  # type: ignore[arg-type]
 
 
-def _typed_channel(config: Config) -> int | None:
-    """The channel that the user typed: the search then looks for its factor and layers only."""
-    return config.method_fields.get("channel") if "channel" in config.pinned else None
-
-
 def _search(run: Run) -> None:
     search, lm = _settings(run.config), run.lm
     averages = average_states(lm, search, run)
     found = search.statistics(averages)
-    candidates = search.ask(found, _ranges(run), _typed_channel(run.config))
+    candidates = search.ask(found, ranges(run), run.config.typed.get("channel"))
+    each = calibration_losses(run, LOSSES, candidates)
+    unmodified, table, n = float(each[0].mean()), each[1:].mean(1), each.shape[1]
+    best = search.choose(table, unmodified)
+    write_csv(run.out.path / "search.csv", _table(candidates, table, unmodified, n, found, best))
+    winner = candidates[int(table.argmin()) if best is None else best]
+    write_csv(run.out.path / "channels.csv", _curves(averages, winner.channel, search))
+    write_text(run.out.path / "found.yaml", _block(run, None if best is None else winner, float(table.min()), unmodified, n))
+    (run.out.path / STATE).unlink(missing_ok=True)
+
+
+def calibration_losses(run: Run, file: str, candidates: Sequence[Candidate]) -> Array:
+    """Answer losses on the calibration examples, [1 + C, N], see :func:`candidate_losses`; resumed from a JSON-lines file."""
     examples = run.examples("calibration")
-    answers = {e.id: lm.answer_ids(e.prompt, e.answers[0]) for e in examples}
-    plan = batches([len(answers[e.id][0]) for e in examples], search.batch_size)
+    answers = {e.id: run.lm.answer_ids(e.prompt, e.answers[0]) for e in examples}
+    plan = batches([len(answers[e.id][0]) for e in examples], _settings(run.config).batch_size)
 
     def compute(batch: Sequence[Example]) -> list[Row]:
-        losses = candidate_losses(lm, [answers[e.id] for e in batch], candidates)
+        losses = candidate_losses(run.lm, [answers[e.id] for e in batch], candidates)
         return [{"unmodified": row[0], "losses": row[1:]} for row in losses.T.tolist()]
 
     rows = complete(
-        run, LOSSES, f"search: {len(candidates)} candidates", [[examples[i] for i in group] for group in plan],
+        run, file, f"search: {len(candidates)} candidates", [[examples[i] for i in group] for group in plan],
         lambda e: {"id": e.id}, compute,
     )  # fmt: skip
     by_id = {row["id"]: row for row in rows}
-    table = np.array([by_id[e.id]["losses"] for e in examples]).mean(0)
-    unmodified = float(np.mean([by_id[e.id]["unmodified"] for e in examples]))
-    best = search.choose(table, unmodified)
-    write_csv(run.out.path / "search.csv", _table(candidates, table, unmodified, len(examples), found, best))
-    winner = candidates[int(table.argmin()) if best is None else best]
-    write_csv(run.out.path / "channels.csv", _curves(averages, winner.channel, search))
-    write_text(
-        run.out.path / "found.yaml", _block(run, None if best is None else winner, float(table.min()), unmodified, len(examples))
-    )
-    (run.out.path / STATE).unlink(missing_ok=True)
+    return np.array([[by_id[e.id]["unmodified"], *by_id[e.id]["losses"]] for e in examples]).T
 
 
 def _table(
@@ -199,8 +210,8 @@ def _block(run: Run, winner: Candidate | None, loss: float, unmodified: float, n
         "loss_unmodified": round(unmodified, 6),
         "source": (
             f"posbench {posbench.__version__} search ({search.candidates} candidates, variant {search.variant}, {search.site}, "
-            f"{search.strings} strings of {search.length} tokens, {n} calibration examples, seed {search.seed}); "
-            f"run {run.out.path.name}"
+            f"{search.strings} strings of {search.length} tokens, {n} calibration examples, seed {search.seed})"
+            f"{beside(run.config)}; run {run.out.path.name}"
         ),
     }
     return yaml.safe_dump({"scale_channel": block}, sort_keys=False, width=1000)

@@ -16,6 +16,8 @@ from posbench import curves
 from posbench.config import Config
 from posbench.errors import UserError
 from posbench.lm import LM
+from posbench.methods import Method
+from posbench.methods.composed import Composed
 from posbench.methods.layer_scaling import LayerScaling
 from posbench.record import digest, write_csv, write_text
 from posbench.search.genetic import POSITIONS, Evolution, GeneticSearch, Genome, Scales, Scores, evolve
@@ -37,7 +39,21 @@ def run(run: Run) -> None:
 
 def key_of(run: Run) -> str:
     """What the result of a search for scales depends on."""
-    return digest({"identity": run.identity, "search": run.config.raw["search"], "task": run.config.raw["task"]})
+    return digest({"identity": run.identity, "search": run.config.raw["search"], "task": run.config.raw["task"], **others(run)})
+
+
+def others(run: Run) -> dict[str, Any]:
+    """In a list of methods, the other parts, in the order in which they stand around the one that is searched."""
+    parts = run.config.raw["method"]["parts"] if run.config.part else {}
+    return {"parts": [[name, None if name == run.config.part else part] for name, part in parts.items()]} if parts else {}
+
+
+def within(config: Config) -> Callable[[Method], Method]:
+    """The function from the method that the search serves to the whole list of methods, where it is a part of one."""
+    part, whole = config.part, config.trial()
+    if part is None or not isinstance(whole, Composed):
+        return lambda method: method
+    return lambda method: replace(whole, parts=whole.parts | {part: method})
 
 
 def hand_over(run: Run) -> None:
@@ -70,11 +86,11 @@ def check_task(config: Config) -> None:
     Raises:
         UserError: See above.
     """
-    typed = sorted(config.pinned & set(config.search.finds))
+    typed = sorted(set(config.typed) & set(config.search.finds))
     if typed:
         raise UserError(
-            field=f"method.{typed[0]}",
-            value=config.method_fields[typed[0]],
+            field=f"method.parts.{config.part}.{typed[0]}" if config.part else f"method.{typed[0]}",
+            value=config.typed[typed[0]],
             allowed="nothing typed, with the search stage: it finds this (search.curve and search.x choose the kind)",
             hint="leave the search out: stages=[evaluate,report]",
         )
@@ -117,13 +133,22 @@ def calibration(task: Task) -> tuple[list[Example], list[int]]:
     return examples, positions
 
 
-def answering(lm: LM, task: Task, examples: Sequence[Example]) -> Callable[[Scales, list[int]], list[float]]:
-    """The function that scores scales on some of the examples, by the task's own metric."""
+def answering(
+    lm: LM, task: Task, examples: Sequence[Example], whole: Callable[[Method], Method] = lambda method: method
+) -> Callable[[Scales, list[int]], list[float]]:
+    """The function that scores scales on some of the examples, by the task's own metric.
+
+    Args:
+        lm: The model.
+        task: Its task.
+        examples: What is asked.
+        whole: Puts other methods around the scales or inside them.
+    """
     encoded = [encode(lm, task, example) for example in examples]
 
     def answer(scales: Scales, numbers: list[int]) -> list[float]:
         try:
-            with LayerScaling(scales=scales).applied(lm):
+            with whole(LayerScaling(scales=scales)).applied(lm):
                 texts = lm.generate(
                     [encoded[i].ids for i in numbers],
                     max_new_tokens=task.max_new_tokens,
@@ -148,7 +173,7 @@ def _search(run: Run) -> None:
     search, lm, task = run.config.search, run.lm, run.config.task
     assert isinstance(search, GeneticSearch)
     examples, positions = calibration(task)
-    measure = answering(lm, task, examples)
+    measure = answering(lm, task, examples, within(run.config))
 
     def answer(scales: Scales, numbers: list[int]) -> list[float]:
         found = measure(scales, numbers)
@@ -188,11 +213,16 @@ def _search(run: Run) -> None:
     write_csv(run.out.path / "curve.csv", _curve(evolution, winner))
     source = (
         f"posbench {posbench.__version__} genetic search ({search.curve}, {len(evolution.history) - 1} generations, "
-        f"{len(scores.known)} candidates, {len(examples)} calibration prompts of {task.name}, seed {search.seed}); "
-        f"run {run.out.path.name}"
+        f"{len(scores.known)} candidates, {len(examples)} calibration prompts of {task.name}, seed {search.seed})"
+        f"{beside(run.config)}; run {run.out.path.name}"
     )
     write_text(run.out.path / "found.yaml", found_block(_parameters(evolution, winner), evolution.scales(winner), scores, source))
     (run.out.path / STATE).unlink(missing_ok=True)
+
+
+def beside(config: Config) -> str:
+    """Which other methods were applied, for the line that says where found values come from."""
+    return f" in the list {config.method_name}" if config.part else ""
 
 
 def _parameters(evolution: Evolution, genome: Genome) -> dict[str, Any]:

@@ -58,7 +58,6 @@ Integers = NDArray[np.int64]
 SHUFFLES = 1000
 HEAD_EXAMPLES = 20
 """Examples of each gold position behind the maps of single heads."""
-RETRIEVAL = "attention to the gold item, mean over the retrieval-related layers"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,14 +79,14 @@ class AttentionToGold(Study):
         layers: Retrieval-related layers, 0-based, in place of those that are detected.
         head_layer: Layer whose heads are drawn one by one (Figure 13: 15); None: the one with the highest score.
         least: Lower end of the score's interval that a layer or head must pass to be retrieval-related. 0: anything above
-            chance, which takes in layers that find the gold item at the two ends of the prompt alone.
+            chance; 0.2, say, leaves out layers that find the gold item now and then, such as at the two ends of the prompt alone.
     """
 
     examples: int | None = 100
     pairs: tuple[int, ...] | None = None
     layers: tuple[int, ...] | None = None
     head_layer: int | None = None
-    least: float = 0.2
+    least: float = 0.0
 
     def check(self, config: Config, lm: LM | None) -> None:
         """Refuse a task without gold positions, layers that the model lacks, and numbers of pairs that do not fit."""
@@ -105,7 +104,7 @@ class AttentionToGold(Study):
         Raises:
             UserError: The task has no pairs to count.
         """
-        more = [n for n in self.pairs or () if n != task.items]
+        more = [n for n in dict.fromkeys(self.pairs or ()) if n != task.items]
         if more and "pairs" not in {field.name for field in fields(task)}:
             raise UserError(
                 field="study.pairs", value=list(more), allowed=f"null with task {task.name}", hint="take task=kv_retrieval"
@@ -113,11 +112,12 @@ class AttentionToGold(Study):
         return [task, *(replace(task, pairs=n) for n in more)]  # type: ignore[call-arg]
 
     def measure(self, run: Run) -> dict[str, pd.DataFrame]:
-        """All tables of the class; each has its columns in the method that makes it.
+        """Six tables.
 
-        ``maps`` (layer, gold_position, item, attention, n) and ``head_maps`` (with head) are mean weights per token;
-        ``layers`` and ``heads`` the scores; ``examples`` one row for each example: attention to the gold item in the
-        retrieval-related layers, and the task's score; ``lengths`` their means for each number of items.
+        ``maps`` (layer, gold_position, item, attention, n) and ``head_maps`` (the same with head) hold mean weights per token;
+        ``layers`` and ``heads`` the retrieval scores, see :func:`scores`, and for layers how vertical their map is and whether
+        they are ``used``; ``examples`` a row for each example with its attention to the gold item, mean over the layers in use,
+        and its score; ``lengths`` the means of these at each gold position and number of items.
         """
         parts, tables = [], dict[str, pd.DataFrame]()
         for task in self.tasks(run.config.task):
@@ -253,7 +253,7 @@ class AttentionToGold(Study):
         items = int(tables["maps"]["item"].max()) + 1
         own = examples[examples["items"] == items]
         if self.layers is None and not layers["retrieval"].any():
-            note = "no layer is retrieval-related: study.layers=[...] names some, study.least=0 asks for less"
+            note = "no layer is retrieval-related: study.layers=[...] names some"
             claims = {LINK: "Spearman correlation", DIP: "dip of attention"}
             return [
                 *found,
@@ -262,7 +262,7 @@ class AttentionToGold(Study):
                     for claim, words in claims.items()
                 ),
             ]
-        return [*found, _link(own), _dip(own), _decline(examples)]
+        return [*found, _link(own, tables), _dip(own), _decline(examples)]
 
 
 LINK = "C1: attention to the gold item in the retrieval-related layers follows the position bias (Yu et al. 2025, Section 2.1)"
@@ -300,7 +300,7 @@ def _depth_finding(layers: pd.DataFrame) -> Finding:
     )  # fmt: skip
 
 
-def _link(own: pd.DataFrame) -> Finding:
+def _link(own: pd.DataFrame, tables: Mapping[str, pd.DataFrame]) -> Finding:
     """Rank correlation of attention and score over gold positions."""
     means = own.groupby("gold_position")[["attention", "score"]].mean()
     drawn = position_draws(own, ["attention", "score"])
@@ -310,8 +310,18 @@ def _link(own: pd.DataFrame) -> Finding:
     return Finding(
         claim=LINK, statistic=f"Spearman correlation over {len(means)} gold positions of attention and score",
         value=value, low=low, high=high, n=len(own), verdict=_above(low),
-        note=f"one-sided permutation of the positions: p = {p:.4f}; {RETRIEVAL}; same examples, resampled within positions",
+        note=f"mean over the retrieval-related layers (each by itself: {_by_layer(tables, means['score'])}); one-sided "
+        f"permutation of the positions: p = {p:.4f}; same examples, resampled within positions",
     )  # fmt: skip
+
+
+def _by_layer(tables: Mapping[str, pd.DataFrame], score: pd.Series) -> str:
+    """Spearman correlation of the score with the attention of each layer in use, in words."""
+    maps, layers = tables["maps"], tables["layers"]
+    at_gold = maps[maps["item"] == maps["gold_position"]].pivot(index="layer", columns="gold_position", values="attention")
+    chosen = layers.loc[layers["used"], "layer"].tolist()
+    values = spearman(at_gold.loc[chosen].to_numpy(), np.tile(score.to_numpy(), (len(chosen), 1)))
+    return ", ".join(f"layer {layer} {rho:.2f}" for layer, rho in zip(chosen, values, strict=True))
 
 
 def _dip(own: pd.DataFrame) -> Finding:

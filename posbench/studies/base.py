@@ -54,10 +54,12 @@ class Study(ABC):
         needs_model: Whether it measures on a model; without one ``run.lm`` stays untouched.
         uses_method: Whether it applies the method itself. Otherwise all of it runs inside the method that the user typed, and
             on the unmodified model where none was typed.
+        uses_search: Whether the settings of the search move its numbers, so that they belong to the identity of its runs.
     """
 
     needs_model: ClassVar[bool] = True
     uses_method: ClassVar[bool] = False
+    uses_search: ClassVar[bool] = False
 
     def check(self, config: Config, lm: LM | None) -> None:  # noqa: B027
         """Compare the fields with config and model, before anything is written.

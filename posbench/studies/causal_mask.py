@@ -1,30 +1,31 @@
-"""Behind RoPE without a trained model: Figures 1, 2, 4, 6, 7, 9 and 10 by simulation, beside the exact limit of many dimensions.
-
-``make causal-mask``, or ``python -m posbench.studies.causal_mask --help``. The paper averages 100,000 draws (``--draws 100000``).
-"""
+"""Behind RoPE without a trained model: what the causal mask does, by simulation and in the exact limit of many dimensions."""
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import ClassVar, Literal
 
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
-from rich.console import Console
+from scipy.stats import spearmanr
 
-from posbench.plots import PAGE, new_figure, save, styled
-from posbench.record import write_csv, write_text
-from posbench.tables import markdown
+from posbench.config import Config
+from posbench.errors import UserError
+from posbench.lm import LM
+from posbench.plots import COLOURS, PAGE, new_figure, styled
+from posbench.stages.base import Run
+from posbench.studies.base import Finding, Study
 from posbench.theory import causal_mask as theory
 
 Array = NDArray[np.float64]
 LAYERS = 4
+ALPHAS = (0.0, 0.2, 0.5, 0.8)
 QUANTILES = (0.01, 0.99)  # of the finite entries: the paper's colour range
+FACTS = ("score", "bias", "largest", "correlation", "rising", "rows", "beyond", "beyond_limit", "split_half", "rank")
 
 
 @dataclass(frozen=True)
@@ -54,20 +55,219 @@ class Setting:
         )
 
 
-FIGURES: dict[str, tuple[Setting, ...]] = {
-    "2": (Setting(0.0), Setting(0.2)),
-    "4": (Setting(0.0, rope=True, normalised=True),),
-    "6": (Setting(0.4), Setting(0.6), Setting(0.8)),
-    "7": tuple(Setting(alpha, norm=norm) for norm in ("layernorm_sqrt", "layernorm") for alpha in (0.0, 0.2)),
-    "9": (Setting(0.5, rope=True, normalised=True),),
-    "10": (Setting(0.0, rope=True, mask=False, normalised=True),),
+FIGURES: dict[int, tuple[Setting, ...]] = {
+    1: (),
+    2: (Setting(0.0), Setting(0.2)),
+    4: (Setting(0.0, rope=True, normalised=True),),
+    6: (Setting(0.4), Setting(0.6), Setting(0.8)),
+    7: tuple(Setting(alpha, norm=norm) for norm in ("layernorm_sqrt", "layernorm") for alpha in (0.0, 0.2)),
+    9: (Setting(0.5, rope=True, normalised=True),),
+    10: (Setting(0.0, rope=True, mask=False, normalised=True),),
 }
 """Figures of the paper and what each one simulates. Figure 1 is exact and needs no simulation."""
 
 
-def exact(setting: Setting, n: int, dim: int) -> list[Array] | None:
-    """The limit of a setting; None for LayerNorm from inputs of length 1, which has none of its own."""
-    if setting.norm != "l2":
+@dataclass(frozen=True, kw_only=True)
+class CausalMask(Study):
+    """What the causal mask alone does to attention scores (Behind RoPE, Sections 3 to 5.1, Figures 1, 2, 4, 6, 7, 9, 10).
+
+    Attributes:
+        show: Which of these figures; 1 is exact, and so are the closed forms that come with it.
+        draws: Random inputs to average over (the paper: 100,000).
+        tokens: Tokens n.
+        dim: Dimensions d.
+        seed: Seed of the draws.
+        input_norm: Length of the inputs of the LayerNorm runs. ``unit``: 1, as the text says of all inputs; the first update
+            then weighs sqrt(d) times the stream. ``sqrt_dim``: sqrt(d), with which LayerNorm and scores over d are the model of
+            the L2 norm again.
+    """
+
+    needs_model: ClassVar[bool] = False
+
+    show: tuple[int, ...] = tuple(FIGURES)
+    draws: int = 10000
+    tokens: int = 50
+    dim: int = 64
+    seed: int = 0
+    input_norm: Literal["unit", "sqrt_dim"] = "unit"
+
+    def check(self, config: Config, lm: LM | None) -> None:
+        """Refuse figures that are none of these, and sizes at which nothing is left to see."""
+        if not self.show or not set(self.show) <= set(FIGURES) or len(set(self.show)) < len(self.show):
+            allowed = f"some of {', '.join(map(str, FIGURES))}, each once"
+            raise UserError(field="study.show", value=list(self.show), allowed=allowed, hint="set study.show=[2,4]")
+        for name, least, other in (("draws", 2, ""), ("tokens", 4, ""), ("dim", 2, "even, ")):
+            value = getattr(self, name)
+            if value < least or (other and value % 2):
+                default = next(field.default for field in fields(self) if field.name == name)
+                raise UserError(
+                    field=f"study.{name}", value=value, allowed=f"a whole number, {other}from {least} up",
+                    hint=f"set study.{name}={default}",
+                )  # fmt: skip
+
+    def measure(self, run: Run) -> dict[str, pd.DataFrame]:
+        """Tables by what they hold.
+
+        ``steps`` (Figure 1), ``closed_forms`` (Equation 4 beside the limit), ``lengths`` (g, h, h' and Appendix A.2), ``rising``
+        (rows of the limit that rise), ``last_rows``; ``scores`` (simulated means and standard errors) and ``facts`` (one row for
+        each setting and layer; see :func:`facts`); ``layernorm`` (last row of layer 2, and the exact one with the L2 norm).
+        """
+        tables = exact_tables(self.tokens) if 1 in self.show else {}
+        scores, rows, last = [], [], []
+        plan = [(figure, setting) for figure in self.show for setting in FIGURES[figure]]
+        with run.progress("simulation", len(plan)) as advance:
+            for figure, setting in plan:
+                mean, error, again = self.simulated(setting)
+                scores.append(_long(figure, setting, mean, error))
+                limit = exact(setting, self.tokens, self.dim, self.input_norm)
+                rows.append(facts(mean, again, limit).assign(figure=figure, setting=setting.name))
+                if setting.norm != "l2":
+                    plain = theory.limit(self.tokens, 2, setting.alpha)[1]
+                    both = {"score": mean[1, -1, :-1], "l2": plain[-1, :-1]}
+                    last.append(pd.DataFrame({"setting": setting.name, "key": np.arange(1, self.tokens), **both}))
+                advance(1)
+        if plan:
+            every = pd.concat(rows, ignore_index=True)
+            tables |= {"scores": pd.concat(scores, ignore_index=True), "facts": every[["figure", "setting", "layer", *FACTS]]}
+        if last:
+            tables["layernorm"] = pd.concat(last, ignore_index=True)
+        return tables
+
+    def simulated(self, setting: Setting) -> tuple[Array, Array, Array]:
+        """Mean scores and standard errors of all draws, and means of another half as many with other seeds, each [L, n, n]."""
+        long = setting.norm != "l2" and self.input_norm == "sqrt_dim"
+        given = {
+            "n": self.tokens, "layers": LAYERS, "alpha": setting.alpha, "dim": self.dim, "mask": setting.mask,
+            "rope": setting.rope, "norm": setting.norm, "input_norm": self.dim**0.5 if long else 1.0,
+        }  # fmt: skip
+        mean, error = theory.simulate(**given, draws=self.draws, seed=self.seed)
+        again, _ = theory.simulate(**given, draws=max(self.draws // 2, 1), seed=self.seed + 1)
+        return mean, error, again
+
+    def figures(self, tables: Mapping[str, pd.DataFrame]) -> dict[str, tuple[Figure, str]]:
+        """Each of the paper's figures by its number, and the closed forms."""
+        drawn: dict[str, tuple[Figure, str]] = {}
+        if "steps" in tables:
+            drawn["figure_1"] = (
+                first_figure(tables["steps"]),
+                "Behind RoPE, Figure 1: from three inputs to the scores of layer 2.",
+            )
+            caption = "The closed forms over the position, and where the scores of the last query stop rising at alpha 0."
+            drawn["closed_forms"] = forms_figure(tables["lengths"], tables["last_rows"]), caption
+        for figure, frame in tables["scores"].groupby("figure", sort=False) if "scores" in tables else ():
+            rows = []
+            for setting in FIGURES[int(figure)]:
+                scores = _stacked(frame[frame["setting"] == setting.name], self.tokens)
+                rows.append((setting.name, scores))
+                if setting.normalised:
+                    rows.append((f"{setting.name}, normalised", theory.diagonal_normalised(scores)))
+            words = "Mean scores before the softmax; the diagonal is left out. Normalised: each diagonal's mean subtracted."
+            drawn[f"figure_{figure}"] = maps(rows), f"Behind RoPE, Figure {figure}. {words}"
+        if "layernorm" in tables:
+            length = "1" if self.input_norm == "unit" else "sqrt(d)"
+            caption = "What the last query of layer 2 reads with LayerNorm in place of the L2 norm, over its largest score."
+            drawn["layernorm"] = layernorm_figure(tables["layernorm"], length), caption
+        return drawn
+
+    def findings(self, tables: Mapping[str, pd.DataFrame]) -> Sequence[Finding]:
+        """The paper's claims, as far as the figures shown bear on them."""
+        found = _of_closed_forms(tables) if "steps" in tables else []
+        if "facts" not in tables:
+            return found
+        rows = tables["facts"].set_index(["setting", "layer"])
+        plain = [s.name for f in (2, 6) if f in self.show for s in FIGURES[f]]
+        if plain:
+            found.append(_of_simulation(rows.loc[plain]))
+        if 7 in self.show:
+            found += _of_layernorm(rows, limit=theory.limit(self.tokens, 2, 0.2)[1])
+        if {4, 10} <= set(self.show):
+            found.append(_of_rope(rows))
+        return found
+
+
+def _of_closed_forms(tables: Mapping[str, pd.DataFrame]) -> list[Finding]:
+    """Section 3.2, Appendix A, and strict increase in the limit."""
+    forms, lengths, rising = tables["closed_forms"], tables["lengths"].dropna(), tables["rising"]
+    away = (forms["closed"] - forms["limit"]).abs().max()
+    printed = (lengths["printed"] / lengths["step"] - 1).abs().max()
+    corrected = (lengths["corrected"] - lengths["step"]).abs().max()
+    still = int((lengths["step"] >= 0).sum())
+    wrong = int((lengths["printed"] >= 0).sum())
+
+    def rows(layers: Sequence[int], alphas: Sequence[float]) -> pd.DataFrame:
+        return rising[rising["layer"].isin(layers) & rising["alpha"].isin(alphas)]
+
+    second, later, mixed = rows([2], ALPHAS), rows([3, 4], [0.0]), rows([3, 4], ALPHAS[1:])
+    falls = ", ".join(
+        f"layer {row.layer}: {row.rising} of {row.rows}, last row from key {row.top} on" for row in later.itertuples()
+    )
+    return [
+        Finding(claim="Behind RoPE, Equation 4: the score of layer 2 is g(i) / (h(i) h(j))",
+                statistic="largest distance to the exact limit of many dimensions", value=away, n=len(forms),
+                verdict="holds" if away < 1e-8 else "does not hold",
+                note=f"alpha {', '.join(f'{a:g}' for a in ALPHAS)}; nine digits"),
+        Finding(claim="Behind RoPE, Section 3.2: in layer 2 the score rises strictly with the key",
+                statistic="share of rows that rise in the limit", value=second["rising"].sum() / second["rows"].sum(),
+                n=int(second["rows"].sum()), verdict="holds" if (second["rising"] == second["rows"]).all() else "does not hold"),
+        Finding(claim="Behind RoPE, Section 4.1: at alpha 0 layers 3 and 4 rise strictly too",
+                statistic="share of rows that rise in the limit", value=later["rising"].sum() / later["rows"].sum(),
+                n=int(later["rows"].sum()), verdict="holds" if (later["rising"] == later["rows"]).all() else "does not hold",
+                note=f"rows that rise: {falls} it falls"),
+        Finding(claim="Behind RoPE, Section 4.1: at alpha above 0 layers 3 and 4 rise strictly too",
+                statistic="share of rows that rise in the limit", value=mixed["rising"].sum() / mixed["rows"].sum(),
+                n=int(mixed["rows"].sum()), verdict="holds" if (mixed["rising"] == mixed["rows"]).all() else "does not hold"),
+        Finding(claim="Behind RoPE, Appendix A.2: h'(i + 1)^2 - h'(i)^2 has the printed numerator",
+                statistic="largest relative distance of the printed to the true difference", value=printed, n=len(lengths),
+                verdict="holds" if printed < 1e-6 else "does not hold",
+                note=f"the middle term has the wrong sign: {wrong} printed differences are not below 0; with a plus it is away "
+                f"by {corrected:.0e} at most, and {still} true differences are not below 0: the conclusion stands"),
+    ]  # fmt: skip
+
+
+def _of_simulation(rows: pd.DataFrame) -> Finding:
+    rows = rows.dropna(subset=["correlation"])
+    second = rows.xs(2, level="layer")
+    # The mean of a bounded cosine lies below its limit by about one part in d.
+    return Finding(
+        claim="Behind RoPE, Section 4.1: the simulation shows what the derivation says",
+        statistic="smallest correlation of simulated and exact scores below the diagonal, layers 2 to 4",
+        value=rows["correlation"].min(), n=len(rows), verdict="holds" if rows["correlation"].min() > 0.9 else "does not hold",
+        note="layer 2 minus its limit, mean: "
+        + ", ".join(f"{name}: {row.bias:+.4f} ({row.bias / (row.score - row.bias):+.1%})" for name, row in second.iterrows()),
+    )  # fmt: skip
+
+
+def _of_layernorm(rows: pd.DataFrame, limit: Array) -> list[Finding]:
+    by_d, by_root = (
+        rows.loc[[f"alpha {a:g}, LayerNorm / {by}" for a in (0.0, 0.2)]].query("layer > 1") for by in ("d", "sqrt(d)")
+    )
+    ours = limit[np.tril_indices(len(limit), -1)].mean()
+    score = rows.loc[("alpha 0.2, LayerNorm / d", 2), "score"]
+    return [
+        Finding(claim="Behind RoPE, Appendix B: scores over d instead of sqrt(d) bring back the pattern of the L2 norm",
+                statistic="rank correlation of score and key, mean over queries; smallest over alpha 0 and 0.2, layers 2 to 4",
+                value=by_d["rank"].min(), n=len(by_d), verdict="holds" if by_d["rank"].min() > 0.9 else "does not hold",
+                note=f"with sqrt(d): {by_root['rank'].min():.2f} to {by_root['rank'].max():.2f}; mean score of layer 2 at alpha "
+                f"0.2 {score:.3f}, L2 {ours:.3f}: they agree for inputs of length sqrt(d) alone (study.input_norm)"),
+    ]  # fmt: skip
+
+
+def _of_rope(rows: pd.DataFrame) -> Finding:
+    masked, free = (rows.loc[name].query("layer > 1") for name in ("alpha 0, RoPE", "alpha 0, RoPE, no mask"))
+    listed = ", ".join(f"{value:.2f}" for value in masked["beyond_limit"])
+    return Finding(
+        claim="Behind RoPE, Section 5.1: with a causal mask RoPE's pattern depends on more than i - j, without it does not",
+        statistic="correlation of two independent simulations' diagonal-normalised scores, smallest of layers 2 to 4",
+        value=masked["split_half"].min(), n=len(masked),
+        verdict="holds" if masked["split_half"].min() > 0.9 and free["split_half"].max() < 0.3 else "does not hold",
+        note=f"without the mask {free['split_half'].max():.3f} at most; share of variance beyond i - j in the limit, layers 2 to "
+        f"4: {listed}; without the mask below {max(free['beyond_limit'].max(), 1e-6):.0e}",
+    )  # fmt: skip
+
+
+def exact(setting: Setting, n: int, dim: int, input_norm: str = "unit") -> list[Array] | None:
+    """The limit of a setting, a map for each layer; None where LayerNorm makes another model than the L2 norm."""
+    if setting.norm != "l2" and (setting.norm, input_norm) != ("layernorm", "sqrt_dim"):
         return None
     kernel = theory.rope_kernel(n, dim) if setting.rope else None
     return theory.limit(n, LAYERS, setting.alpha, mask=setting.mask, kernel=kernel)
@@ -78,177 +278,186 @@ def rising_rows(scores: Array) -> int:
     return sum(bool((np.diff(scores[i, :i]) > 0).all()) for i in range(2, len(scores)))
 
 
-def facts(setting: Setting, n: int, dim: int, draws: int, mean: Array, again: Array) -> list[list[str]]:
-    """Per layer: what the simulation shows and what the limit says, as text.
+def beyond_distance(scores: Array) -> float:
+    """Share of the variance below the diagonal that is left after each diagonal's mean is subtracted; 0 where all are equal."""
+    lower = np.tril_indices(len(scores), -1)
+    whole = ((scores[lower] - scores[lower].mean()) ** 2).sum()
+    return float((theory.diagonal_normalised(scores)[lower] ** 2).sum() / whole) if whole > 1e-20 else 0.0
+
+
+def facts(mean: Array, again: Array, limit: Sequence[Array] | None) -> pd.DataFrame:
+    """What a simulation shows, layer by layer.
 
     Args:
-        setting: The setting.
-        n: Tokens.
-        dim: Dimensions.
-        draws: Random inputs of ``mean``.
         mean: Mean scores, [L, n, n].
         again: The same from other draws, for what noise alone would leave.
+        limit: The exact maps; None where there are none.
+
+    Returns:
+        Rows of layer and, below the diagonal: score (mean), bias and largest (mean and largest distance to the limit),
+        correlation (with the limit), rising and rows (rows of the limit that rise, of all with two keys), beyond and
+        beyond_limit (share of variance beyond i - j), split_half (correlation of the diagonal-normalised maps of both
+        simulations), rank (Spearman correlation of score and key, mean over queries).
     """
-    lower, limit, rows = np.tril_indices(n, -1), exact(setting, n, dim), []
-    for layer in range(1, LAYERS):
-        split = [theory.diagonal_normalised(x[layer])[lower] for x in (mean, again)]
-        kept = np.corrcoef(split[0], split[1])[0, 1]
-        if limit is None:
-            away = strict = beyond = ""
-        else:
-            difference = mean[layer][lower] - limit[layer][lower]
-            away = f"{difference.mean():+.4f} (largest {np.abs(difference).max():.4f})"
-            strict = f"{rising_rows(limit[layer])} of {n - 2}"
-            left = theory.diagonal_normalised(limit[layer])[lower]
-            whole = limit[layer][lower] - limit[layer][lower].mean()
-            # Equal scores everywhere have nothing to explain.
-            beyond = f"{(left**2).sum() / (whole**2).sum():.2f}" if (whole**2).sum() > 1e-20 else "0"
-        rows.append([setting.name, str(layer + 1), away, strict, beyond, f"{kept:.3f}"])
-    return rows
+    n = mean.shape[1]
+    lower, rows = np.tril_indices(n, -1), []
+    for layer, scores in enumerate(mean):
+        first, second = (theory.diagonal_normalised(x[layer])[lower] for x in (mean, again))
+        rank = np.mean([spearmanr(scores[i, :i], np.arange(i)).statistic for i in range(2, n)])
+        row = {
+            "layer": layer + 1, "score": scores[lower].mean(), "beyond": beyond_distance(scores),
+            "split_half": np.corrcoef(first, second)[0, 1], "rank": rank,
+        }  # fmt: skip
+        if limit is not None:
+            away = scores[lower] - limit[layer][lower]
+            varies = np.ptp(limit[layer][lower]) > 1e-9
+            row |= {
+                "bias": away.mean(), "largest": np.abs(away).max(), "rows": n - 2, "rising": rising_rows(limit[layer]),
+                "correlation": np.corrcoef(scores[lower], limit[layer][lower])[0, 1] if varies else np.nan,
+                "beyond_limit": beyond_distance(limit[layer]),
+            }  # fmt: skip
+        rows.append(row)
+    return pd.DataFrame(rows, columns=["layer", *FACTS])
+
+
+def exact_tables(n: int) -> dict[str, pd.DataFrame]:
+    """What needs no simulation: the tables of :meth:`CausalMask.measure` but for ``scores`` and ``facts``."""
+    first, second = theory.limit(3, 2, 0.0)
+    weights = np.exp(np.where(np.tri(3, dtype=bool), first, -np.inf))
+    weights /= weights.sum(1, keepdims=True)
+    output = weights + np.eye(3)
+    unit = output / np.linalg.norm(output, axis=1, keepdims=True)
+    titles = ("(a) scores of layer 1", "(b) output: shares of inputs", "(c) at length 1", "(d) scores of layer 2")
+    three = np.tril_indices(3)
+    steps = [
+        pd.DataFrame({"step": title, "token": three[0] + 1, "other": three[1] + 1, "value": values[three]})
+        for title, values in zip(titles, (first, output, unit, second), strict=True)
+    ]
+    i, lower = np.arange(1, n + 1), np.tril_indices(n, -1)
+    forms, lengths, rising, last = [], [], [], []
+    for alpha in ALPHAS:
+        limit = theory.limit(n, LAYERS, alpha)
+        closed = theory.scores_2(n, alpha)[lower]
+        pairs = {"query": lower[0] + 1, "key": lower[1] + 1}
+        forms.append(pd.DataFrame({"alpha": alpha, **pairs, "closed": closed, "limit": limit[1][lower]}))
+        step = np.append(np.diff(theory.h_prime(i, alpha) ** 2), np.nan)
+        ways = {"corrected": theory.h_prime_step(i, alpha), "printed": theory.h_prime_step(i, alpha, printed=True)}
+        own = {"g": np.where(i > 1, theory.g(i, alpha), np.nan), "h": theory.h(i, alpha), "h_prime": theory.h_prime(i, alpha)}
+        lengths.append(pd.DataFrame({"alpha": alpha, "token": i, **own, "step": step, **ways}))
+        for layer, scores in enumerate(limit[1:], start=2):
+            row = scores[-1, :-1]
+            rising.append((alpha, layer, rising_rows(scores), n - 2, int(row.argmax()) + 1))
+            last.append(pd.DataFrame({"alpha": alpha, "layer": layer, "key": i[:-1], "score": row}))
+    return {
+        "steps": pd.concat(steps, ignore_index=True),
+        "closed_forms": pd.concat(forms, ignore_index=True),
+        "lengths": pd.concat(lengths, ignore_index=True),
+        "rising": pd.DataFrame(rising, columns=["alpha", "layer", "rising", "rows", "top"]),
+        "last_rows": pd.concat(last, ignore_index=True),
+    }
+
+
+def _long(figure: int, setting: Setting, mean: Array, error: Array) -> pd.DataFrame:
+    layer, i, j = np.nonzero(np.broadcast_to(np.tri(mean.shape[1], dtype=bool) if setting.mask else True, mean.shape))
+    values = {"score": mean[layer, i, j], "standard_error": error[layer, i, j]}
+    return pd.DataFrame({"figure": figure, "setting": setting.name, "layer": layer + 1, "query": i + 1, "key": j + 1, **values})
+
+
+def _stacked(frame: pd.DataFrame, n: int) -> Array:
+    """The maps of a long table, [L, n, n]; not a number where it has no row."""
+    found = np.full((frame["layer"].max(), n, n), np.nan)
+    found[frame["layer"] - 1, frame["query"] - 1, frame["key"] - 1] = frame["score"]
+    return found
 
 
 @styled
-def maps(rows: Sequence[tuple[str, Array]]) -> Figure:
-    """Heat maps: a row per (name, [L, n, n]), a column per layer; each has its own colours, from its 1 % to its 99 % quantile."""
+def maps(rows: Sequence[tuple[str, Array]], last: int | None = None) -> Figure:
+    """Heat maps: a row per (name, [L, n, n]), a column per layer; each has its own colours; see :func:`draw_map`."""
     columns = max(len(scores) for _, scores in rows)
     figure = new_figure(PAGE, 1.75 * len(rows) + 0.1)
     grid = figure.subplots(len(rows), columns, squeeze=False)
     for line, (name, scores) in zip(grid, rows, strict=True):
         for layer, (axes, values) in enumerate(zip(line, scores, strict=True), start=1):
-            draw_map(figure, axes, values)
+            draw_map(figure, axes, values, last)
             left = f"{name.replace(', ', chr(10))}\n\nquery" if layer == 1 else ""
             axes.set(title=f"layer {layer}", ylabel=left)
     return figure
 
 
-def draw_map(figure: Figure, axes: Axes, values: Array) -> None:
-    """One heat map of a query's score with every key but itself, with its own colours from the 1 % to the 99 % quantile."""
+def draw_map(figure: Figure, axes: Axes, values: Array, last: int | None = None) -> None:
+    """One heat map of a query's score with every key but itself, with its own colours from the 1 % to the 99 % quantile.
+
+    Args:
+        figure: Receives the colour bar.
+        axes: Receives the map.
+        values: [n, n], a cell for each token.
+        last: Number of the last token, where a cell stands for several; they hold no token's score with itself.
+    """
     n = len(values)
     # The diagonal is far above the rest and would hide it.
-    shown = np.where(np.eye(n, dtype=bool), np.nan, values)
+    shown = values if last else np.where(np.eye(n, dtype=bool), np.nan, values)
     low, high = np.nanquantile(shown, QUANTILES)
     image = axes.imshow(shown, cmap="viridis", vmin=low, vmax=high, interpolation="nearest")
     figure.colorbar(image, ax=axes, fraction=0.046, pad=0.04)
     axes.set(xlabel="key", ylabel="query")
-    axes.set_xticks([0, n - 1], ["1", str(n)])
-    axes.set_yticks([0, n - 1], ["1", str(n)])
+    axes.set_xticks([0, n - 1], ["1", str(last or n)])
+    axes.set_yticks([0, n - 1], ["1", str(last or n)])
 
 
 @styled
-def first_figure() -> Figure:
+def first_figure(steps: pd.DataFrame) -> Figure:
     """Behind RoPE, Figure 1: three tokens, alpha 0, from the inputs to the scores that layer 2 reads."""
-    n = 3
-    first, second = theory.limit(n, 2, 0.0)
-    weights = np.exp(np.where(np.tri(n, dtype=bool), first, -np.inf))
-    weights /= weights.sum(1, keepdims=True)
-    output = weights + np.eye(n)
-    unit = output / np.linalg.norm(output, axis=1, keepdims=True)
-    names = ("(a) scores of layer 1", "(b) output: shares of inputs", "(c) at length 1", "(d) scores of layer 2")
-    steps = zip(names, (first, output, unit, second), strict=True)
     figure = new_figure(PAGE, 1.9)
-    for axes, (title, values) in zip(figure.subplots(1, len(names)), steps, strict=True):
-        shown = np.where(np.tri(n, dtype=bool), values, np.nan)
+    panels = list(steps.groupby("step", sort=False))
+    for axes, (title, frame) in zip(figure.subplots(1, len(panels)), panels, strict=True):
+        shown = frame.pivot(index="token", columns="other", values="value").to_numpy()
         axes.imshow(shown, cmap="viridis", vmin=0, vmax=2)
-        for i in range(n):
-            for j in range(i + 1):
-                axes.text(j, i, f"{values[i, j]:.3f}", ha="center", va="center", color="white" if values[i, j] < 1.2 else "black")
-        axes.set(title=title, xticks=range(n), yticks=range(n), xlabel="key or input", ylabel="token")
+        for i, j in zip(*np.nonzero(~np.isnan(shown)), strict=True):
+            colour = "white" if shown[i, j] < 1.2 else "black"
+            axes.text(j, i, f"{shown[i, j]:.3f}", ha="center", va="center", color=colour)
+        axes.set(title=title, xticks=range(3), yticks=range(3), xlabel="key or input", ylabel="token")
         axes.set_xticklabels(["1", "2", "3"])
         axes.set_yticklabels(["1", "2", "3"])
     return figure
 
 
 @styled
-def forms_figure(n: int, alphas: Sequence[float] = (0.0, 0.2, 0.5, 0.8)) -> Figure:
-    """The closed forms g and h over the position, and row n of layers 2 to 4 in the limit: where rising stops at alpha 0."""
-    figure = new_figure(PAGE, 2.4)
-    left, middle, right = figure.subplots(1, 3)
-    i = np.arange(1, n + 1)
-    for alpha in alphas:
-        left.plot(i[1:], theory.g(i[1:], alpha), label=f"alpha {alpha:g}")
-        middle.plot(i, theory.h(i, alpha), label=f"alpha {alpha:g}")
-    for layer, scores in enumerate(theory.limit(n, LAYERS, 0.0)[1:], start=2):
-        row = scores[-1, :-1]
-        right.plot(i[:-1], row / row.max(), label=f"layer {layer}")
-    left.set(xlabel="query i", ylabel="g(i)", title="score before normalising")
-    middle.set(xlabel="token i", ylabel="h(i)", title="length after layer 1")
-    right.set(xlabel="key j", ylabel="score / largest", title=f"query {n}, alpha 0: rises, then falls", ylim=(0.4, 1.02))
-    for axes in (left, middle, right):
-        axes.legend()
+def forms_figure(lengths: pd.DataFrame, last: pd.DataFrame) -> Figure:
+    """The closed forms g and h over the position, where rising stops at alpha 0, and the sign in Appendix A.2."""
+    figure = new_figure(PAGE, 4.2)
+    one, two, three, four = figure.subplots(2, 2).flat
+    for colour, (alpha, line) in zip(COLOURS, lengths.groupby("alpha"), strict=False):
+        one.plot(line["token"], line["g"], color=colour, label=f"alpha {alpha:g}")
+        two.plot(line["token"], line["h"], color=colour)
+        start = line[line["token"] <= 12]
+        four.plot(start["token"], start["step"], color=colour)
+        four.plot(start["token"], start["printed"], color=colour, linestyle=":")
+    for colour, (layer, line) in zip(COLOURS, last[last["alpha"] == 0].groupby("layer"), strict=False):
+        share = line["score"] / line["score"].max()
+        three.plot(line["key"], share, color=colour, label=f"layer {layer}")
+        three.plot(line["key"][share.idxmax()], 1, "o", color=colour)
+    n = int(lengths["token"].max())
+    one.set(xlabel="query i", ylabel="g(i)", title="score before normalising", ylim=(None, 5.2))
+    two.set(xlabel="token i", ylabel="h(i)", title="length after layer 1")
+    three.set(xlabel="key j", ylabel="score / largest", ylim=(0.9, 1.005))
+    three.set_title(f"query {n}, alpha 0: the score falls behind the dot")
+    four.axhline(0, color="0.5", linewidth=0.6)
+    four.set(xlabel="token i", ylabel="h'(i + 1)² - h'(i)²", title="Appendix A.2: true (line), as printed (dotted)")
+    one.legend(ncols=2, loc="upper right")
+    three.legend(loc="lower right")
     return figure
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Simulate, draw, tabulate, and write everything to a folder."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--figures", nargs="*", choices=["1", *FIGURES], default=["1", *FIGURES])
-    parser.add_argument("--draws", type=int, default=10000)
-    parser.add_argument("--tokens", type=int, default=50)
-    parser.add_argument("--dim", type=int, default=64)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, default=Path("outputs/causal_mask"))
-    options = parser.parse_args(argv)
-    options.out.mkdir(parents=True, exist_ok=True)
-    console, rows, frames = Console(), [], []
-    if "1" in options.figures:
-        save(first_figure(), options.out / "figure_1")
-        save(forms_figure(options.tokens), options.out / "closed_forms")
-    for figure in [f for f in options.figures if f != "1"]:
-        drawn = []
-        for setting in FIGURES[figure]:
-            with console.status(f"figure {figure}: {setting.name}"):
-                mean, error, again = simulated(setting, options)
-            rows += [[figure, *line] for line in facts(setting, options.tokens, options.dim, options.draws, mean, again)]
-            shown = np.where(np.tri(options.tokens, dtype=bool), mean, np.nan) if setting.mask else mean
-            drawn.append((setting.name, shown))
-            if setting.normalised:
-                drawn.append((f"{setting.name}, normalised", theory.diagonal_normalised(mean)))
-            frames.append(_long(figure, setting, mean, error))
-        save(maps(drawn), options.out / f"figure_{figure}")
-    header = (
-        "figure",
-        "setting",
-        "layer",
-        "simulation minus limit",
-        "limit: rows that rise",
-        "limit: beyond i - j",
-        "split-half r",
-    )
-    text = f"""# The causal mask alone
-
-Behind RoPE, {options.tokens} tokens, {options.dim} dimensions, {options.draws} draws (the paper: 50, 64, 100,000),
-seed {options.seed}. Made by `make causal-mask`.
-
-{markdown(header, rows)}
-
-"Rows that rise": rows in which the score rises strictly with the key, of all rows with two keys or more. "Beyond i - j": share of
-the variance below the diagonal that is left after each diagonal's mean is subtracted. "Split-half r": correlation of the
-diagonal-normalised maps of two independent sets of draws; noise alone gives 0. LayerNorm rows start from inputs of length 1,
-as the paper's do: the update then weighs sqrt(d) times the stream, which is another model than the one with unit norms.
-"""
-    write_text(options.out / "causal_mask.md", text)
-    if frames:
-        write_csv(options.out / "scores.csv", pd.concat(frames, ignore_index=True))
-    console.print(text)
-    console.print(f"written: {options.out}", soft_wrap=True)
-
-
-def simulated(setting: Setting, options: argparse.Namespace) -> tuple[Array, Array, Array]:
-    """Mean scores and standard errors of all draws, and of another half as many with other seeds."""
-    given = {
-        "n": options.tokens, "layers": LAYERS, "alpha": setting.alpha, "dim": options.dim, "mask": setting.mask,
-        "rope": setting.rope, "norm": setting.norm,
-    }  # fmt: skip
-    mean, error = theory.simulate(**given, draws=options.draws, seed=options.seed)
-    again, _ = theory.simulate(**given, draws=max(options.draws // 2, 1), seed=options.seed + 1)
-    return mean, error, again
-
-
-def _long(figure: str, setting: Setting, mean: Array, error: Array) -> pd.DataFrame:
-    layer, i, j = np.nonzero(np.broadcast_to(np.tri(mean.shape[1], dtype=bool) if setting.mask else True, mean.shape))
-    values = {"score": mean[layer, i, j], "standard_error": error[layer, i, j]}
-    return pd.DataFrame({"figure": figure, "setting": setting.name, "layer": layer + 1, "query": i + 1, "key": j + 1, **values})
-
-
-if __name__ == "__main__":
-    main()
+@styled
+def layernorm_figure(table: pd.DataFrame, length: str) -> Figure:
+    """The last row of layer 2 with LayerNorm, a panel per alpha, and with the L2 norm in the limit; inputs of that length."""
+    figure = new_figure(PAGE, 2.0)
+    parts = table.assign(alpha=table["setting"].str.split(", ").str[0], norm=table["setting"].str.split(", ").str[1])
+    panels = list(parts.groupby("alpha", sort=False))
+    for axes, (alpha, frame) in zip(figure.subplots(1, len(panels)), panels, strict=True):
+        for colour, (norm, line) in zip(COLOURS, frame.groupby("norm", sort=False), strict=False):
+            axes.plot(line["key"], line["score"] / line["score"].max(), color=colour, label=str(norm))
+        axes.plot(line["key"], line["l2"] / line["l2"].max(), color="black", linestyle=(0, (4, 2)), label="L2 norm, exact")
+        axes.set(xlabel="key", ylabel="score / largest", title=f"{alpha}, inputs of length {length}")
+    axes.legend(loc="lower right")
+    return figure

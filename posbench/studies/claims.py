@@ -21,7 +21,7 @@ from posbench.runner import hardware
 from posbench.tables import findings_table, markdown
 
 MODELS = ("tiny", "tiny_b", "tiny_nope", "tiny_alibi")
-STUDIES = ("study=attention_to_gold", "study=positional_channels", "study=chain", "experiment=yu2025_fig6")
+STUDIES = ("study=attention_to_gold study.pairs=[16,32,64]", "study=positional_channels", "study=chain", "experiment=yu2025_fig6")
 TITLES = {
     "C1": "C1: attention is a micro-level expression of position bias",
     "C2": "C2: positional information in hidden states is a source of its own",
@@ -39,39 +39,60 @@ def collect(outputs: Path) -> pd.DataFrame:
     return pd.concat([frame for frame in frames if frame is not None], ignore_index=True).drop_duplicates()
 
 
-def section(title: str, rows: pd.DataFrame) -> str:
-    """One claim: a table with a row for each statistic and model."""
+def verdict_of(rows: pd.DataFrame) -> str:
+    """The verdict on one claim for one model; how many of several statistics hold."""
+    holding = int((rows["verdict"] == "holds").sum())
+    if len(rows) == 1 or holding in (0, len(rows)):
+        return str(rows["verdict"].iloc[0])
+    return f"{holding} of {len(rows)} hold"
+
+
+def overview(findings: pd.DataFrame, models: Sequence[str]) -> str:
+    """A row for each claim, a column for each model."""
+    rows = []
+    for claim, part in findings.groupby("claim", sort=False):
+        own = [part[part["model"] == model] for model in models]
+        rows.append([claim, *(verdict_of(each) if len(each) else "" for each in own)])
+    return markdown(["claim", *models], rows)
+
+
+def section(claim: str, rows: pd.DataFrame) -> str:
+    """One claim: the statistic, its interval and the verdict for each model."""
     header, lines = findings_table(rows)
-    models = [str(model) for model in rows["model"]]
-    return f"## {title}\n\n" + markdown(["model", *header], [[model, *line] for model, line in zip(models, lines, strict=True)])
+    names = [str(model) for model in rows["model"]]
+    table = markdown(["model", *header[1:]], [[model, *line[1:]] for model, line in zip(names, lines, strict=True)])
+    return f"### {claim}\n\n{table}"
 
 
-def page(findings: pd.DataFrame, commands: Sequence[str]) -> str:
+def page(findings: pd.DataFrame, models: Sequence[str], commands: Sequence[str]) -> str:
     """The whole document."""
     kinds = findings["claim"].str.extract(r"^(C\d|Control|Negative control)", expand=False).replace("Negative control", "Control")
-    parts = []
+    place = {model: number for number, model in enumerate(models)}
+    ordered = findings.assign(kind=kinds, place=findings["model"].map(place)).sort_values("place", kind="stable")
+    parts, whole = [], []
     for kind, title in TITLES.items():
-        rows = findings[kinds == kind]
-        if len(rows):
-            order = rows["claim"].drop_duplicates().reset_index(drop=True)
-            parts.append(section(title, rows.assign(at=rows["claim"].map({c: i for i, c in order.items()})).sort_values(
-                "at", kind="stable").drop(columns="at")))  # fmt: skip
-    counts = findings.groupby(["model", "verdict"]).size().unstack(fill_value=0).reset_index()
-    overview = markdown(list(counts.columns), counts.astype(str).to_numpy().tolist())
+        rows = ordered[ordered["kind"] == kind]
+        claims = list(rows["claim"].drop_duplicates())
+        whole += claims
+        parts += [f"## {title}", *(section(claim, rows[rows["claim"] == claim]) for claim in claims)] if claims else []
     versions = f"posbench {posbench.__version__}, torch {torch.__version__}, transformers {transformers.__version__}"
     ran = "\n".join(f"    {command}" for command in commands)
+    shown = ordered.set_index("claim").loc[whole].reset_index()
     return f"""# Yu et al. 2025: claims and the embedded models
 
-Made by `make claims` from the verdicts of these runs:
-
-{ran}
-
-{hardware()}; {versions}. Every interval is a 95 % interval; a claim holds where the interval lies on its side.
 The models have about 0.1 million parameters: a claim that fails here may hold in a large model, and the other way round.
+Every interval is a 95 % interval; a claim holds where the interval lies on its side. Thresholds and layers that were chosen
+after a first look, and what they decide, are in LOG.md. Made by `make claims`, on {hardware()}; {versions}.
 
-{overview}
+{overview(shown, models)}
 
 {(chr(10) * 2).join(parts)}
+
+## How
+
+The verdicts are those of these runs:
+
+{ran}
 """
 
 
@@ -87,12 +108,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands, status = [], 0
     for study in options.studies:
         for model in options.models:
-            args = [study, f"model={model}", *options.overrides]
+            args = [*study.split(), f"model={model}", *options.overrides]
             commands.append(f"posbench {' '.join(args)}")
             status = max(status, cli.main([*args, f"runtime.outputs={options.outputs}"]))
     if status:
         return status
-    write_text(options.out, page(collect(options.outputs), commands))
+    write_text(options.out, page(collect(options.outputs), options.models, commands))
     Console().print(f"written: {options.out}", soft_wrap=True)
     return 0
 

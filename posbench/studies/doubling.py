@@ -19,7 +19,7 @@ from transformers.integrations.sdpa_attention import repeat_kv
 from posbench import arch
 from posbench.config import Config
 from posbench.errors import UserError
-from posbench.hooks import attending, replaced
+from posbench.hooks import attending
 from posbench.lm import LM, Encoded, last_row
 from posbench.metrics import mean_interval
 from posbench.plots import (
@@ -90,10 +90,6 @@ class Doubling(Study):
         assert lm is not None
         need_items(config.task, self.examples)
         need_layers(lm, "layers", self.layers)
-        if lm.model.config.model_type == "falcon" and lm.model.config.alibi:
-            # Its eager attention, the only one that shows weights, adds the bias a second time: the mask holds it already.
-            allowed = "a model whose eager attention is its own; transformers adds the bias of an ALiBi Falcon twice there"
-            raise UserError(field="model", value=lm.name, allowed=allowed, hint="take another model")
         if not 0 <= self.item <= 1:
             raise UserError(field="study.item", value=self.item, allowed="a depth from 0 to 1", hint="set study.item=0.5")
         if self.factor <= 0:
@@ -307,7 +303,7 @@ def multiplied(
         if arch.family_of(lm.model).interface:
             stack.enter_context(attending(lm.model, attend))
         else:
-            stack.enter_context(replaced(lm.model.config, "_attn_implementation_internal", "eager"))
+            stack.enter_context(lm.eager())
             for module in arch.attention_modules(lm.model):
                 stack.callback(module.register_forward_hook(hook, with_kwargs=True).remove)
         yield weights

@@ -12,7 +12,7 @@ from scipy.stats import rankdata
 
 from posbench.errors import UserError
 from posbench.lm import LM
-from posbench.metrics import mean_interval, wilson
+from posbench.metrics import estimate
 from posbench.tasks import Example, Task
 
 Array = NDArray[np.float64]
@@ -151,9 +151,7 @@ def by_length(examples: pd.DataFrame) -> pd.DataFrame:
         row = {"items": items, "gold_position": position, "depth": depth, "n": len(part)}
         for column in ("attention", "score"):
             values = part[column].to_numpy(dtype=np.float64)
-            low, high = mean_interval(values, list(part["cluster"]), resamples=RESAMPLES, seed=0)
-            if column == "score" and np.isin(values, (0, 1)).all():
-                low, high = wilson(float(values.sum()), len(values))
+            _, (low, high) = estimate(values, list(part["cluster"]), resamples=RESAMPLES)
             row |= {column: values.mean(), f"{column}_low": low, f"{column}_high": high}
         rows.append(row)
     return pd.DataFrame(rows)

@@ -206,10 +206,8 @@ def interval(
 
 def mean_of(values: Sequence[float], clusters: Sequence[str], resamples: int) -> tuple[float, float, float]:
     """A mean with its 95 % interval: Wilson for values that are all 0 or 1, else a bootstrap over clusters."""
-    array = np.asarray(values, dtype=np.float64)
-    if np.isin(array, (0, 1)).all():
-        return float(array.mean()), *metrics.wilson(float(array.sum()), len(array))
-    return change_of(values, clusters, resamples)
+    value, (low, high) = metrics.estimate(np.asarray(values, dtype=np.float64), clusters, resamples=resamples)
+    return value, low, high
 
 
 def change_of(values: Sequence[float], clusters: Sequence[str], resamples: int) -> tuple[float, float, float]:

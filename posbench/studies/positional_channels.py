@@ -127,11 +127,13 @@ class PositionalChannels(Study):
         if self.channels is None:
             order = np.argsort(-mean_correlation(curves[:, self.skip :]), kind="stable")
             named = [(int(c), STRONGEST) for c in order[: self.top]]
-            named.append((PAPER.get(config.model.name, -1), "the paper's"))
-            named.append(((config.model.scale_channel or {}).get("channel", -1), "the model's"))
+            published = {
+                "the paper's": PAPER.get(config.model.name),
+                "the model's": (config.model.scale_channel or {}).get("channel"),
+            }
+            named += [(channel, kind) for kind, channel in published.items() if channel is not None]
             for channel, kind in named:
-                if channel >= 0:
-                    found[channel] = f"{found[channel]} and {kind}" if channel in found else kind
+                found[channel] = f"{found[channel]} and {kind}" if channel in found else kind
         rest = [c for c in range(curves.shape[2]) if c not in found]
         drawn = np.random.default_rng(self.seed).permutation(rest)[: self.controls]
         return found | {int(c): RANDOM for c in drawn}

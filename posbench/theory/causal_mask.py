@@ -45,10 +45,10 @@ def h_prime(i: ArrayLike, alpha: float) -> Array:
     return np.sqrt(e**2 + 2 * e * a * alpha * (i - 1) + a**2 * (i - 1) * (1 + alpha * (i - 2))) / (e + (i - 1) * a)
 
 
-def h_prime_step(i: ArrayLike, alpha: float) -> Array:
-    """h'(i + 1)^2 - h'(i)^2 in closed form, never positive: the corrected line of Appendix A.2."""
+def h_prime_step(i: ArrayLike, alpha: float, *, printed: bool = False) -> Array:
+    """h'(i + 1)^2 - h'(i)^2 in closed form, never positive: the corrected line of Appendix A.2, or the printed one."""
     i, e, a = np.asarray(i, dtype=np.float64), np.e, float(np.exp(alpha))
-    inside = 2 * e**3 + 2 * e**2 * a * (i - 1) + a**3 * i * (i - 1)
+    inside = 2 * e**3 + (-1 if printed else 1) * 2 * e**2 * a * (i - 1) + a**3 * i * (i - 1)
     return (alpha - 1) * a * inside / ((e + i * a) ** 2 * (e + (i - 1) * a) ** 2)
 
 

@@ -99,16 +99,17 @@ def prefix_bound(n: int, length: int, layers: int, epsilon: float) -> Array:
     return np.clip(1 - np.maximum(np.arange(1, n + 1) - length, 0) * epsilon, 0, 1) ** layers
 
 
-def decay_bounds(n: int, m: float, low: float, high: float) -> tuple[Array, Array]:
-    """Lower and upper bound of one layer's attention under a decay mask with scores in [low, high], both [n, n] (Theorem 4.4).
+def decay_bounds(n: int, m: float, low: float, high: float, *, printed: bool = False) -> tuple[Array, Array]:
+    """Lower and upper bound of one layer's attention under a decay mask with scores in [low, high], both [n, n] (Lemma 4.4).
 
     Differs from source: the printed C_max, e^(high - low) / (1 + e^-m), fails in the first row, whose only weight is 1; there the
-    bound is e^(high - low).
+    bound is e^(high - low). With ``printed`` it is as printed.
     """
     spread = np.exp(high - low)
     near = np.exp(decay(n, m))
     most = np.full((n, 1), spread / (1 + np.exp(-m)))
-    most[0] = spread
+    if not printed:
+        most[0] = spread
     return (1 - np.exp(-m)) / spread * near, np.minimum(most * near, 1)
 
 
@@ -133,7 +134,11 @@ def window_half_time(n: int, width: int) -> float:
     return 2 * (n - 1) / (width - 1)
 
 
-def sink_by_head(weights: Array, threshold: float = 0.3) -> Array:
+HEAD, ENTRY = 0.3, 0.2
+"""Thresholds of both sink metrics: of a mean weight (Gu et al. 2024), and of single weights (Wu et al. 2025)."""
+
+
+def sink_by_head(weights: Array, threshold: float = HEAD) -> Array:
     """Share of heads in which a token is a sink, [n], from attention weights [..., n, n] (layers, heads, samples in front).
 
     A token is a sink of a head if its mean weight over the queries that see it is above the threshold.
@@ -145,7 +150,7 @@ def sink_by_head(weights: Array, threshold: float = 0.3) -> Array:
     return (importance > threshold).reshape(-1, n).mean(0)
 
 
-def sink_by_entry(weights: Array, mask: Mask, threshold: float = 0.2) -> Array:
+def sink_by_entry(weights: Array, mask: Mask, threshold: float = ENTRY) -> Array:
     """Share of queries that give a token more than the threshold, averaged over whatever stands in front, [n].
 
     Source: Wu et al. 2025, Appendix K.4. Not the metric of Gu et al.: it counts single entries.

@@ -14,6 +14,7 @@ import yaml
 
 import posbench as package
 from posbench.lm import LM
+from posbench.methods import ScaleChannel
 from posbench.methods.layer_scaling import LayerScaling
 from posbench.stages import search_curve
 from posbench.stages.search_gradient import answer_loss
@@ -179,3 +180,42 @@ def test_without_a_search_that_serves_it_the_method_runs_with_the_published_bloc
     result = posbench("model=tiny", "method=layer_scaling", "task.examples_per_position=2", "runtime.intervene_examples=1")
     assert result.status == 0, result.err
     assert "search" not in result.out.split("constants:")[0]
+
+
+def test_scales_are_found_with_the_other_methods_of_the_list_applied(posbench: Callable[..., Result], outputs: Path) -> None:
+    command = [part.replace("method=layer_scaling", "method=[layer_scaling,scale_channel]") for part in GENETIC]
+    assert posbench(*command, "search.generations=0", "stages=[search,evaluate]").status == 0
+    folder = _only(outputs)
+    row = pd.read_csv(folder / "search.csv").query("selected").iloc[0]
+    block = yaml.safe_load((folder / "found.yaml").read_text())["layer_scaling"]
+    parts = json.loads((folder / "method.json").read_text())["parts"]
+    assert parts["layer_scaling"]["points"] == block["points"]
+    assert block["source"].count("in the list layer_scaling-scale_channel") == 1
+    lm = package.load("tiny")
+    task = package.tasks.KVRetrieval(
+        prompt="compact", records="words", pairs=20, calibration_pairs=20, calibration_examples=6, calibration_positions=(10,)
+    )
+    channel = ScaleChannel(**{key: parts["scale_channel"][key] for key in ("channel", "factor", "layers")})
+    with LayerScaling(scales=tuple(row[f"scale_{i}"] for i in range(4))).applied(lm), channel.applied(lm):
+        right = [e.answers[0] in lm.generate([e.prompt], max_new_tokens=1)[0] for e in task.examples("calibration")]
+    assert row["middle"] == pytest.approx(sum(right) / 6)
+
+
+def test_a_channel_is_found_with_the_scales_of_the_list_applied(posbench: Callable[..., Result], outputs: Path) -> None:
+    command = [
+        "model=tiny", "method=[layer_scaling,scale_channel]", "method.parts.layer_scaling.points=null",
+        "method.parts.layer_scaling.scales=[1.1,1.9,1.2,1.6]", "search.strings=20", "search.factors=[-1.0]",
+        "task.calibration_examples=4", "runtime.device=cpu", "stages=[search]",
+    ]  # fmt: skip
+    assert posbench(*command).status == 0
+    row = pd.read_csv(_only(outputs) / "search.csv").iloc[0]
+    lm = package.load("tiny")
+    task = package.tasks.KVRetrieval(prompt="compact", records="words", pairs=32, calibration_pairs=32, calibration_examples=4)
+    examples = task.examples("calibration")
+    pairs = [e.prompt for e in examples], [e.answers[0] for e in examples]
+    channel = ScaleChannel(channel=int(row["channel"]), factor=-1.0, layers=(int(row["layer_first"]), int(row["layer_last"])))
+    with LayerScaling(scales=(1.1, 1.9, 1.2, 1.6)).applied(lm):
+        assert row["loss_unmodified"] == pytest.approx(lm.answer_loss(*pairs).mean().item(), abs=1e-5)
+        with channel.applied(lm):
+            assert row["loss"] == pytest.approx(lm.answer_loss(*pairs).mean().item(), abs=1e-5)
+    assert abs(row["loss_unmodified"] - lm.answer_loss(*pairs).mean().item()) > 1e-2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import permutations
@@ -12,11 +13,15 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+import yaml
+from matplotlib.figure import Figure
 from scipy.stats import spearmanr
 
 import posbench as package
+from posbench.config import study_of
 from posbench.errors import UserError
 from posbench.methods import ScaleChannel
+from posbench.report import study_tables
 from posbench.search import ChannelSearch
 from posbench.stages.intervene import attention_to_items
 from posbench.stages.search import average_states, random_strings
@@ -33,6 +38,7 @@ SMALL = dict(prompt="compact", records="words", pairs=6, examples_per_position=2
 PADS, TOTAL = [0, 7], 30
 CLOSE = dict(atol=2e-5, rtol=1e-4)
 """The library's eager attention takes its softmax in float32."""
+BARE = "stages=[study]"  # writing figures takes longer than all else here
 FEW = ["study.examples=6", "task.examples_per_position=6", "task.positions=[0,5,11]", "task.pairs=12"]
 
 
@@ -265,6 +271,12 @@ def test_a_planted_trend_is_found_and_noise_is_not() -> None:
     assert jackknife(noise[..., 0], np.full(20, 10.0))[1] < 0.15
 
 
+def drawn(folder: Path) -> dict[str, tuple[Figure, str]]:
+    """The figures of a run folder, from its files alone."""
+    study, _ = study_of(yaml.safe_load((folder / "config.yaml").read_text())["study"])
+    return dict(study.figures(study_tables(folder, json.loads((folder / "study.json").read_text())["tables"])))
+
+
 def test_an_untrained_model_has_neither_retrieval_nor_gain(
     posbench: Callable[..., Result], outputs: Path, checkpoint: Path
 ) -> None:
@@ -273,11 +285,12 @@ def test_an_untrained_model_has_neither_retrieval_nor_gain(
         "task.records=words", "task.max_new_tokens=1",
     ]  # fmt: skip
     for study, fields in (("attention_to_gold", ["study.pairs=[9]", "task.positions=[0,4,8]"]), ("doubling", [])):
-        result = posbench(f"study={study}", *model, *FEW, *fields)
+        result = posbench(f"study={study}", BARE, *model, *FEW, *fields)
         assert result.status == 0, result.err
     tables = {folder.name.split("__")[1]: folder for folder in run_folders(outputs)}
     folder = tables["attention_to_gold"]
     assert not pd.read_csv(folder / "layers.csv")["retrieval"].any()
+    assert set(drawn(folder)) == {"maps", "heads", "head_maps", "gold", "lengths"}, "the best layer stands in"
     verdicts = pd.read_csv(folder / "findings.csv")["verdict"]
     assert "holds" not in set(verdicts) and "not testable here" in set(verdicts)
     examples = pd.read_csv(tables["doubling"] / "examples.csv").pivot(index="id", columns="mode", values="score")
@@ -287,11 +300,11 @@ def test_an_untrained_model_has_neither_retrieval_nor_gain(
 def test_the_studies_on_a_trained_model(posbench: Callable[..., Result], outputs: Path) -> None:
     strings = ["study.strings=60", "study.length=64"]
     for study, fields in (
-        ("attention_to_gold", [*FEW, "study.pairs=[24]"]),
+        ("attention_to_gold", [*FEW, "study.pairs=[24]", "study.least=0.2"]),
         ("doubling", [*FEW, "study.item=0.5", "study.factor=3"]),
         ("positional_channels", strings),
     ):
-        result = posbench(f"study={study}", "model=tiny", *fields)
+        result = posbench(f"study={study}", BARE, "model=tiny", *fields)
         assert result.status == 0, result.err
     folders = {folder.name.split("__")[1]: folder for folder in run_folders(outputs)}
     folder = folders["attention_to_gold"]
@@ -301,7 +314,7 @@ def test_the_studies_on_a_trained_model(posbench: Callable[..., Result], outputs
     diagonal = maps[(maps["layer"] == 1) & (maps["item"] == maps["gold_position"])].set_index("gold_position")["attention"]
     own = examples[examples["items"] == 12].groupby("gold_position")["attention"].mean()
     assert np.allclose(diagonal, own, rtol=1e-4) and set(examples["items"]) == {12, 24}
-    assert {p.stem for p in (folder / "figures").glob("*.png")} == {"maps", "heads", "head_maps", "gold", "lengths"}
+    assert set(drawn(folder)) == {"maps", "heads", "head_maps", "gold", "lengths"}
     doubled = pd.read_csv(folders["doubling"] / "examples.csv").set_index(["id", "mode"])
     wide = doubled["attention"].unstack()
     here = doubled.xs("item", level="mode")
@@ -313,6 +326,7 @@ def test_the_studies_on_a_trained_model(posbench: Callable[..., Result], outputs
     assert 15 in set(curves["channel"]) and curves.groupby(["channel", "kind", "layer"])["position"].count().eq(64).all()
     assert null.loc["as they are", "largest"] > null.loc["shuffled positions", "largest"]
     assert not (folder / "search_state.npz").exists()
+    assert {"averaged", "statistics", "layers_15"} <= set(drawn(folder)) and set(drawn(folders["doubling"])) == {"doubling"}
 
 
 @pytest.mark.parametrize(
@@ -334,8 +348,3 @@ def test_fields_that_do_not_fit_are_refused(study, message: str) -> None:
     config = SimpleNamespace(task=KVRetrieval(**SMALL))
     with pytest.raises(UserError, match=message):
         study.check(config, package.load("tiny"))
-
-
-def test_falcon_with_alibi_is_refused() -> None:
-    with pytest.raises(UserError, match="ALiBi Falcon twice"):
-        Doubling().check(SimpleNamespace(task=KVRetrieval(**SMALL)), package.load(build("falcon-alibi")))

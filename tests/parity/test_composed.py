@@ -241,11 +241,38 @@ def test_mistakes_are_told_in_one_line(overrides, words):
     assert words in str(error.value) and "\n" not in str(error.value)
 
 
-def test_the_search_refuses_composed_methods():
+def config_of(*overrides, typed=()):
     found = []
-    command = ["method=[position_interpolation,scale_channel]", "model=tiny"]
-    _hydra(command, lambda config: found.append(plain(config)))
-    assert found[0]["stages"] == ["search", "intervene", "evaluate", "report"]
-    assert check(found[0]).stages == ("intervene", "evaluate", "report")
-    with pytest.raises(UserError, match="no search for method position_interpolation-scale_channel"):
-        check(found[0], ["stages"])
+    _hydra([*overrides, "model=tiny"], lambda config: found.append(plain(config)))
+    return check(found[0], typed)
+
+
+def test_a_search_serves_its_part_of_a_list():
+    both = "method=[layer_scaling,scale_channel]"
+    channel, genetic = config_of(both), config_of(both, "search=genetic")
+    assert (channel.part, genetic.part) == ("scale_channel", "layer_scaling")
+    assert channel.stages == genetic.stages == ("search", "intervene", "evaluate", "report")
+    found = channel.method({"channel": 3, "factor": 0.5, "layers": (0, 1)})
+    assert found.parts["scale_channel"] == ScaleChannel(channel=3, factor=0.5, layers=(0, 1))
+    assert found.parts["layer_scaling"] == genetic.method().parts["layer_scaling"]
+    # What is typed stays.
+    typed = config_of(both, "method.parts.scale_channel.channel=9", typed=["method.parts.scale_channel.channel"])
+    assert typed.typed == {"channel": 9}
+    assert typed.method({"channel": 3, "factor": 0.5, "layers": (0, 1)}).parts["scale_channel"].channel == 9
+
+
+@pytest.mark.parametrize(
+    ("overrides", "hint"),
+    [
+        (["method=[position_interpolation,ms_poe]"], "posbench ls searches"),
+        (["method=[scale_channel,layer_scaling]"], "search that method alone"),
+        (["method=[attention_buckets,scale_channel]"], "search that method alone"),
+        (["method=[layer_scaling,scale_channel]", "search=gradient"], "search that method alone"),
+    ],
+    ids=lambda case: "-".join(case) if isinstance(case, list) else None,
+)
+def test_lists_that_no_search_serves(overrides, hint):
+    assert config_of(*overrides).stages == ("intervene", "evaluate", "report")
+    with pytest.raises(UserError, match="no search for method") as error:
+        config_of(*overrides, typed=["stages"])
+    assert hint in str(error.value) and "\n" not in str(error.value)

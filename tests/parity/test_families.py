@@ -221,7 +221,20 @@ def test_projections_whose_weight_does_not_tell_all(name, wrap):
     assert prompt < EXACT and generated < EXACT and effect > 1000 * EXACT
 
 
-@pytest.mark.parametrize("name", BUILDERS)
+def test_falcon_with_alibi_shows_the_attention_that_it_computes():
+    """Its eager attention adds the bias twice; the mask that its other kernels get holds it once."""
+    model = build("falcon-alibi")
+    lm, (ids, mask) = posbench.load(model), prompts(padded=True)
+    with torch.no_grad():
+        outside = lm.logits(ids, mask)
+        with lm.last_attention() as rows:
+            inside = lm.logits(ids, mask)
+        assert torch.equal(lm.logits(ids, mask), outside)
+    assert (inside - outside).abs().max() < EXACT
+    assert all((row.sum(-1) - 1).abs().max() < 1e-5 and (row * (1 - mask[:, None])).abs().max() == 0 for row in rows.values())
+
+
+@pytest.mark.parametrize("name", [name for name in BUILDERS if name != "falcon-alibi"])
 def test_the_last_row_of_attention_equals_the_full_matrix(name):
     model = build(name)
     lm = posbench.load(model)

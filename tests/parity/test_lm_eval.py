@@ -266,6 +266,18 @@ def test_constants_come_from_the_model_s_file_or_from_the_user(tmp_path: Path):
     assert compose("mine", "scale_channel", {}, str(tmp_path)).method().factor == 0.25
 
 
+def test_several_methods_are_joined_by_plus_signs():
+    arguments = "pretrained=tiny,method=layer_scaling+scale_channel,parts.scale_channel.layers=0:2,parts.scale_channel.factor=-8"
+    model, lm = PosbenchLM.create_from_arg_string(arguments), posbench.load("tiny", device="cpu")
+    parts = model.method.parts
+    assert list(parts) == ["layer_scaling", "scale_channel"] and parts["scale_channel"].layers == (0, 2)
+    found = model.generate_until(generations(until="kop"), disable_tqdm=True)
+    with parts["layer_scaling"].applied(lm), ScaleChannel(channel=15, factor=-8.0, layers=(0, 2)).applied(lm):
+        expected = [lm.generate([c], max_new_tokens=6, stop=["kop"])[0] for c in CONTEXTS]
+    assert found == expected
+    assert found != ours(2, method="layer_scaling").generate_until(generations(until="kop"), disable_tqdm=True)
+
+
 def test_a_directory_is_a_model(checkpoint: Path):
     model = PosbenchLM.create_from_arg_string(
         f"pretrained={checkpoint},method=scale_channel,channel=3,factor=0.5,layers=1:2,dtype=float64,batch_size=2",
@@ -283,6 +295,8 @@ def test_a_directory_is_a_model(checkpoint: Path):
     [
         ("method=scale_channel", "model_args.pretrained"),
         ("pretrained=tiny,method=scale_chanel", "method"),
+        ("pretrained=tiny,method=layer_scaling+scale_chanel", "method"),
+        ("pretrained=tiny,method=layer_scaling+scale_channel,layers=0:2", "model_args.layers"),
         ("pretrained=tiny,method=scale_channel,chanel=3", "model_args.chanel"),
         ("pretrained=tiny,channel=3", "model_args.channel"),
         ("pretrained=tiny,method=scale_channel,channel=48", "method.channel"),

@@ -6,10 +6,12 @@ from contextlib import ExitStack
 import pytest
 import torch
 from torch import Tensor
+from transformers import DynamicCache
 
 import posbench
 from posbench.errors import UserError
 from posbench.hooks import replaced
+from posbench.methods import ScaleChannel
 from posbench.methods.attention_buckets import AttentionBuckets
 from posbench.methods.layer_scaling import LayerScaling
 from posbench.methods.position_interpolation import PositionInterpolation
@@ -148,8 +150,10 @@ def mixed(parts: list[Tensor], mixture: str) -> Tensor:
 @pytest.mark.parametrize("name", ["llama", "llama-gqa", "mistral-window", "qwen3", "phi3-partial", "falcon", "cohere2"])
 def test_buckets_equal_stock_models_of_each_base(name, mixture):
     model = build(name)
-    method, lm = AttentionBuckets(bases=BASES, mixture=mixture), posbench.load(model)
-    for padded in (False, True):
+    lm = posbench.load(model)
+    # All bases at once, three and one, one by one: 99 tokens for each base.
+    for padded, batch_tokens in ((False, None), (True, 300), (True, 1)):
+        method = AttentionBuckets(bases=BASES, mixture=mixture, batch_tokens=batch_tokens)
         ids, mask = prompts(padded)
         prefill, steps, tokens = through_posbench(lm, method, ids, mask)
         whole = torch.cat([mask, torch.ones(len(ids), STEPS, dtype=torch.long)], dim=1)
@@ -158,6 +162,46 @@ def test_buckets_equal_stock_models_of_each_base(name, mixture):
         assert (steps - expected[:, PROMPT - 1 : -1]).abs().max() < TIGHT
         alone = posbench.load(with_base(model, BASES[0])).logits(tokens, whole)
         assert (expected.softmax(-1) - alone.softmax(-1))[whole.bool()].abs().max() > 1e-3, "the bases have no effect to test"
+
+
+def test_buckets_in_turn_hold_the_activations_of_one_and_the_cache_of_all():
+    model, rows = build("mistral-window"), []
+    lm, embedding = posbench.load(model), model.get_input_embeddings()
+    (ids, mask), forward = prompts(False), embedding.forward
+
+    def counting(tokens):
+        rows.append(len(tokens))
+        return forward(tokens)
+
+    with replaced(embedding, "forward", counting):
+        for batch_tokens, passes in ((None, [12]), (300, [9, 3]), (1, [3] * 4)):
+            with AttentionBuckets(bases=BASES, batch_tokens=batch_tokens).applied(lm):
+                given, step = DynamicCache(config=model.config), mask.new_ones(3, PROMPT + 1)
+                out = model(ids, attention_mask=mask, past_key_values=given)
+                assert rows == passes
+                assert out.past_key_values is given
+                assert {len(layer.keys) for layer in given.layers} == {12}
+                last = model(ids[:, :1], attention_mask=step, past_key_values=given).logits
+            assert rows.pop() == 12
+            rows.clear()
+            if batch_tokens is None:
+                expected, after = out.logits, last
+            assert (out.logits - expected).abs().max() < TIGHT
+            assert (last - after).abs().max() < TIGHT
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["inside", "outside"])
+def test_buckets_stay_together_where_another_method_looks_into_the_layers(first):
+    lm, (ids, mask), found = posbench.load(build("llama-gqa")), prompts(True), []
+    channel = ScaleChannel(channel=5, factor=-1.0, layers=(1, 2))
+    for batch_tokens in (None, 1):
+        buckets = AttentionBuckets(bases=BASES, batch_tokens=batch_tokens)
+        both = (buckets, channel) if first else (channel, buckets)
+        with both[0].applied(lm), both[1].applied(lm):
+            found.append(lm.logits(ids, mask))
+    assert (found[0] - found[1])[mask.bool()].abs().max() < TIGHT
+    with buckets.applied(lm):
+        assert (found[0] - lm.logits(ids, mask))[mask.bool()].abs().max() > 100 * TIGHT
 
 
 def test_buckets_of_probabilities_sum_to_one():
@@ -194,11 +238,14 @@ def test_buckets_refuse_what_they_cannot_mix():
             lm.model(ids, output_hidden_states=True)
     with pytest.raises(UserError, match=r"method\.bases"):
         AttentionBuckets(bases=(10000.0, 0.5)).check(lm)
+    with pytest.raises(UserError, match=r"method\.batch_tokens"):
+        AttentionBuckets(batch_tokens=0).check(lm)
 
 
-def test_attention_under_buckets_is_the_average_over_bases():
+@pytest.mark.parametrize("batch_tokens", [None, 1])
+def test_attention_under_buckets_is_that_of_all_bases(batch_tokens):
     model = build("llama")
-    lm, method = posbench.load(model), AttentionBuckets(bases=BASES)
+    lm, method = posbench.load(model), AttentionBuckets(bases=BASES, batch_tokens=batch_tokens)
     ids, mask = prompts(True)
     with method.applied(lm), lm.last_attention() as found:
         lm.logits(ids, mask)

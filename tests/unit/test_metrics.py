@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import binomtest
 
-from posbench.metrics import COLUMNS, SUBSET_COLUMNS, by_subset, mean_interval, tidy, wilson
+from posbench.metrics import BIAS, COLUMNS, SUBSET_COLUMNS, by_subset, mean_interval, tidy, wilson
 from posbench.tasks import KVRetrieval
 
 
@@ -78,17 +78,16 @@ def test_tidy_by_hand() -> None:
     table = _table(before + after)
     assert tuple(table.columns) == COLUMNS
     values = {(r.method, r.position, r.metric): r.value for r in table.itertuples()}
+    summed_up = {key: values.pop(key) for key in list(values) if key[2].removesuffix("_difference") in BIAS}
     assert values == {
         ("none", "0", "accuracy"): 1.0,
         ("none", "5", "accuracy"): 0.25,
         ("none", "10", "accuracy"): 0.75,
         ("none", "all", "accuracy"): 8 / 12,
-        ("none", "all", "middle_drop"): 0.875 - 0.25,
         ("scaled", "0", "accuracy"): 0.75,
         ("scaled", "5", "accuracy"): 0.75,
         ("scaled", "10", "accuracy"): 0.75,
         ("scaled", "all", "accuracy"): 9 / 12,
-        ("scaled", "all", "middle_drop"): 0.0,
         ("scaled", "0", "accuracy_difference"): -0.25,
         ("scaled", "5", "accuracy_difference"): 0.5,
         ("scaled", "10", "accuracy_difference"): 0.0,
@@ -98,7 +97,92 @@ def test_tidy_by_hand() -> None:
     assert depths == {"0": 0.0, "5": 0.5, "10": 1.0}
     one = table[(table.method == "none") & (table.position == "5") & (table.metric == "accuracy")].iloc[0]
     assert (one.ci_low, one.ci_high) == pytest.approx(wilson(1, 4)) and one.n == 4 and one.seed == 7
-    assert table[table.metric == "middle_drop"].ci_low.isna().all()
+    assert summed_up["none", "all", "gap"] == 0.75 and summed_up["scaled", "all", "gap"] == 0
+    for name, before_, after_ in (("middle_drop", 0.625, 0), ("primacy", 0.75, 0), ("recency", 0.5, 0)):
+        found = [
+            summed_up[key] for key in (("none", "all", name), ("scaled", "all", name), ("scaled", "all", f"{name}_difference"))
+        ]
+        assert found == [before_, after_, after_ - before_]
+    # Flat at 0.75: noise explains it.
+    assert (
+        summed_up["scaled", "all", "position_bias"]
+        == 0
+        < summed_up["none", "all", "position_bias"]
+        < np.std([1, 0.25, 0.75], ddof=1)
+    )
+
+
+def _curve(shares: list[float], n: int, seed: int, method: str = "none", together: bool = False) -> list[dict[str, Any]]:
+    """Right-or-wrong rows at gold positions 0, 1, ...; with ``together`` one draw decides a question at all positions."""
+    rng = np.random.default_rng(seed)
+    luck = rng.random((n, len(shares)))
+    luck = luck[:, :1].repeat(len(shares), 1) if together else luck
+    return [
+        {"method": method, "id": f"{p}-{i}", "gold_position": p, "cluster": f"q{i}" if together else f"{p}-{i}",
+         "scores": {"accuracy": float(luck[i, p] < share)}}
+        for p, share in enumerate(shares) for i in range(n)
+    ]  # fmt: skip
+
+
+def _all(table: Any, method: str = "none") -> dict[str, Any]:
+    return {r.metric: r for r in table.itertuples() if r.position == "all" and r.method == method}
+
+
+def test_without_bias_the_intervals_cover_zero_and_the_gap_is_that_of_shuffled_positions() -> None:
+    missed = dict.fromkeys(("position_bias", "gap", "primacy", "recency"), 0)
+    gaps, shuffled = [], []
+    for seed in range(30):
+        found = _all(_table(_curve([0.7] * 5, 60, seed)))
+        for name in missed:
+            missed[name] += not found[name].ci_low <= 0 <= found[name].ci_high
+        gaps.append(found["gap"].value)
+        shuffled.append(found["gap_null"].value)
+    # 30 intervals of 95 %: more than 5 misses happen in less than one of a hundred series.
+    assert max(missed.values()) <= 5, missed
+    assert min(gaps) > 0, "a gap is above zero by noise alone"
+    assert np.mean(gaps) == pytest.approx(np.mean(shuffled), abs=0.03)
+
+
+def test_a_known_bias_is_found_and_told_from_a_smaller_one() -> None:
+    shares = [1.0, 0.8, 0.4, 0.5, 0.9]
+    rows = _curve(shares, 400, 1) + _curve([0.8, 0.75, 0.7, 0.7, 0.8], 400, 2, "scaled")
+    table = _table(rows)
+    found, true = _all(table), np.std(shares, ddof=1)
+    assert found["position_bias"].ci_low < true < found["position_bias"].ci_high
+    assert found["position_bias"].value == pytest.approx(true, abs=0.03)
+    assert found["gap_null"].ci_high < found["gap"].ci_low
+    scaled = _all(table, "scaled")
+    change = scaled["position_bias_difference"]
+    assert change.ci_high < -0.1 and change.value == pytest.approx(scaled["position_bias"].value - found["position_bias"].value)
+    assert change.ci_low < change.value < change.ci_high
+    assert not {"gap_difference", "gap_null_difference"} & set(scaled) and "position_bias_difference" not in found
+
+
+def test_bias_is_the_variance_that_brute_force_resampling_leaves() -> None:
+    rows = _curve([0.9, 0.5, 0.6, 0.8], 30, 3)
+    scores = np.array([r["scores"]["accuracy"] for r in rows]).reshape(4, 30)
+    rng = np.random.default_rng(11)
+    draws = [[rng.choice(line, size=30).mean() for line in scores] for _ in range(3000)]
+    variance = np.var(scores.mean(1), ddof=1)
+    noise = np.mean(np.var(draws, axis=1, ddof=1)) - variance
+    found = _all(tidy(rows, KVRetrieval(name="t", positions=(0,)), model="m", unmodified="none", resamples=3000, seed=0))
+    assert found["position_bias"].value == pytest.approx(np.sqrt(variance - noise), abs=0.003)
+    low, high = np.sqrt(np.maximum(np.quantile(np.var(draws, axis=1, ddof=1), [0.025, 0.975]) - 2 * noise, 0))
+    assert (found["position_bias"].ci_low, found["position_bias"].ci_high) == pytest.approx((low, high), abs=0.015)
+    gaps = [np.ptp(rng.permutation(scores.ravel()).reshape(4, 30).mean(1)) for _ in range(3000)]
+    assert found["gap_null"].value == pytest.approx(np.mean(gaps), abs=0.006)
+
+
+def test_questions_asked_at_every_position_are_drawn_and_shuffled_whole() -> None:
+    # One draw decides a question everywhere: the curve is flat without any noise, and no shuffle within questions changes it.
+    found = _all(_table(_curve([0.6] * 4, 40, 5, together=True)))
+    for name in BIAS:
+        assert (found[name].value, found[name].ci_low, found[name].ci_high) == pytest.approx((0, 0, 0), abs=1e-12)
+    assert _all(_table(_curve([0.6] * 4, 40, 5)))["gap_null"].value > 0.05
+
+
+def test_two_positions_make_no_curve() -> None:
+    assert not set(_table(_curve([0.9, 0.5], 20, 0)).metric) & set(BIAS)
 
 
 def test_the_difference_pairs_prompts_by_id_not_by_order() -> None:

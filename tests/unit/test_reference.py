@@ -42,7 +42,16 @@ def test_a_table_of_several_tasks():
     assert cells["mistral7b", "none", "loogle_timeline_reorder", "exact_order"] == pytest.approx(0.1875)
     # Table 4 of LPES.
     lpes = {(r["model"], r["method"], r["task"]): r["value"] for r in _of("lpes_table4").rows()}
-    assert len(lpes) == 4 and lpes["stablebeluga_7b", "none", "ceval"] == pytest.approx(0.3478)
+    assert len(lpes) == 8 and lpes["stablebeluga_7b", "none", "ceval"] == pytest.approx(0.3478)
+    assert lpes["vicuna_7b", "layer_scaling", "mmlu"] == pytest.approx(0.49)
+
+
+def test_a_table_at_every_tenth_of_the_prompt():
+    cells = {(r["model"], r["method"], r["position"]): r["value"] for r in _of("lpes_table16").rows()}
+    assert len(cells) == 2 * 12
+    # Typed off Table 16 of LPES.
+    assert cells["vicuna_13b", "layer_scaling", "20%"] == pytest.approx(0.694)
+    assert cells["vicuna_13b", "none", "all"] == pytest.approx(0.651)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
 from math import comb, expm1, log
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -10,12 +12,17 @@ import pytest
 import torch
 
 import posbench
+from posbench import arch
+from posbench.cli import main
+from posbench.methods.attention_buckets import AttentionBuckets
+from posbench.methods.moice import MoICE
 from posbench.studies import causal_mask as study
 from posbench.studies import masks as layers_study
 from posbench.studies import rollout as rollout_study
 from posbench.theory import causal_mask as rope
 from posbench.theory import masks
-from tests.models import BUILDERS
+from posbench.theory import rope as rotation
+from tests.models import BUILDERS, build
 
 M = -log(0.8)
 
@@ -75,7 +82,8 @@ def test_bounds_hold_for_random_scores(seed: int) -> None:
 
 
 def test_the_printed_upper_bound_fails_in_the_first_row() -> None:
-    printed = np.exp(0.0) / (1 + np.exp(-M))
+    printed = masks.decay_bounds(5, M, 0, 0, printed=True)[1][0, 0]
+    assert printed == pytest.approx(1 / (1 + np.exp(-M)))
     assert printed < 1 == masks.attention(masks.decay(5, M), masks.causal(5))[0, 0] <= masks.decay_bounds(5, M, 0, 0)[1][0, 0]
 
 
@@ -103,6 +111,97 @@ def test_decay_gives_the_negative_binomial_law(m: float) -> None:
         assert peak == pytest.approx((t - 1) / expm1(m)) and int(row.argmax()) in {int(peak + 1e-9), int(peak + 1e-9) - 1}
 
 
+# RoPE
+
+
+def _walk(weights: np.ndarray, layers: int) -> np.ndarray:
+    return np.linalg.matrix_power(weights, layers)[-1, ::-1]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_rope_bounds_hold_for_random_lengths_and_angles(seed: int) -> None:
+    """Lemma 4.6 against every pair rotated on its own."""
+    rng, n, theta, delta = np.random.default_rng(seed), 16, 0.15, 2.0
+    b, phi = rng.uniform(0.5, 4, (n, n)), rng.uniform(-delta * theta, delta * theta, (n, n))
+    low, high = rotation.bounds(n, theta, 0.5, 4, delta)
+    for i in range(n):
+        scores = []
+        for j in range(i + 1):
+            query = np.exp(1j * (phi[i, j] + 0.7)) * np.exp(-1j * i * theta)
+            key = np.exp(0.7j) * np.exp(-1j * j * theta)
+            scores.append(b[i, j] * (query * key.conjugate()).real)
+        weights = np.exp(scores) / np.exp(scores).sum()
+        assert (low[i, : i + 1] <= weights).all() and (weights <= high[i, : i + 1] + 1e-15).all()
+    assert (np.triu(low, 1) == 0).all() and (np.diff(low[-1]) > 0).all()
+
+
+def test_rope_bounds_need_angles_below_pi() -> None:
+    with pytest.raises(ValueError, match="above pi"):
+        rotation.bounds(16, 0.25, 1, 1)
+    # A token one whole turn away weighs as much as the query itself.
+    turn = masks.attention(rotation.scores(64, 2 * np.pi / 60, 4.0), masks.causal(64))[-1]
+    assert turn[3] == pytest.approx(turn[63]) and turn[33] < 0.01 * turn[63]
+
+
+@pytest.mark.parametrize("width", [2.65, 5.3, 10.6])
+def test_the_closed_form_of_rope(width: float) -> None:
+    for t in (1, 2, 4, 8, 16):
+        exact = [log(comb(t + x, x)) - x**2 / (2 * width**2) for x in range(120)]
+        assert rotation.law(t + 1, width, np.arange(120)) == pytest.approx(exact, rel=1e-9, abs=1e-9)
+        top = rotation.peak(t + 1, width)
+        assert top == int(np.argmax(exact))
+        # Appendix H: the derivative with theta^2 is 0 at the peak, the printed one with theta is not.
+        assert rotation.stationary(t + 1, width) == pytest.approx(top, abs=1)
+        x = rotation.stationary(t + 1, width, printed=0.01)
+        assert log((t + x) / x) == pytest.approx(x / (0.01 * width**2)) and x < 0.6 * top
+
+
+def test_the_peak_under_rope_grows_with_depth_and_wavelength() -> None:
+    """Theorem 4.7's monotonicity, and by how much its closed form with one layer's c falls short."""
+    tops = layers_study.rope_peaks()
+    first = tops[tops.theta == 0.01].set_index("layers")
+    # An independent run found these.
+    assert list(first["measured"]) == pytest.approx([6, 10, 18, 33, 65], abs=1) and list(first["formula"]) == [5, 7, 9, 13, 18]
+    weights = masks.attention(rotation.scores(314, 0.01, (0.01 * 5.3) ** -2), masks.causal(314))
+    assert _walk(weights, 9)[:-1].argmax() == first.loc[9, "measured"]
+    assert (tops.groupby("theta")["measured"].diff().dropna() > 0).all()
+    assert (tops.sort_values("theta").groupby("layers")["measured"].diff().dropna() < 0).all()
+    assert tops["measured"].between(tops["formula"], tops["formula_shared"]).all()
+    mean = (_walk(weights, 17) * np.arange(314)).sum()
+    assert mean == pytest.approx(rotation.drift(17, 5.3), rel=0.08)
+
+
+def test_bounds_that_break_and_bounds_that_hold() -> None:
+    rows = layers_study.bounds(n=8, draws=6)
+    table = rows.groupby("bound")
+    assert table["broken"].sum().to_dict() == {
+        "4.4 lower": 0, "4.4 upper, printed": 6, "4.4 upper, first row mended": 0, "4.6 lower": 0, "4.6 upper": 0
+    }  # fmt: skip
+    first = rows[(rows.bound == "4.4 upper, printed") & (rows["query"] == 1)]
+    # The first row's only weight is 1, whatever the scores.
+    assert first["broken"].item() == 6 and first["tightest"].item() == pytest.approx(np.exp(0.4) / 1.8)
+    assert (table["weights"].sum() == 6 * 36).all() and (rows["slack"] >= rows["tightest"]).all()
+
+
+def test_prefix_and_window_tables() -> None:
+    mass = layers_study.prefix_mass()
+    late = mass[mass.layers == 20].set_index("token")["weight"]
+    power = np.linalg.matrix_power(masks.uniform(masks.prefix(12, 4)), 20)[-1]
+    assert late.to_numpy() == pytest.approx(power[:5]) and late.loc[1:4].to_numpy() == pytest.approx(0.25, abs=1e-9)
+    behind = mass[(mass.token == 5) & (mass.layers > 18)]["weight"].to_numpy()
+    assert behind[0] / behind[1] == pytest.approx(5, rel=0.05)
+    halves = layers_study.half_times()
+    assert (halves["reaches"] == halves["hops"]).all()
+
+
+def test_predicted_gaps_are_differences_of_the_rollout() -> None:
+    gaps = layers_study.predicted_gaps().set_index(["attention", "layers", "pair"])
+    row = np.linalg.matrix_power(masks.attention(masks.decay(17, M), masks.causal(17)), 4)[-1]
+    cell = gaps.loc[("decay 0.8, causal", 4, "first - last")]
+    assert cell["predicted"] == pytest.approx(row[0] + row[1] - row[14] - row[15]) and cell["paper"] == -0.001
+    assert len(gaps) == 18
+
+
 # Behind RoPE
 
 
@@ -117,6 +216,8 @@ def test_closed_forms_are_the_exact_limit(alpha: float) -> None:
     assert (np.diff(rope.h(long, alpha)) < 0).all() and (np.diff(rope.h_prime(long, alpha)) < 0).all()
     step = rope.h_prime(long + 1, alpha) ** 2 - rope.h_prime(long, alpha) ** 2
     assert step == pytest.approx(rope.h_prime_step(long, alpha), abs=1e-13)
+    printed = rope.h_prime_step(long, alpha, printed=True)
+    assert printed[0] == pytest.approx(step[0]) and not np.allclose(printed[1:9], step[1:9], rtol=0.01, atol=0)
 
 
 def test_printed_values() -> None:
@@ -171,7 +272,7 @@ def test_layernorm_with_inputs_of_length_sqrt_d_is_l2() -> None:
 
 
 def test_only_the_mask_leaves_more_than_distance() -> None:
-    rotated = {"rope": True, "draws": 4000, "dim": 64, "n": 30, "layers": 3}
+    rotated = {"rope": True, "draws": 2000, "dim": 64, "n": 30, "layers": 3}
     halves = [
         [rope.diagonal_normalised(rope.simulate(mask=mask, seed=seed, **rotated)[0][2]) for seed in (0, 1)]
         for mask in (True, False)
@@ -191,37 +292,61 @@ def test_diagonal_normalisation() -> None:
     assert np.isnan(found[:, 0, 1:]).all() and (found[:, 8, 0] == 0).all()
 
 
-def test_the_study_draws_and_tabulates_what_the_theory_says(tmp_path) -> None:
-    study.main(["--draws", "60", "--tokens", "9", "--dim", "16", "--figures", "1", "2", "10", "--out", str(tmp_path)])
-    names = {f"figure_{f}.{kind}" for f in ("1", "2", "10") for kind in ("png", "pdf")}
-    assert names | {"closed_forms.png", "closed_forms.pdf", "causal_mask.md", "scores.csv"} == {
-        p.name for p in tmp_path.iterdir()
-    }
-    text = (tmp_path / "causal_mask.md").read_text()
-    assert "| 2 | alpha 0.2 | 2 |" in text and "| 7 of 7 |" in text
-    frame = pd.read_csv(tmp_path / "scores.csv")
-    one = frame[
-        (frame.figure == 2) & (frame.setting == "alpha 0.2") & (frame.layer == 2) & (frame["query"] == 9) & (frame.key == 4)
-    ]
-    mean, error = rope.simulate(9, 4, 0.2, dim=16, draws=60)
-    assert one.score.item() == pytest.approx(mean[1, 8, 3]) and one.standard_error.item() == pytest.approx(error[1, 8, 3])
-    assert len(frame[(frame.figure == 10) & (frame.layer == 1)]) == 81, "without a mask all pairs have a score"
+def test_the_study_draws_and_tabulates_what_the_theory_says(tmp_path: Path) -> None:
+    size = ["study.draws=60", "study.tokens=9", "study.dim=16"]
+    assert main(["study=causal_mask", *size, "study.show=[1,10]", "stages=[study]", f"runtime.outputs={tmp_path}"]) == 0
+    (folder,) = tmp_path.glob("causal_mask/v*/causal_mask__*")
+    tables = {file.stem: pd.read_csv(file) for file in folder.glob("*.csv")}
+    drawn = study.CausalMask(show=(1, 10), tokens=9).figures(tables)
+    # Colour bars count as axes: a raw and a normalised map for each of four layers.
+    assert {name: len(figure.axes) for name, (figure, _) in drawn.items()} == {"figure_1": 4, "closed_forms": 4, "figure_10": 16}
+    frame = tables["scores"].set_index(["figure", "setting", "layer", "query", "key"])
+    mean, error = rope.simulate(9, 4, 0.0, dim=16, draws=60, rope=True, mask=False)
+    one = frame.loc[(10, "alpha 0, RoPE, no mask", 2, 9, 4)]
+    assert one["score"] == pytest.approx(mean[1, 8, 3]) and one["standard_error"] == pytest.approx(error[1, 8, 3])
+    assert len(frame) == 4 * 81, "without a mask all pairs have a score"
+    steps = pd.read_csv(folder / "steps.csv")
+    assert steps[steps.step.str.startswith("(d)")]["value"].tolist() == pytest.approx([1, 0.1535, 1, 0.1321, 0.1508, 1], abs=1e-4)
+    verdicts = pd.read_csv(folder / "findings.csv").set_index("claim")["verdict"]
+    assert verdicts.filter(like="A.2").item() == "does not hold" and verdicts.filter(like="Equation 4").item() == "holds"
+
+
+@pytest.mark.parametrize("field", ["show=[3]", "show=[2,2]", "dim=5", "tokens=2", "draws=1"])
+def test_the_study_refuses_what_it_cannot_simulate(field: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["study=causal_mask", f"study.{field}", f"runtime.outputs={tmp_path}"]) == 2
+    assert f"study.{field.split('=')[0]} = " in capsys.readouterr().err
+
+
+def test_findings_tell_where_the_text_disagrees() -> None:
+    tables = study.exact_tables(50)
+    found = {finding.claim: finding for finding in study.CausalMask(show=(1,)).findings(tables)}
+    later = next(f for claim, f in found.items() if "at alpha 0 layers 3 and 4" in claim)
+    assert later.verdict == "does not hold" and later.value == pytest.approx((24 + 30) / 96) and "24 of 48" in later.note
+    assert [f.verdict for f in found.values()].count("does not hold") == 2
+    top = tables["rising"].set_index(["alpha", "layer"])["top"]
+    # An independent run saw row 50 fall from key 32 and 38 on.
+    assert top[0.0, 3] + 1 == 32 and top[0.0, 4] + 1 == 38 and top[0.2, 4] == 49
 
 
 def test_shares_beyond_distance_as_in_the_limit() -> None:
     printed = {0.0: (0.41, 0.21, 0.10), 0.5: (0.05, 0.06, 0.06)}
     for alpha, wanted in printed.items():
-        setting = study.Setting(alpha, rope=True)
-        limit = np.array(study.exact(setting, 50, 64))
-        rows = study.facts(setting, 50, 64, 1, limit, limit)
-        assert [float(row[4]) for row in rows] == pytest.approx(wanted) and {row[5] for row in rows} == {"1.000"}
-    free = np.array(study.exact(study.Setting(0.0, rope=True, mask=False), 50, 64))
-    assert [theory_left(x) for x in free[1:]] == pytest.approx([0, 0, 0], abs=1e-9)
+        limit = study.exact(study.Setting(alpha, rope=True), 50, 64)
+        later = limit[1:]
+        rows = study.facts(np.array(later), np.array(later), later)
+        assert rows["beyond_limit"].tolist() == pytest.approx(wanted, abs=0.005)
+        assert rows["split_half"].tolist() == pytest.approx([1, 1, 1]) and rows["bias"].abs().max() == 0
+    free = study.exact(study.Setting(0.0, rope=True, mask=False), 50, 64)
+    assert [study.beyond_distance(x) for x in free] == pytest.approx([0, 0, 0, 0], abs=1e-6)
     assert study.rising_rows(np.tril(np.arange(25.0).reshape(5, 5))) == 3 and study.rising_rows(np.zeros((5, 5))) == 0
 
 
-def theory_left(scores: np.ndarray) -> float:
-    return float(np.nanmean(rope.diagonal_normalised(scores) ** 2))
+def test_layernorm_of_long_inputs_has_the_limit_of_l2() -> None:
+    normed, wide = study.Setting(0.2, norm="layernorm"), study.Setting(0.2, norm="layernorm_sqrt")
+    assert study.exact(normed, 9, 64) is None and study.exact(wide, 9, 64, "sqrt_dim") is None
+    mean, _, again = study.CausalMask(tokens=9, dim=64, draws=600, input_norm="sqrt_dim").simulated(normed)
+    rows = study.facts(mean, again, study.exact(normed, 9, 64, "sqrt_dim"))
+    assert rows["correlation"][1:].min() > 0.98 and rows["largest"].max() < 0.03
 
 
 def test_the_studies_of_masks() -> None:
@@ -239,24 +364,64 @@ def test_the_studies_of_masks() -> None:
     assert [mass["decay 0.8, causal", 6, i] for i in ("first", "middle", "last")] == pytest.approx([0.60, 0.03, 0.00], abs=0.006)
 
 
-def test_the_rollout_of_a_model_is_the_product_of_its_attentions() -> None:
-    torch.manual_seed(0)
-    lm = posbench.load(BUILDERS["llama-gqa"]())
-    ids = [[5, 9, 40, 33, 8, 100, 7, 61], [77, 8, 9, 10, 11, 12, 13, 14]]
+def _whole_maps(lm: posbench.LM, ids: list[int]) -> np.ndarray:
+    """Eager attention of one prompt, [L, H, n, n]."""
+    if arch.family_of(lm.model).interface:
+        lm.model.set_attn_implementation("eager")
+    else:
+        lm.model.config._attn_implementation = "eager"
+    with torch.no_grad():
+        found = lm.model(torch.tensor([ids]), output_attentions=True).attentions
+    return np.stack([weights[0].double().numpy() for weights in found])
+
+
+@pytest.mark.parametrize("family", ["llama", "llama-gqa", "mistral-window", "gemma2", "qwen3", "smollm3-nope", "mpt", "falcon"])
+def test_rollout_and_sinks_are_those_of_whole_maps(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    lm = posbench.load(build(family))
+    torch.manual_seed(1)
+    ids, parts, tokens = torch.randint(5, 250, (41,)).tolist(), 6, 16
     kernel = lm.model.config._attn_implementation
-    frame = rollout_study.model_rollout(lm, ids, residual=0.0, places=4)
-    assert lm.model.config._attn_implementation == kernel and frame["n"].eq(2).all()
-    lm.model.set_attn_implementation("eager")
-    wanted = np.zeros(4)
-    for row in ids:
-        state = torch.eye(8)
-        for weights in lm.model(torch.tensor([row]), output_attentions=True).attentions:
-            state = weights[0].mean(0) @ state
-        wanted += state[-1].detach().numpy().reshape(4, 2).sum(1) / 2
-    assert frame[frame.layers == lm.layers]["weight"].to_numpy() == pytest.approx(wanted, abs=1e-5)
-    assert frame.groupby("layers")["weight"].sum().to_numpy() == pytest.approx(1)
-    half = rollout_study.model_rollout(lm, ids, residual=0.5, places=8)
-    assert half[(half.layers == 1) & (half.part == 7)]["weight"].item() > 0.5
+    # Blocks of three rows: what is compared is the sum over blocks.
+    monkeypatch.setattr(rollout_study, "attention_rows", partial(rollout_study.attention_rows, entries=3 * 4 * 41))
+    found = rollout_study.flow(lm, ids, parts, tokens)
+    assert lm.model.config._attn_implementation == kernel
+    maps = _whole_maps(lm, ids)
+    for number, share in enumerate((0.0, 0.5)):
+        state = np.eye(41)
+        for layer, weights in enumerate(maps):
+            state = share * state + (1 - share) * weights.mean(0) @ state
+            wanted = [part.sum() for part in np.array_split(state[-1], parts)]
+            assert found["rollout"][number, layer] == pytest.approx(wanted, abs=1e-5), (share, layer)
+    early = maps[:, :, :tokens, :tokens]
+    assert found["by_head"] == pytest.approx(masks.sink_by_head(early))
+    assert found["by_entry"] == pytest.approx(masks.sink_by_entry(early, masks.causal(tokens)))
+
+
+def test_attention_rows_hold_one_block_and_know_every_kind_of_mask() -> None:
+    torch.manual_seed(2)
+    query, key = torch.randn(1, 4, 11, 8), torch.randn(1, 2, 11, 8)
+    scores = torch.einsum("bhid,bhjd->bhij", query, key.repeat_interleave(2, 1)) * 0.3
+    distance = torch.arange(11)[:, None] - torch.arange(11)
+    for width in (None, 4):
+        seen = (distance >= 0) & (distance < (width or 11))
+        wanted = scores.masked_fill(~seen, float("-inf")).softmax(-1)
+        additive = torch.zeros(1, 1, 11, 11).masked_fill(~seen, float("-inf"))
+        for mask in (None, seen[None, None], additive, torch.ones(1, 11)):
+            blocks = list(rollout_study.attention_rows(query, key, mask, scaling=0.3, sliding_window=width, entries=4 * 11 * 2))
+            assert [start for start, _ in blocks] == [0, 2, 4, 6, 8, 10] and all(w.numel() <= 88 for _, w in blocks)
+            assert torch.allclose(torch.cat([weights for _, weights in blocks], dim=2), wanted, atol=1e-6)
+
+
+def test_rollout_under_methods_that_attend_more_than_once() -> None:
+    """Bases equal to the model's own change nothing, however often a method attends."""
+    lm = posbench.load("tiny")
+    ids = lm.encode("bal kop dip gel").ids * 4
+    plain = rollout_study.flow(lm, ids, 4, 8)["rollout"]
+    for method in (MoICE(weights="uniform", bases=(None, None), top_k=2), AttentionBuckets(bases=(None, None))):
+        with method.applied(lm):
+            assert rollout_study.flow(lm, ids, 4, 8)["rollout"] == pytest.approx(plain, abs=1e-5), method
+    with AttentionBuckets(bases=(None, 500.0)).applied(lm):
+        assert np.abs(rollout_study.flow(lm, ids, 4, 8)["rollout"] - plain).max() > 1e-4
 
 
 def test_sinks_by_hand() -> None:
@@ -273,14 +438,21 @@ def test_sinks_by_hand() -> None:
     assert masks.sink_by_head(deep)[0] == 1 and masks.sink_by_head(deep)[1:].sum() == 0
 
 
-def test_sinks_of_a_model() -> None:
+def test_sinks_of_a_model_that_attends_evenly() -> None:
     torch.manual_seed(0)
     lm = posbench.load(BUILDERS["llama"]())
     with torch.no_grad():
         for layer in lm.model.model.layers:
             layer.self_attn.q_proj.weight.zero_()
-    frame = rollout_study.model_sinks(lm, [[5, 9, 40, 33, 8, 100], [7, 7, 9, 8], [5]], tokens=4)
-    # Without queries every head attends evenly.
+    rows = [rollout_study.flow(lm, ids, 2, 4) for ids in ([5, 9, 40, 33, 8, 100], [7, 7, 9, 8], [5])]
+    tables = rollout_study.summary([{k: v.tolist() for k, v in row.items()} for row in rows], ["a", "b", "c"], 50)
+    sinks = tables["sinks"].set_index(["metric", "token"])
     even = masks.uniform(masks.causal(4))
-    assert frame["by_head"].tolist() == masks.sink_by_head(even[None]).tolist() == [1, 1, 0, 0] and frame["n"].eq(2).all()
-    assert frame["by_entry"].tolist() == [1, 1, 1, 1]
+    assert sinks.loc["by_head", "share"].tolist() == masks.sink_by_head(even[None]).tolist() == [1, 1, 0, 0]
+    assert sinks.loc["by_entry", "share"].tolist() == [1, 1, 1, 1] and sinks["n"].eq(2).all(), "the third prompt is too short"
+    rollout = tables["rollout"]
+    assert rollout.groupby(["rollout", "layers"])["weight"].sum().to_numpy() == pytest.approx(1) and rollout["n"].eq(3).all()
+    assert (rollout["low"] <= rollout["weight"] + 1e-12).all() and (rollout["weight"] <= rollout["high"] + 1e-12).all()
+    change = tables["changes"].set_index("what")["value"]
+    first = rollout[(rollout.rollout == "attention alone") & (rollout.part == 0)].set_index("layers")["weight"]
+    assert change["attention alone"] == pytest.approx(first[4] - first[1]) and change["by_head"] == 0

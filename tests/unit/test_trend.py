@@ -1,0 +1,119 @@
+"""What a sweep says of the lean of a model, against run folders whose lean is known."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+from scipy.stats import spearmanr
+
+from posbench import report, sweep_plots
+from posbench.record import RunDir, write_csv
+from posbench.sweep_plots import CENTRE, LEAN, SPREAD
+from posbench.trend import rank_correlation, trends
+from tests.unit.test_plots import attention, metrics, sweep
+
+NUMBERS = [-2.0, -1.0, 0.0, 1.0, 2.0]
+POSITIONS, PROMPTS = 4, 40
+
+
+def _runs(folder: Path, strength: float, method: str = "scale_channel") -> list[tuple[dict[str, str], Path]]:
+    """Run folders in which attention and score move to the beginning with the factor, as strongly as told."""
+    runs = []
+    for number in NUMBERS:
+        path = folder / f"run{number}"
+        path.mkdir(parents=True)
+        out = RunDir(path)
+        config = {"model": {"name": "m"}, "task": {"name": "kv"}, "method": {"name": method}, "runtime": {"resamples": 300}}
+        (path / "config.yaml").write_text(json.dumps(config))
+        write_csv(path / "attention.csv", attention())
+        write_csv(path / "metrics.csv", metrics())
+        rng, depth = np.random.default_rng(int(10 * number) + 200), np.linspace(-1, 1, POSITIONS)
+        weights, scores = list[dict[str, Any]](), list[dict[str, Any]]()
+        for name, lean in (("none", 0.0), (method, strength * number)):
+            for i in range(PROMPTS):
+                position, row = i % POSITIONS, {"method": name, "id": str(i)}
+                # Layer 1 is the stronger one in attention.csv; layer 0 leans the other way and must not be read.
+                layers = [np.exp(lean * depth), np.exp(-lean * depth + 0.2 * rng.normal(size=POSITIONS))]
+                weights.append({**row, "attention": [list(layer) for layer in layers]})
+                right = float(rng.random() < 0.5 - 0.2 * lean * depth[position])
+                scores.append({**row, "gold_position": position, "cluster": "", "scores": {"accuracy": right}})
+        out.append("attention.jsonl", weights)
+        out.append("predictions.jsonl", scores)
+        runs.append(({"method.factor": f"{number:g}"}, path))
+    return runs
+
+
+def test_a_planted_lean_is_found_and_its_absence_too(tmp_path: Path) -> None:
+    for name, strength in (("lean", 1.0), ("control", 0.0)):
+        rows, findings = trends(_runs(tmp_path / name, strength), ["method.factor"])
+        first, second, _, peak = findings.itertuples()
+        if strength:
+            assert first.verdict == second.verdict == "holds" and first.value < -0.9 and second.value > 0.9
+            centres = rows[(rows["statistic"] == CENTRE) & (rows["number"] != "none")].set_index("number")["value"]
+            weights = {n: np.exp(-n * np.linspace(-1, 1, POSITIONS)) for n in NUMBERS}
+            wanted = [float(w @ np.linspace(0, 1, POSITIONS) / w.sum()) for w in weights.values()]
+            np.testing.assert_allclose(centres[NUMBERS].astype(float), wanted, atol=0.02)
+        else:
+            assert first.verdict == second.verdict == "does not hold"
+            assert first.low < 0 < first.high and second.low < 0 < second.high
+        assert peak.low <= peak.value <= peak.high and peak.value in NUMBERS and "C7" in peak.claim
+        assert (rows["low"] <= rows["value"]).all() and (rows["value"] <= rows["high"]).all()
+        assert set(rows["number"]) == {*NUMBERS, "none"} and set(rows["statistic"]) == {CENTRE, LEAN, SPREAD}
+
+
+def test_the_rows_are_those_of_the_prompts(tmp_path: Path) -> None:
+    runs = _runs(tmp_path, 1.0)
+    rows, _ = trends(runs, ["method.factor"])
+    number, path = NUMBERS[0], runs[0][1]
+    scores = [r for r in RunDir(path).rows("predictions.jsonl") if r["method"] != "none"]
+    means = [np.mean([r["scores"]["accuracy"] for r in scores if r["gold_position"] == p]) for p in range(POSITIONS)]
+    lean = rows[(rows["statistic"] == LEAN) & (rows["number"] == number)].iloc[0]
+    assert lean.value == pytest.approx(np.mean(means[:2]) - np.mean(means[2:])) and lean.n == PROMPTS
+    spread = rows[(rows["statistic"] == SPREAD) & (rows["number"] == number)].iloc[0]
+    # Noise of the means, from the binomial law, is what the plain variance has too much.
+    noise = np.mean([m * (1 - m) / (PROMPTS // POSITIONS) for m in means])
+    assert spread.value == pytest.approx(np.sqrt(np.var(means, ddof=1) - noise), abs=0.02)
+
+
+def test_another_method_has_no_claim_about_the_direction_and_few_numbers_make_no_trend(tmp_path: Path) -> None:
+    runs = _runs(tmp_path, -1.0, method="position_interpolation")
+    _, findings = trends([({"method.scale": s["method.factor"]}, p) for s, p in runs], ["method.scale"])
+    assert len(findings) == 3 and not findings["claim"].str.contains("C7").any()
+    assert list(findings["verdict"][:2]) == ["holds", "holds"] and findings["value"][0] > 0 > findings["value"][1]
+    # The lean is as strong at 2 as at -2, so the spread over positions follows no number of the five.
+    assert findings["verdict"][2] == "does not hold" and findings["low"][2] <= 0 <= findings["high"][2]
+    for few, axes in ((runs[:2], ["method.factor"]), (runs, ["task.seed"]), (runs, [])):
+        rows, findings = trends(few, axes)
+        assert rows.empty and findings.empty
+
+
+def test_a_factor_that_amplifies_the_bias_is_seen_from_zero_up(tmp_path: Path) -> None:
+    _, findings = trends(_runs(tmp_path, 1.0), ["method.factor"])
+    spread = findings.iloc[2]
+    assert "amplifies" in spread["claim"] and spread["value"] == 1.0 and spread["verdict"] == "holds"
+
+
+def test_rank_correlation_is_scipys() -> None:
+    values = np.random.default_rng(0).integers(0, 4, size=(20, 7)).astype(float)
+    wanted = [spearmanr(row, np.arange(7)).statistic for row in values]
+    np.testing.assert_allclose(rank_correlation(values, np.arange(7.0)), wanted)
+    assert rank_correlation(np.ones(7), np.arange(7.0)) == 0
+
+
+def test_the_page_of_a_sweep_shows_the_lean(tmp_path: Path) -> None:
+    rows, findings = trends(_runs(tmp_path / "runs", 1.0), ["method.factor"])
+    write_csv(tmp_path / "trend.csv", rows)
+    write_csv(tmp_path / "findings.csv", findings)
+    sweep(NUMBERS).to_csv(tmp_path / "summary.csv", index=False)
+    page = report.render_sweep(tmp_path).read_text()
+    assert "<h2>Lean</h2>" in page and "Figure 6a" in page and (tmp_path / "figures" / "trend.pdf").is_file()
+    panels = sweep_plots.trend(pd.read_csv(tmp_path / "trend.csv", keep_default_na=False)).axes
+    for axes, name, scale in zip(panels, (CENTRE, LEAN, SPREAD), (1, 100, 100), strict=True):
+        (line,) = [one for one in axes.lines if len(one.get_xdata()) == len(NUMBERS)]
+        wanted = rows[(rows["statistic"] == name) & (rows["number"] != "none")].set_index("number").loc[NUMBERS, "value"]
+        np.testing.assert_allclose(line.get_ydata(), scale * wanted.astype(float), rtol=1e-6)
