@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 OLDEST := $(VENV)-oldest
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-fast test-versions lint format tiny tiny-seeds figure figures docs study bench lpes throughput scorers rope-curves bucket-search claims precision wheel clean
+.PHONY: help setup run test test-fast test-versions lint format tiny tiny-seeds figure figures trainings results docs study bench lpes throughput scorers rope-curves bucket-search claims precision wheel clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-13s %s\n", $$1, $$2}'
@@ -48,9 +48,16 @@ format: setup ## apply the style
 figure: setup ## one figure or table of a paper: make figure NAME=yu2025_fig6
 	$(BIN)/posbench experiment=$(NAME) $(ARGS)
 
-figures: setup ## every figure and table that the embedded models can show; figure NAME=... for those that need weights
-	@set -e; for file in $$(grep -L 'needs_weights: true' experiments/*.yaml); do \
+figures: setup ## every figure and table that needs no weights and no training; figure NAME=... for the others
+	@set -e; for file in $$(grep -L -e 'needs_weights: true' -e 'study: synthetic_training' experiments/*.yaml); do \
 		$(BIN)/posbench experiment=$$(basename $$file .yaml); done
+
+trainings: setup ## the trainings of Wu et al. 2025 (hours): make trainings PRESET=paper for 100,000 iterations and five seeds
+	@set -e; for file in experiments/wu2025_*.yaml; do \
+		$(BIN)/posbench experiment=$$(basename $$file .yaml) study.preset=$(or $(PRESET),quick) study.trainings=outputs/trainings; done
+
+results: setup ## docs/results from a folder of trainings: make results TRAININGS=outputs/trainings
+	$(BIN)/python -m posbench.studies.synthetic_results $(or $(TRAININGS),outputs/trainings) --out docs/results
 
 tiny: setup ## train the embedded models again and check them, in outputs/tiny, tiny_nope, tiny_alibi (make tiny NAME=tiny: one)
 	@set -e; for name in $(or $(NAME),tiny tiny_nope tiny_alibi); do \
