@@ -9,6 +9,7 @@ import pytest
 import yaml
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.utils import get_class
 from omegaconf import DictConfig
 
@@ -52,12 +53,26 @@ def test_every_combination_composes(model: str) -> None:
         names = [f"model={model}", f"task={task}", f"method={method}", f"search={search}", "stages=[evaluate]"]
         raw = plain(_composed(*names, *path, *GIVEN.get(method, [])))
         checked = check(raw)
-        assert (
-            checked.raw["model"] == raw["model"]
-            and checked.model.name == model
-            and checked.method_name == method
-            and checked.task.name == task
-        )
+        assert checked.raw["model"] == raw["model"] and checked.model.name == model
+        assert checked.method_name == method and checked.task.name == task
+
+
+@pytest.mark.parametrize("study", choices(paths.CONF / "study"))
+def test_every_study_composes(study: str) -> None:
+    assert _checked(f"study={study}").study_name == study
+
+
+@pytest.mark.parametrize("name", choices(paths.EXPERIMENTS))
+def test_every_experiment_composes_at_both_ends_of_its_sweep(name: str) -> None:
+    sweep = yaml.safe_load((paths.EXPERIMENTS / f"{name}.yaml").read_text()).get("hydra", {}).get("sweeper", {}).get("params", {})
+    parsed = OverridesParser.create().parse_overrides([f"{key}={values}" for key, values in sweep.items()])
+    for end in (0, -1):
+        point = [f"{o.key_or_group}={list(o.sweep_string_iterator())[end]}" for o in parsed if o.is_sweep_override()]
+        GlobalHydra.instance().clear()
+        with initialize_config_dir(str(paths.EXPERIMENTS), version_base="1.3"):
+            raw = plain(compose(name, overrides=[*point, f"hydra.searchpath=[file://{paths.CONF}]"]))
+        checked = check(raw, [o.split("=", 1)[0] for o in point])
+        assert checked.experiment is not None and checked.experiment.name == name
 
 
 @pytest.mark.parametrize(
