@@ -319,7 +319,8 @@ def _study(raw: dict[str, Any], typed: Sequence[str]) -> tuple[Study | None, str
     given = [key for key in typed if key.split(".")[0] in ("model", "task", "method")]
     if not study.needs_model and given:
         allowed = f"no {given[0]}: study {name} looks at none"
-        raise UserError(field=given[0], value=raw[given[0].split(".")[0]], allowed=allowed, hint="leave it out")
+        group = given[0].split(".")[0]
+        raise UserError(field=group, value=raw[group].get("name", group), allowed=allowed, hint="leave it out")
     if not study.uses_method and not any(key.split(".")[0] == "method" for key in given):
         raw["method"] = dict(UNMODIFIED)
     return study, name

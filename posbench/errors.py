@@ -63,10 +63,9 @@ def from_hydra(error: Exception, overrides: Sequence[str], config_dir: str | Non
     missing = re.search(r"Could not (?:find|load) '(\w+)/([^']*)'", text)
     if missing:
         group, choice = missing.groups()
+        plural = {"search": "searches", "study": "studies"}.get(group, f"{group}s")
         known = choices(*(folder / group for folder in folders))
-        return UserError(
-            field=group, value=choice, allowed=", ".join(known), hint=near(choice, known, f"take {group}={known[0]}")
-        )
+        return UserError(field=group, value=choice, allowed=", ".join(known), hint=near(choice, known, f"posbench ls {plural}"))
     parsed = getattr(error, "override", None)
     if isinstance(parsed, str):
         return UserError(

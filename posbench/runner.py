@@ -240,7 +240,9 @@ def hardware() -> str:
         lines = [line for line in info.read_text().splitlines() if line.startswith("model name")]
         name = lines[0].split(":", 1)[1].strip() if lines else name
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    return f"{name}, {torch.get_num_threads()} threads" + (f"; {', '.join(gpus)}" if gpus else "")
+    return f"{name}, {torch.get_num_threads()} thread{'s' * (torch.get_num_threads() > 1)}" + (
+        f"; {', '.join(gpus)}" if gpus else ""
+    )
 
 
 def _version(name: str) -> str | None:

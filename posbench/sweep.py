@@ -40,7 +40,7 @@ def summarise(jobs: Sequence[dict[str, Any]], console: Console) -> Path | None:
     first = finished[0][1]
     name = "_".join(a.replace(".", "-").replace("/", "-") for a in varied) or "runs"
     folder = first.parent / f"sweep__{name}__{digest([str(p) for _, p in finished])}"
-    (folder / "figures").mkdir(parents=True, exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     kept = {"metrics.csv": "summary.csv"} | {f"{n}.csv": f"{n}_summary.csv" for n in ("attention", "subsets", "findings")}
     for file, out in kept.items():
         frames = [_labelled(path / file, _label(path), setting, axes) for setting, path in finished if (path / file).is_file()]
@@ -64,6 +64,8 @@ def summarise(jobs: Sequence[dict[str, Any]], console: Console) -> Path | None:
             show_findings(folder, console)
             show_reference(tables.with_subsets(summary, report.read_csv(folder / "subsets_summary.csv")), folder, console)
         console.print(f"sweep: {report.render_sweep(folder)}", soft_wrap=True)
+    elif (folder / "findings_summary.csv").is_file():
+        console.print(f"verdicts of all runs: {folder / 'findings_summary.csv'}", soft_wrap=True)
     return folder
 
 

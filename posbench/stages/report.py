@@ -13,6 +13,8 @@ from rich.table import Table
 from posbench import report, tables
 from posbench.stages.base import Run
 
+WIDE = 120
+"""Columns of a terminal from which on verdicts stand beside their statistics."""
 FEW = 24
 """Subsets and averages up to which the terminal shows them all."""
 
@@ -65,8 +67,9 @@ def show_findings(folder: Path, console: Console) -> None:
     findings = report.read_csv(folder / "findings.csv")
     if findings is not None:
         header, rows = tables.findings_table(findings)
-        # Statistics and notes need more than a terminal's width; they stand in findings.csv and in the report.
-        kept = [header.index(name) for name in ("claim", "value", "verdict")]
+        # All of it, with the notes, stands in findings.csv and in the report; a narrow terminal holds less.
+        shown = ("claim", "statistic", "value", "verdict") if console.width >= WIDE else ("claim", "value", "verdict")
+        kept = [header.index(name) for name in shown]
         _print(console, [header[i] for i in kept], [[row[i] for i in kept] for row in rows], shorten=False)
 
 

@@ -265,6 +265,8 @@ class AttentionToGold(Study):
         return [*found, _link(own, tables), _dip(own), _decline(examples)]
 
 
+AT_LEAST = 0.5
+"""Score at the better end of the prompt below which a model cannot do the task at that length."""
 LINK = "C1: attention to the gold item in the retrieval-related layers follows the position bias (Yu et al. 2025, Section 2.1)"
 DIP = "C1: that attention is higher at the start and the end, lower in the middle (Yu et al. 2025, Section 2.1, Figure 2b)"
 LENGTH = "C1: with a longer context its attenuation over positions is more pronounced (Yu et al. 2025, Figure 2c)"
@@ -343,6 +345,11 @@ def _decline(examples: pd.DataFrame) -> Finding:
     words = "growth of that dip for each doubling of the number of items (least squares)"
     if len(parts) < 2:
         note = "one number of items only: study.pairs=[16,32,64]"
+        return Finding(claim=LENGTH, statistic=words, value=math.nan, n=len(examples), verdict="not testable here", note=note)
+    ends = {items: part.groupby("gold_position")["score"].mean().iloc[[0, -1]].max() for items, part in parts.items()}
+    if min(ends.values()) < AT_LEAST:
+        listed = ", ".join(f"{items} items: {score:.0%}" for items, score in ends.items())
+        note = f"too long for the model, which answers less than {AT_LEAST:.0%} even at the better end ({listed})"
         return Finding(claim=LENGTH, statistic=words, value=math.nan, n=len(examples), verdict="not testable here", note=note)
     doublings = np.log2(list(parts))
     centred = (doublings - doublings.mean()) / ((doublings - doublings.mean()) ** 2).sum()
@@ -507,7 +514,7 @@ def head_figure(heads: pd.DataFrame) -> Figure:
         step = max(1, len(values) // 8)
         place(range(0, len(values), step), [str(value) for value in values[::step]])
     axes.set(xlabel="head", ylabel="layer")
-    figure.colorbar(image, ax=axes, label="retrieval score\n(share above shuffled positions)")
+    figure.colorbar(image, ax=axes, label="retrieval score")
     return figure
 
 

@@ -257,7 +257,8 @@ def _of_rope(rows: pd.DataFrame) -> Finding:
     listed = ", ".join(f"{value:.2f}" for value in masked["beyond_limit"])
     return Finding(
         claim="Behind RoPE, Section 5.1: with a causal mask RoPE's pattern depends on more than i - j, without it does not",
-        statistic="correlation of two independent simulations' diagonal-normalised scores, smallest of layers 2 to 4",
+        statistic="correlation of two independent simulations' diagonal-normalised scores, smallest of layers 2 to 4; holds "
+        "above 0.9 with the mask and below 0.3 without; few draws lower the former",
         value=masked["split_half"].min(), n=len(masked),
         verdict="holds" if masked["split_half"].min() > 0.9 and free["split_half"].max() < 0.3 else "does not hold",
         note=f"without the mask {free['split_half'].max():.3f} at most; share of variance beyond i - j in the limit, layers 2 to "

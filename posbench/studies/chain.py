@@ -100,14 +100,17 @@ class Chain(Study):
         caption = (
             "(a, b) Score, and attention of the last token to the gold item, unmodified and with the method. (c) Mean of the "
             "positional channel over random text and over the layers behind the first, where a span (grey) cannot see what comes "
-            "before it, or has shifted position ids. (d) Attention to a gold item whose mask is cropped. (e) Attention to every "
+            "before it, or has shifted position ids. (d) Attention to a gold item whose mask is cropped, or whose "
+            "position ids are moved. (e) Attention to every "
             "item where the channel of one (dotted) is moved towards the beginning. (f) Score with the attention to one item "
             "doubled. Bands: 95 %."
         )
         drawn = {"chain": (chain_figure(tables), caption)}
         for name, part in self._parts().items():
             own = {table.partition("/")[2]: frame for table, frame in tables.items() if table.startswith(f"{name}/")}
-            drawn |= {f"{name}_{figure}" if figure != name else name: made for figure, made in part.figures(own).items()}
+            drawn |= {
+                f"{name}_{figure}" if not figure.startswith(name) else figure: made for figure, made in part.figures(own).items()
+            }
         return drawn
 
     def findings(self, tables: Mapping[str, pd.DataFrame]) -> Sequence[Finding]:
@@ -170,7 +173,8 @@ def _channel(axes: Axes, curves: pd.DataFrame) -> None:
 
 
 def _cropped(axes: Axes, table: pd.DataFrame) -> None:
-    labels = {UNMODIFIED: "unmodified", "crop": "crop mask", "pe_to_beginning": "PE to beginning", "crop_other": "crop another"}
+    labels = {UNMODIFIED: "unmodified", "crop": "crop mask", "pe_to_beginning": "PE to beginning", "pe_to_end": "PE to end"}
+    labels["crop_other"] = "crop another"
     rows = table[table["measure"] == "attention"]
     for index, variant in enumerate(v for v in labels if v in set(rows["variant"])):
         line = rows[rows["variant"] == variant].sort_values("depth")

@@ -34,9 +34,13 @@ TITLES = {
 
 
 def collect(outputs: Path) -> pd.DataFrame:
-    """All verdicts below a folder, in the order of its runs; columns of ``findings.csv``."""
-    frames = [report.read_csv(file) for file in sorted(outputs.glob("*/v*/*/findings.csv"))]
-    return pd.concat([frame for frame in frames if frame is not None], ignore_index=True).drop_duplicates()
+    """The verdicts below a folder, of the newest run of each study on each model; columns of ``findings.csv``."""
+    newest: dict[tuple[str, str], pd.DataFrame] = {}
+    for file in sorted(outputs.glob("*/v*/*/findings.csv"), key=lambda file: file.stat().st_mtime):
+        frame = report.read_csv(file)
+        if frame is not None:
+            newest[file.parts[-4], str(frame["model"].iloc[0])] = frame
+    return pd.concat(newest.values(), ignore_index=True)
 
 
 def verdict_of(rows: pd.DataFrame) -> str:
@@ -81,8 +85,10 @@ def page(findings: pd.DataFrame, models: Sequence[str], commands: Sequence[str])
     return f"""# Yu et al. 2025: claims and the embedded models
 
 The models have about 0.1 million parameters: a claim that fails here may hold in a large model, and the other way round.
-Every interval is a 95 % interval; a claim holds where the interval lies on its side. Thresholds and layers that were chosen
-after a first look, and what they decide, are in LOG.md. Made by `make claims`, on {hardware()}; {versions}.
+Every interval is a 95 % interval; a claim holds where the interval lies on its side. "Does not hold" is all else: the opposite,
+or too little data to tell; the interval says which. `tiny_nope` has 16 pairs in a prompt, the others 32. Thresholds and layers
+that were chosen after a first look, and what they decide, are in LOG.md. Made by `make claims`, on {hardware()};
+{versions}.
 
 {overview(shown, models)}
 

@@ -274,10 +274,11 @@ def _start_finding(layers: pd.DataFrame, study: PositionalChannels) -> Finding:
     value, bar = abs(own.loc[first, "spearman"]), 1.96 / math.sqrt(study.length - study.skip - 1)
     channel = int(own["channel"].iloc[0])
     where = f"input of layer {first}" if first else "output of layer 0"
-    before = f"; input of layer 0, where no token has seen another: {abs(own.loc[0, 'spearman']):.2f}" if first else ""
+    early = abs(own.loc[0, "spearman"]) if first else 0.0
+    before = f"; input of layer 0, where no token has seen another: {early:.2f}" if first else ""
     return Finding(
         claim=START, statistic=f"channel {channel}'s absolute Spearman correlation with the position at the {where}", value=value,
-        n=int(own["n"].iloc[0]), verdict="holds" if value > bar else "does not hold",
+        n=int(own["n"].iloc[0]), verdict="holds" if value > bar and early <= bar else "does not hold",
         note=f"95 % of uncorrelated curves stay below {bar:.2f}{before}; last layer: {abs(own['spearman'].iloc[-1]):.2f}",
     )  # fmt: skip
 
