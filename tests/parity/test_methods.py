@@ -54,7 +54,7 @@ def test_identity_and_restoration(name, family):
     attributes = {key: dict(vars(module)) for key, module in lm.model.named_modules()}
     with found.neutral().applied(lm):
         neutral = lm.logits(ids, mask)
-    assert (neutral - before)[mask.bool()].abs().max() < 5e-5
+    assert (neutral - before)[mask.bool()].abs().max() < 1e-4
     with found.applied(lm):
         lm.model.generate(ids, attention_mask=mask, max_new_tokens=2, do_sample=False)
     assert torch.equal(lm.logits(ids, mask), before)
