@@ -32,7 +32,8 @@ def need_items(task: Task, examples: int | None) -> None:
     if examples is not None and examples < 2:
         allowed = "a whole number from 2 up, or null"
         raise UserError(field="study.examples", value=examples, allowed=allowed, hint="set study.examples=20")
-    there = task.evaluation()
+    # A task without items would first have to be downloaded.
+    there = task.evaluation() if task.items else []
     if any(e.choices for e in there) or not any(e.gold_position is not None and e.items for e in there):
         raise UserError(
             field="task", value=task.name, allowed="a task with gold positions", hint="take task=kv_retrieval or nq_multidoc"

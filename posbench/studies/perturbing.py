@@ -97,7 +97,9 @@ def placed(config: Config) -> list[Example]:
     Raises:
         UserError: The task has none.
     """
-    found = [e for e in config.task.evaluation() if e.gold_position is not None and len(e.items) > 1]
+    # A task without items would first have to be downloaded.
+    there = config.task.evaluation() if config.task.items else []
+    found = [e for e in there if e.gold_position is not None and len(e.items) > 1]
     if not found:
         raise UserError(
             field="task",
