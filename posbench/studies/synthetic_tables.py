@@ -44,8 +44,12 @@ def frames(measured: Sequence[tuple[Condition, Row]]) -> tuple[pd.DataFrame, pd.
 
 
 def at_end(frame: pd.DataFrame) -> pd.DataFrame:
-    """Rows of the last iteration of each condition, of the seeds that reached it."""
-    return frame[frame["iteration"] == frame.groupby(SETTINGS)["iteration"].transform("max")]
+    """Rows of each condition at the iteration behind which most training stands, all seeds that reached it taken together.
+
+    One seed that was trained a little longer than the others does not stand for all of them.
+    """
+    work = frame.groupby([*SETTINGS, "iteration"])["seed"].transform("nunique") * frame["iteration"]
+    return frame[work == work.groupby([frame[name] for name in SETTINGS]).transform("max")]
 
 
 def over_seeds(gaps: pd.DataFrame) -> pd.DataFrame:
@@ -86,7 +90,7 @@ def paper_cells(file: str) -> pd.DataFrame:
 
 
 def beside_paper(gaps: pd.DataFrame, files: Sequence[str]) -> pd.DataFrame:
-    """The paper's cells beside ours at the last iteration, of the seeds that reached it.
+    """The paper's cells beside ours, at the iteration of :func:`at_end`.
 
     Returns:
         figure, settings, pair, paper, gap, ci_low, ci_high, iteration, seeds, spread, difference, verdict. The paper prints no

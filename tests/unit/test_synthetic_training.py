@@ -511,6 +511,8 @@ def test_means_over_seeds_at_the_last_iteration() -> None:
     ahead = pd.concat([gaps, made(0.4, 0, -0.4, iteration=20_000)])
     at = over_seeds(at_end(ahead)).set_index("pair").loc["first-middle"]
     assert (at["iteration"], at["seeds"], at["gap"]) == (20_000, 1, 0.4), "a seed that lags behind is left out"
+    close = pd.concat([gaps, made(0.4, 0, -0.4, iteration=9000)])
+    assert set(at_end(close)["iteration"]) == {8000}, "one that is a little ahead does not stand for both"
 
 
 def test_papers_cells() -> None:
