@@ -14,7 +14,7 @@ from posbench.errors import UserError
 from posbench.search import ChannelSearch
 from posbench.stages.search import random_strings
 from posbench.studies import perturbing
-from posbench.tasks import Example, KVRetrieval
+from posbench.tasks import KVRetrieval
 from tests.conftest import Result, run_folders
 from tests.parity import plain
 
@@ -252,7 +252,7 @@ def test_intervals_keep_pairs_together_and_agree_with_a_plain_bootstrap() -> Non
 
 
 def test_task_without_gold_items_is_refused() -> None:
-    task = SimpleNamespace(name="mmlu", evaluation=lambda: [Example(id="0", prompt="?", answers=("A",))])
+    task = SimpleNamespace(name="mmlu", items=None, evaluation=lambda: pytest.fail("it would be downloaded"))
     with pytest.raises(UserError, match="a task with a gold item among others"):
         perturbing.placed(SimpleNamespace(task=task))
 
