@@ -57,44 +57,44 @@ trainings: setup ## the trainings of Wu et al. 2025 (hours): make trainings PRES
 		$(BIN)/posbench experiment=$$(basename $$file .yaml) study.preset=$(or $(PRESET),quick) study.trainings=outputs/trainings; done
 
 results: setup ## docs/results from a folder of trainings: make results TRAININGS=outputs/trainings
-	$(BIN)/python -m posbench.studies.synthetic_results $(or $(TRAININGS),outputs/trainings) --out docs/results
+	$(BIN)/python -m posbench.studies.wu2025.synthetic_results $(or $(TRAININGS),outputs/trainings) --out docs/results
 
 tiny: setup ## train the embedded models again and check them, in outputs/tiny, tiny_nope, tiny_alibi (make tiny NAME=tiny: one)
 	@set -e; for name in $(or $(NAME),tiny tiny_nope tiny_alibi); do \
-		$(BIN)/python -m posbench.synth.tiny retrain --model $$name --out outputs/$$name; done
+		$(BIN)/python -m posbench.embedded.tiny retrain --model $$name --out outputs/$$name; done
 
 tiny-seeds: setup ## the study over ten seeds, in outputs/tiny_seeds
-	$(BIN)/python -m posbench.synth.tiny seeds --seeds 0-9 --out outputs/tiny_seeds --workers 2
+	$(BIN)/python -m posbench.embedded.tiny seeds --seeds 0-9 --out outputs/tiny_seeds --workers 2
 
 docs: setup ## the tables of the documentation that come from code
-	$(BIN)/python -m posbench.studies.families README.md
+	$(BIN)/python -m posbench.cli.families README.md
 
 bench: setup ## what every method and the channel search cost, side by side
-	$(BIN)/python -m posbench.studies.latency --out outputs/bench/latency.md $(ARGS)
+	$(BIN)/python -m posbench.studies.cost.latency --out outputs/bench/latency.md $(ARGS)
 
 study: setup ## one study: make study NAME=rollout; posbench ls studies shows them
 	$(BIN)/posbench study=$(NAME) $(ARGS)
 
 lpes: setup ## the ablations of LPES on the embedded model, in outputs/lpes
-	$(BIN)/python -m posbench.studies.lpes --out outputs/lpes $(ARGS)
+	$(BIN)/python -m posbench.studies.lpes.lpes --out outputs/lpes $(ARGS)
 
 throughput: setup ## the evaluate stage against a loop over single prompts, side by side, outputs equal
-	$(BIN)/python -m posbench.studies.throughput --out outputs/bench/throughput.md $(ARGS)
+	$(BIN)/python -m posbench.studies.cost.throughput --out outputs/bench/throughput.md $(ARGS)
 
 scorers: setup ## every scorer on real model outputs with official scores: make scorers DATA=DIR
-	$(BIN)/python -m posbench.studies.scorers $(if $(DATA),--data $(DATA)) $(ARGS)
+	$(BIN)/python -m posbench.studies.cost.scorers $(if $(DATA),--data $(DATA)) $(ARGS)
 
 rope-curves: setup ## what a RoPE scale does to decay, waves and attention (LPES, Figures 3-5), in outputs/rope_curves
-	$(BIN)/python -m posbench.studies.rope_curves $(ARGS)
+	$(BIN)/python -m posbench.studies.lpes.rope_curves $(ARGS)
 
 bucket-search: setup ## bases for Attention Buckets from attention waves, in outputs/bucket_search
-	$(BIN)/python -m posbench.studies.bucket_search $(ARGS)
+	$(BIN)/python -m posbench.studies.lpes.bucket_search $(ARGS)
 
 claims: setup ## the claims of Yu et al. 2025 held against the embedded models, written to docs/claims.md
-	$(BIN)/python -m posbench.studies.claims $(ARGS)
+	$(BIN)/python -m posbench.cli.claims $(ARGS)
 
 precision: setup ## rounding errors and batch-size drift per method, written to docs/precision.md
-	$(BIN)/python -m posbench.studies.precision --out docs/precision.md $(ARGS)
+	$(BIN)/python -m posbench.studies.cost.precision --out docs/precision.md $(ARGS)
 
 wheel: setup ## build the wheel
 	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .

@@ -7,15 +7,15 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from posbench import methods as methods
-    from posbench.checkpoint import load as load
-    from posbench.lm import LM as LM
+    from posbench.model.lm import LM as LM
+    from posbench.model.load import load as load
 
 __all__ = ["LM", "__version__", "load", "methods"]
 
 
 def __getattr__(name: str) -> Any:
     # torch and transformers take seconds to import: the command line's help and listings do without them.
-    homes = {"LM": "posbench.lm", "load": "posbench.checkpoint"}
+    homes = {"LM": "posbench.model.lm", "load": "posbench.model.load"}
     if name in homes:
         importlib.import_module("posbench.versions").check()
         return getattr(importlib.import_module(homes[name]), name)

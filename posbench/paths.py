@@ -13,7 +13,7 @@ def _beside_or_inside(name: str) -> Path:
 
 CONF = _beside_or_inside("conf")
 EXPERIMENTS = _beside_or_inside("experiments")
-MODELS = PACKAGE / "models"
+MODELS = PACKAGE / "embedded" / "models"
 EMBEDDED = "posbench://"
 
 

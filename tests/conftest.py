@@ -28,7 +28,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from posbench.synth.tokenizer import build_tokenizer
+    from posbench.embedded.tokenizer import build_tokenizer
 
     folder = tmp_path_factory.mktemp("models") / "random"
     tokenizer = build_tokenizer()
@@ -65,7 +65,7 @@ def outputs(tmp_path: Path) -> Path:
 @pytest.fixture
 def posbench(outputs: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., Result]:
     """The command line in this process; whatever composes a config writes to ``outputs``."""
-    from posbench.cli import main
+    from posbench.cli.main import main
 
     def call(*args: str, verb: bool = False) -> Result:
         capsys.readouterr()

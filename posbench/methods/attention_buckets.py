@@ -14,13 +14,14 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from posbench import arch, rope
 from posbench.errors import UserError
-from posbench.hooks import listeners, replaced
 from posbench.methods.base import Method
+from posbench.model import families as arch
+from posbench.model import rope
+from posbench.model.hooks import listeners, replaced
 
 if TYPE_CHECKING:
-    from posbench.lm import LM
+    from posbench.model.lm import LM
 
 RAG = (10000.0, 13000.0, 16000.0, 19000.0, 22000.0, 25000.0, 28000.0)
 """Bases of the authors' program for question answering over retrieved documents."""
@@ -37,7 +38,7 @@ class AttentionBuckets(Method):
 
     A long prompt runs base after base instead, so that activations take the memory of one; what the first attention computes
     before it rotates is then computed once. Not so on a cache of fixed size, or while another method or a listener, such as
-    :meth:`posbench.lm.LM.last_attention`, looks into the layers: these see all bases at once.
+    :meth:`posbench.model.lm.LM.last_attention`, looks into the layers: these see all bases at once.
 
     Args:
         bases: The N bases theta, in all layers; None is the model's own. Published: 10000, 13000, 16000, 19000, 22000, 25000,

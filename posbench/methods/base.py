@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
 
 if TYPE_CHECKING:
-    from posbench.lm import LM
+    from posbench.model.lm import LM
 
 
 @dataclass(frozen=True, kw_only=True)

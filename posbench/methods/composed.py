@@ -11,7 +11,7 @@ from posbench.errors import UserError
 from posbench.methods.base import Method
 
 if TYPE_CHECKING:
-    from posbench.lm import LM
+    from posbench.model.lm import LM
 
 
 @dataclass(frozen=True, kw_only=True)

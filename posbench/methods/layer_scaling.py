@@ -7,13 +7,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, Self
 
-from posbench import rope
-from posbench.curves import check_points, layer_scales
 from posbench.errors import UserError
 from posbench.methods.base import Method
+from posbench.methods.curves import check_points, layer_scales
+from posbench.model import rope
 
 if TYPE_CHECKING:
-    from posbench.lm import LM
+    from posbench.model.lm import LM
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +24,7 @@ class LayerScaling(Method):
     nothing is computed twice. Scales of layers without RoPE have no effect.
 
     Args:
-        points: Control points (x, y) of the curve, x in layers and strictly rising, y a scale; see :mod:`posbench.curves`.
+        points: Control points (x, y) of the curve, x in layers and strictly rising, y a scale; see :mod:`posbench.methods.curves`.
         curve: ``bezier``, ``linear`` or ``step``.
         x: ``stretched`` (Eq. 6: layers are spread over the curve) or ``absolute`` (layer h stands at x = h).
         scales: One scale for each layer instead of a curve.

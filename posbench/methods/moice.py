@@ -17,13 +17,15 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from posbench import arch, paths, rope
+from posbench import paths
 from posbench.errors import UserError
 from posbench.methods.base import Method
-from posbench.rope import HandRotation, Table
+from posbench.model import families as arch
+from posbench.model import rope
+from posbench.model.rope import HandRotation, Table
 
 if TYPE_CHECKING:
-    from posbench.lm import LM
+    from posbench.model.lm import LM
 
 BASES = (10000.0, 17500.0, 18000.0, 19000.0, 20000.0, 22500.0, 25000.0)
 """Bases of the released program."""
@@ -89,7 +91,7 @@ def mixing(
     """Attend under every base and mix the outputs, for the duration of a block.
 
     Args:
-        model: The model; see :func:`posbench.rope.check`.
+        model: The model; see :func:`posbench.model.rope.check`.
         routers: A router for each layer that rotates; None mixes all bases evenly.
         bases: The bases; None stands for the model's own.
         top_k: Bases that a token and head keeps.
@@ -144,11 +146,11 @@ class MoICE(Method):
 
     The router sees the query rotated with the first base; a softmax over the N bases gives the weights, of which the largest
     ``top_k`` are kept and rescaled to sum 1. Keys stay un-rotated in the cache and are rotated N times at every step. All N
-    attentions are computed whatever ``top_k`` is. :meth:`posbench.lm.LM.last_attention` sees the attention of the last base, not
+    attentions are computed whatever ``top_k`` is. :meth:`posbench.model.lm.LM.last_attention` sees the attention of the last base, not
     the mixture.
 
     Args:
-        weights: A safetensors file with the trained router (``python -m posbench.studies.moice_train`` writes one; a checkpoint
+        weights: A safetensors file with the trained router (``python -m posbench.search.moice_train`` writes one; a checkpoint
             of the released program is read too), or ``uniform``: no router, all bases count the same.
         bases: The N bases theta; null (None) is the model's own.
         top_k: Bases that a token and head keeps, 1 to N.
@@ -185,7 +187,7 @@ class MoICE(Method):
                 field="method.weights",
                 value=None,
                 allowed=f"a safetensors file with a trained router, or {UNIFORM}",
-                hint=f"python -m posbench.studies.moice_train --model {lm.name} trains one; method.weights={UNIFORM} needs none",
+                hint=f"python -m posbench.search.moice_train --model {lm.name} trains one; method.weights={UNIFORM} needs none",
             )
         if self.weights == UNIFORM and self.top_k < count:
             raise UserError(
@@ -241,7 +243,7 @@ def load_routers(lm: LM, path: str, experts: int) -> dict[int, Router]:
     """
 
     def refuse(allowed: str) -> UserError:
-        hint = f"train one: python -m posbench.studies.moice_train --model {lm.name} --out FILE"
+        hint = f"train one: python -m posbench.search.moice_train --model {lm.name} --out FILE"
         return UserError(field="method.weights", value=path, allowed=allowed, hint=hint)
 
     file, found = Path(paths.model_path(path)), dict[int, dict[str, Tensor]]()

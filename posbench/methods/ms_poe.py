@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 from transformers.integrations.sdpa_attention import repeat_kv
 
-from posbench import rope
 from posbench.errors import UserError
 from posbench.methods.base import Method
-from posbench.rope import HandRotation, Table
+from posbench.model import rope
+from posbench.model.rope import HandRotation, Table
 
 if TYPE_CHECKING:
-    from posbench.lm import LM
+    from posbench.model.lm import LM
 
 
 @dataclass(frozen=True, kw_only=True)

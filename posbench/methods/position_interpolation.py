@@ -7,12 +7,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Self
 
-from posbench import rope
 from posbench.errors import UserError
 from posbench.methods.base import Method
+from posbench.model import rope
 
 if TYPE_CHECKING:
-    from posbench.lm import LM
+    from posbench.model.lm import LM
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,13 +24,13 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from posbench import arch
 from posbench.errors import UserError
-from posbench.hooks import fork, replaced
 from posbench.methods.base import Method
+from posbench.model import families as arch
+from posbench.model.hooks import fork, replaced
 
 if TYPE_CHECKING:
-    from posbench.lm import LM
+    from posbench.model.lm import LM
 
 
 log = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Self
 from posbench.methods.base import Method
 
 if TYPE_CHECKING:
-    from posbench.lm import LM
+    from posbench.model.lm import LM
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -49,7 +49,7 @@ class ChannelSearch(Search):
     serves: ClassVar[str] = "ScaleChannel"
     place: ClassVar[str] = "alone or last in a list of methods without attention_buckets"
     finds: ClassVar[Mapping[str, Any]] = {"channel": 0, "factor": 1.0, "layers": (0, 0)}
-    stage: ClassVar[str] = "search"
+    stage: ClassVar[str] = "channel_run"
 
     candidates: Literal["monotone", "all"] = "monotone"
     variant: Literal["paper", "official"] = "paper"

@@ -11,8 +11,8 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from posbench.curves import layer_scales
 from posbench.errors import UserError
+from posbench.methods.curves import layer_scales
 from posbench.search.base import Search
 
 Genome = tuple[int, ...]
@@ -38,7 +38,7 @@ class GeneticSearch(Search):
     Args:
         curve: ``bezier`` (paper), ``linear``, ``step`` (Table 6), or ``free``: a value per layer (brute force, Table 7).
         points: Control points (paper 4: a cubic).
-        x: ``stretched`` (Eq. 6) or ``absolute``; see :func:`posbench.curves.layer_scales`.
+        x: ``stretched`` (Eq. 6) or ``absolute``; see :func:`posbench.methods.curves.layer_scales`.
         constrained: Whether x must rise strictly along the points (Eq. 10); only a Bezier curve can do without.
         population: Candidates of the first generation (32).
         parents: Best candidates that breed and survive (12).
@@ -64,7 +64,7 @@ class GeneticSearch(Search):
 
     serves: ClassVar[str] = "LayerScaling"
     finds: ClassVar[Mapping[str, Any]] = {"points": ((0.0, 1.0),), "scales": None, "curve": "bezier", "x": "stretched"}
-    stage: ClassVar[str] = "search_curve"
+    stage: ClassVar[str] = "curve_run"
 
     curve: Literal["bezier", "linear", "step", "free"] = "bezier"
     points: int = 4

@@ -28,7 +28,7 @@ class GradientSearch(Search):
     serves: ClassVar[str] = GeneticSearch.serves
     place: ClassVar[str] = "alone"
     finds: ClassVar[Mapping[str, Any]] = GeneticSearch.finds
-    stage: ClassVar[str] = "search_gradient"
+    stage: ClassVar[str] = "gradient_run"
 
     start: float = 1.0
     learning_rate: float = 1e-5

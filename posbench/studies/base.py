@@ -12,9 +12,9 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 if TYPE_CHECKING:
-    from posbench.config import Config
-    from posbench.lm import LM
-    from posbench.stages.base import Run
+    from posbench.model.lm import LM
+    from posbench.pipeline.config import Config
+    from posbench.run.base import Run
 
 Verdict = Literal["holds", "does not hold", "not testable here"]
 FINDING_COLUMNS = ("model", "claim", "statistic", "value", "low", "high", "n", "verdict", "note")

@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from scipy.stats import rankdata
 
 from posbench.errors import UserError
-from posbench.lm import LM
-from posbench.metrics import estimate
+from posbench.model.lm import LM
+from posbench.stats.tables import estimate
 from posbench.tasks import Example, Task
 
 Array = NDArray[np.float64]

@@ -9,9 +9,9 @@ import numpy as np
 import pandas as pd
 
 from posbench.methods import Method
-from posbench.metrics import estimate, mean_interval
-from posbench.stages.base import Run, encode
-from posbench.stages.evaluate import answers
+from posbench.pipeline.stages.evaluate import answers
+from posbench.run.base import Run, encode
+from posbench.stats.tables import estimate, mean_interval
 
 
 def scores(run: Run, file: str, methods: Mapping[str, Method]) -> pd.DataFrame:

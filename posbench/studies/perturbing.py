@@ -11,15 +11,16 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from posbench import arch, metrics
-from posbench.config import Config
 from posbench.errors import UserError
-from posbench.lm import LM, Encoded
+from posbench.files.atomic import Row
 from posbench.methods.scale_channel import check_channels, check_layers
-from posbench.record import Row
-from posbench.stages.base import Run, complete, encode
-from posbench.stages.evaluate import plan, replies
-from posbench.stages.intervene import attention_to_items, item_tokens
+from posbench.model import families as arch
+from posbench.model.lm import LM, Encoded
+from posbench.pipeline.config import Config
+from posbench.pipeline.stages.evaluate import plan, replies
+from posbench.pipeline.stages.intervene import attention_to_items, item_tokens
+from posbench.run.base import Run, complete, encode
+from posbench.stats import tables as metrics
 from posbench.studies.base import Verdict
 from posbench.tasks import Example
 

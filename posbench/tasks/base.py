@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from posbench.errors import UserError
-from posbench.sources import Source
+from posbench.files.sources import Source
 
 Split = Literal["evaluation", "calibration"]
 Truncation = Literal["refuse", "middle", "document", "words"]
@@ -120,7 +120,7 @@ class Task(ABC):
         """Metrics of one reply, the task's ``metric`` among them; empty where no gold answer is known. Pure."""
 
     def files(self) -> tuple[Source, ...]:
-        """The files that :meth:`examples` reads, for ``posbench fetch``; open them with :func:`posbench.sources.local`."""
+        """The files that :meth:`examples` reads, for ``posbench fetch``; open them with :func:`posbench.files.sources.local`."""
         return ()
 
     def averages(self) -> Mapping[str, tuple[str, ...]]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from posbench.errors import near
-from posbench.sources import Source, local
+from posbench.files.sources import Source, local
 from posbench.tasks.base import Example, Split, Task
 from posbench.tasks.reading import Row, new, refuse, refuse_line, rows, take
 

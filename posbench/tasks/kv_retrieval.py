@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any, ClassVar, Literal
 
-from posbench.sources import Source, local
+from posbench.files.sources import Source, local
 from posbench.tasks.base import Example, Split, Task
 from posbench.tasks.items import gold_indices, joined
 from posbench.tasks.reading import refuse, refuse_line, rows

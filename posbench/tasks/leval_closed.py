@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from posbench.sources import Source, local
+from posbench.files.sources import Source, local
 from posbench.tasks.base import Example, Split, Task, Truncation
 from posbench.tasks.reading import Row, refuse, refuse_line, rows, take
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from posbench.errors import near
-from posbench.sources import Source, local
+from posbench.files.sources import Source, local
 from posbench.tasks import scorers
 from posbench.tasks.base import Example, Split, Task, Truncation
 from posbench.tasks.reading import new, refuse, refuse_line, rows, take

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from posbench.sources import Source, local
+from posbench.files.sources import Source, local
 from posbench.tasks.base import Example, Split, Task, Truncation
 from posbench.tasks.reading import refuse, refuse_line, rows, take
 

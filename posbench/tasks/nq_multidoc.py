@@ -9,7 +9,7 @@ from itertools import islice
 from pathlib import Path
 from typing import ClassVar, Literal, NamedTuple
 
-from posbench.sources import Source, local
+from posbench.files.sources import Source, local
 from posbench.tasks.base import Example, Split, Task
 from posbench.tasks.items import gold_indices, joined
 from posbench.tasks.reading import Row, refuse, refuse_line, rows, take

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from posbench.errors import near
-from posbench.sources import Source, local
+from posbench.files.sources import Source, local
 from posbench.tasks import scorers
 from posbench.tasks.base import Example, Split, Task, Truncation
 from posbench.tasks.reading import refuse, refuse_line, rows, take

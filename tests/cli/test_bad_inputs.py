@@ -213,7 +213,7 @@ def test_gpu_on_a_machine_without_one(
         _expect(posbench("runtime=gpu", *rest, *extra), words, outputs)
     # A folder that a GPU has begun is not touched either.
     with monkeypatch.context() as patch:
-        patch.setattr("posbench.runner.torch_device", lambda name: torch.device("cuda"))
+        patch.setattr("posbench.pipeline.execute.torch_device", lambda name: torch.device("cuda"))
         assert posbench(*small).status == 0
     before = {p: p.read_bytes() for p in outputs.rglob("*") if p.is_file()}
     assert posbench(*small, "runtime.device=cuda").status == 2
@@ -258,7 +258,7 @@ def test_broken_yaml_of_the_user(posbench: Callable[..., Result], outputs: Path,
 @pytest.mark.slow
 def test_the_process_says_the_same(outputs: Path, tmp_path: Path) -> None:
     """One real process: the status and the single line reach the shell."""
-    command = [sys.executable, "-m", "posbench.cli", "method.factor=abc", f"runtime.outputs={outputs}"]
+    command = [sys.executable, "-m", "posbench.cli.main", "method.factor=abc", f"runtime.outputs={outputs}"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
     _expect(Result(done.returncode, done.stdout, done.stderr), ["method.factor", "'abc'"], outputs)
 
@@ -268,7 +268,7 @@ def test_without_a_network_nothing_is_retried(outputs: Path, tmp_path: Path) -> 
     """A closed port stands for the hub: one line, and none of the hub client's own about its retries."""
     environment = {k: v for k, v in os.environ.items() if k != "HF_HUB_OFFLINE"}
     environment |= {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path / "hub")}
-    command = [sys.executable, "-m", "posbench.cli", "model=mistral7b", f"runtime.outputs={outputs}"]
+    command = [sys.executable, "-m", "posbench.cli.main", "model=mistral7b", f"runtime.outputs={outputs}"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment, check=False)
     words = ["model.path", "'mistralai/Mistral-7B-Instruct-v0.2'", "reachable hub id", "model.path=DIR"]
     _expect(Result(done.returncode, done.stdout, done.stderr), words, outputs)

@@ -11,9 +11,11 @@ import pandas as pd
 import pytest
 import yaml
 
-from posbench import __version__, load, paths, report, tables
-from posbench.cli import GROUPS
+from posbench import __version__, load, paths
+from posbench.cli.main import GROUPS
 from posbench.errors import choices
+from posbench.report import page as report
+from posbench.report import tables
 from posbench.schema import build
 from posbench.tasks import KVRetrieval
 from tests.conftest import Result, run_folders
@@ -42,9 +44,9 @@ def test_validate_checks_everything_and_runs_nothing(
     posbench: Callable[..., Result], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("posbench.runner.execute", lambda *args, **kwargs: pytest.fail("validate ran a job"))
+    monkeypatch.setattr("posbench.pipeline.execute.execute", lambda *args, **kwargs: pytest.fail("validate ran a job"))
     # Two of each group: test_config.py composes all of them.
-    monkeypatch.setattr("posbench.cli.choices", lambda *folders: choices(*folders)[:2])
+    monkeypatch.setattr("posbench.cli.main.choices", lambda *folders: choices(*folders)[:2])
     result = posbench("validate", verb=True)
     assert result.status == 0, result.err
     lines = result.out.splitlines()
@@ -220,7 +222,7 @@ def test_a_failing_job_does_not_stop_the_others(posbench: Callable[..., Result],
 def test_a_defect_in_one_job_does_not_stop_the_others(
     posbench: Callable[..., Result], small: list[str], outputs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from posbench import runner
+    from posbench.pipeline import execute as runner
 
     execute, seen = runner.execute, []
 

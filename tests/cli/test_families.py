@@ -5,7 +5,7 @@ import json
 import pandas as pd
 import pytest
 
-from posbench import arch
+from posbench.model import families as arch
 from tests.conftest import run_folders
 from tests.models import BUILDERS, LAYERS, build
 
@@ -14,7 +14,7 @@ def _tokenizer(model_type: str):
     from transformers import Qwen2Tokenizer
     from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-    from posbench.synth.tokenizer import build_tokenizer
+    from posbench.embedded.tokenizer import build_tokenizer
 
     if model_type != "qwen2":
         return build_tokenizer()

@@ -21,10 +21,11 @@ from huggingface_hub import constants
 from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
 
 import posbench as package
-from posbench import sources
 from posbench.errors import UserError
-from posbench.runner import fingerprint
-from posbench.sources import Source
+from posbench.files import sources
+from posbench.files.sources import Source
+from posbench.model import load as load_module
+from posbench.pipeline.execute import fingerprint
 from tests.conftest import Result
 
 REPO = "some/model"
@@ -159,7 +160,7 @@ def test_a_run_downloads_what_is_missing_once(hub: Hub) -> None:
 
 def test_fetch_takes_what_is_newer_and_runs_alone_do_not(posbench: Callable[..., Result], hub: Hub) -> None:
     assert posbench(*FETCH, verb=True).status == 0
-    config = package.checkpoint.model_config(REPO)
+    config = load_module.model_config(REPO)
     assert fingerprint(config) == f"{REPO}@{OLD}"
     hub.commit = NEW
     assert fingerprint(config) == f"{REPO}@{OLD}"
@@ -169,7 +170,7 @@ def test_fetch_takes_what_is_newer_and_runs_alone_do_not(posbench: Callable[...,
     again = posbench(*FETCH, verb=True)
     assert "nothing to download" in again.out and "cached" in again.out and "missing" not in again.out
     # Another commit is another model: a pinned run and an unpinned one at the same commit are the same.
-    pinned = package.checkpoint.model_config(REPO, revision=NEW)
+    pinned = load_module.model_config(REPO, revision=NEW)
     assert fingerprint(pinned) == fingerprint(config)
 
 

@@ -30,7 +30,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _posbench(installed: Path, cwd: Path, *args: str) -> subprocess.CompletedProcess[str]:
     """The installed command line; -P and the path order keep the checkout out."""
     cwd.mkdir(exist_ok=True)
-    command = [sys.executable, "-P", "-m", "posbench.cli", *args]
+    command = [sys.executable, "-P", "-m", "posbench.cli.main", *args]
     environment = os.environ | {"PYTHONPATH": str(installed), "COLUMNS": "200"}
     return subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=environment, check=False)
 
@@ -38,7 +38,7 @@ def _posbench(installed: Path, cwd: Path, *args: str) -> subprocess.CompletedPro
 @pytest.mark.slow
 def test_the_wheel_holds_configs_experiments_and_models(installed: Path) -> None:
     package = installed / "posbench"
-    for name, source in (("conf", paths.CONF), ("experiments", paths.EXPERIMENTS), ("models", paths.MODELS)):
+    for name, source in (("conf", paths.CONF), ("experiments", paths.EXPERIMENTS), ("embedded/models", paths.MODELS)):
         wanted = {p.relative_to(source) for p in source.rglob("*") if p.is_file() and "__pycache__" not in p.parts}
         assert wanted and wanted <= {p.relative_to(package / name) for p in (package / name).rglob("*")}
     (wheel,) = installed.parent.glob("posbench-*.whl")

@@ -14,8 +14,8 @@ import pytest
 import torch
 from filelock import FileLock
 
-from posbench.lm import LM
-from posbench.stages import evaluate
+from posbench.model.lm import LM
+from posbench.pipeline.stages import evaluate
 from tests.conftest import Result, run_folders
 
 RESULTS = ("metrics.csv", "search.csv", "channels.csv", "attention.csv", "found.yaml")
@@ -23,8 +23,9 @@ RESULTS = ("metrics.csv", "search.csv", "channels.csv", "attention.csv", "found.
 # Imports take most of a short run: the driver forks after them, so that the moments fall into the work itself.
 DRIVER = """
 import json, os, random, signal, sys, time
-import torch, transformers, pandas, posbench.runner, posbench.cli
-from posbench.stages import evaluate, intervene, search
+import torch, transformers, pandas, posbench.pipeline.execute, posbench.cli.main
+from posbench.pipeline.stages import evaluate, intervene
+from posbench.search import channel_run as search
 
 args, root, seed = json.loads(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 
@@ -34,7 +35,7 @@ def start(name):
         return child
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, 1)
-    os._exit(posbench.cli.main([*args, f"runtime.outputs={root}/{name}"]))
+    os._exit(posbench.cli.main.main([*args, f"runtime.outputs={root}/{name}"]))
 
 # The first run reads cold files; the second one times the moments.
 for name in ("warm", "whole"):
@@ -109,8 +110,12 @@ def test_a_finished_run_repeats_no_work(
     before = {p: p.read_bytes() for p in finished.iterdir() if p.suffix in (".jsonl", ".csv", ".yaml")}
     inodes = {p: p.stat().st_ino for p in before if p.suffix == ".jsonl"}
     sizes = _count_work(monkeypatch)
-    for module in ("search.average_states", "search.candidate_losses", "intervene.attention_to_items"):
-        monkeypatch.setattr(f"posbench.stages.{module}", lambda *args: pytest.fail("work was repeated"))
+    for module in (
+        "search.channel_run.average_states",
+        "search.channel_run.candidate_losses",
+        "pipeline.stages.intervene.attention_to_items",
+    ):
+        monkeypatch.setattr(f"posbench.{module}", lambda *args: pytest.fail("work was repeated"))
     assert posbench(*small).status == 0
     assert sizes == []
     assert {p: p.read_bytes() for p in before} == before
@@ -135,7 +140,7 @@ def test_damaged_rows_are_computed_again(
         assert flipped != lines[3]
         file.write_bytes(b"".join([*lines[:3], flipped, *lines[4:]]))
     elif damage == "errored":
-        from posbench.record import RunDir
+        from posbench.run.folder import RunDir
 
         row = json.loads(lines[5])
         file.write_bytes(b"".join([*lines[:5], *lines[6:]]))
@@ -249,7 +254,7 @@ def test_the_unmodified_model_is_evaluated_once(
 def test_rescore_needs_no_model(finished: Path, posbench: Callable[..., Result], monkeypatch: pytest.MonkeyPatch) -> None:
     table = (finished / "metrics.csv").read_bytes()
     (finished / "metrics.csv").unlink()
-    monkeypatch.setattr("posbench.checkpoint._load_checkpoint", lambda *args: pytest.fail("a model was loaded"))
+    monkeypatch.setattr("posbench.model.load._load_checkpoint", lambda *args: pytest.fail("a model was loaded"))
     result = posbench("rescore", str(finished), verb=True)
     assert result.status == 0, result.err
     assert "0 of 72 scores changed" in result.out

@@ -13,11 +13,11 @@ import torch
 import yaml
 
 import posbench as package
-from posbench.lm import LM
 from posbench.methods import ScaleChannel
 from posbench.methods.layer_scaling import LayerScaling
-from posbench.stages import search_curve
-from posbench.stages.search_gradient import answer_loss
+from posbench.model.lm import LM
+from posbench.search import curve_run as search_curve
+from posbench.search.gradient_run import answer_loss
 from tests.conftest import Result, run_folders
 
 GENETIC = [

@@ -31,7 +31,7 @@ def test_study_writes_tables_figures_and_verdicts_and_draws_them_again(
     assert "Theorem 4.1" in page and "data:image/png" in page and "rollout.csv" in page
     drawn = (folder / "figures" / "rollout.png").read_bytes()
     (folder / "figures" / "rollout.png").unlink()
-    monkeypatch.setattr("posbench.stages.base.load", lambda *args, **kwargs: pytest.fail("a finished run loaded the model"))
+    monkeypatch.setattr("posbench.run.base.load", lambda *args, **kwargs: pytest.fail("a finished run loaded the model"))
     assert posbench("report", str(folder), verb=True).status == 0
     assert (folder / "figures" / "rollout.png").read_bytes() == drawn, "byte-stable"
     again = posbench(*ROLLOUT)
@@ -53,7 +53,7 @@ def test_study_runs_inside_a_typed_method_and_by_default_in_none(posbench: Calla
 def test_study_without_a_model_loads_none(
     posbench: Callable[..., Result], outputs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("posbench.stages.base.load", lambda *args, **kwargs: pytest.fail("it loaded a model"))
+    monkeypatch.setattr("posbench.run.base.load", lambda *args, **kwargs: pytest.fail("it loaded a model"))
     result = posbench("study=masks")
     assert result.status == 0, result.err
     (folder,) = run_folders(outputs)
@@ -81,7 +81,7 @@ def test_sweep_over_models_collects_the_verdicts(posbench: Callable[..., Result]
         (["study=rollout", "stages=[evaluate]"], "stages = ['evaluate']: allowed: stages with study"),
         (["stages=[study]"], "posbench ls studies"),
         (["study=masks", "method=none"], "study masks looks at none"),
-        (["study=masks", "study._target_=posbench.lm.LM"], "a subclass of posbench.studies.base.Study"),
+        (["study=masks", "study._target_=posbench.model.lm.LM"], "a subclass of posbench.studies.base.Study"),
     ],
 )
 def test_bad_study_gets_one_line_and_leaves_nothing(

@@ -13,8 +13,8 @@ import yaml
 
 from posbench import paths
 from posbench.errors import choices
-from posbench.lm import LM
-from posbench.stages import evaluate
+from posbench.model.lm import LM
+from posbench.pipeline.stages import evaluate
 from tests.conftest import Result, run_folders
 from tests.unit import test_exams, test_leval_closed, test_longbench, test_loogle, test_zero_scrolls
 

@@ -13,16 +13,16 @@ import pytest
 import torch
 
 import posbench as package
-from posbench.cli import main
-from posbench.lm import LM
+from posbench.cli.main import main
 from posbench.methods import ScaleChannel, Unmodified
-from posbench.metrics import mean_interval
-from posbench.reference import Reference
-from posbench.report import study_tables
+from posbench.model.lm import LM
+from posbench.report.page import study_tables
 from posbench.search import Candidate, ChannelSearch, statistics
-from posbench.studies import ablations, layer_selection
-from posbench.studies.ablations import CONTROL, FULL, Ablations
-from posbench.studies.layer_selection import edges
+from posbench.stats.reference import Reference
+from posbench.stats.tables import mean_interval
+from posbench.studies.yu2025 import ablations, layer_selection
+from posbench.studies.yu2025.ablations import CONTROL, FULL, Ablations
+from posbench.studies.yu2025.layer_selection import edges
 from posbench.tasks import KVRetrieval
 from tests.conftest import Result, run_folders
 

@@ -18,17 +18,17 @@ from matplotlib.figure import Figure
 from scipy.stats import spearmanr
 
 import posbench as package
-from posbench.config import study_of
 from posbench.errors import UserError
 from posbench.methods import ScaleChannel
-from posbench.report import study_tables
+from posbench.pipeline.config import study_of
+from posbench.pipeline.stages.intervene import attention_to_items
+from posbench.report.page import study_tables
 from posbench.search import ChannelSearch
-from posbench.stages.intervene import attention_to_items
-from posbench.stages.search import average_states, random_strings
+from posbench.search.channel_run import average_states, random_strings
 from posbench.studies import gold_positions as gold_statistics
-from posbench.studies.attention_to_gold import AttentionToGold, head_row, mean_maps, scores, vertical_share
-from posbench.studies.doubling import Doubling, multiplied
-from posbench.studies.positional_channels import PositionalChannels, correlation, jackknife, mean_correlation, moments
+from posbench.studies.yu2025.attention_to_gold import AttentionToGold, head_row, mean_maps, scores, vertical_share
+from posbench.studies.yu2025.doubling import Doubling, multiplied
+from posbench.studies.yu2025.positional_channels import PositionalChannels, correlation, jackknife, mean_correlation, moments
 from posbench.tasks import KVRetrieval
 from tests.conftest import Result, run_folders
 from tests.models import LAYERS, WIDTH, build

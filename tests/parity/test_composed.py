@@ -10,16 +10,16 @@ import torch
 
 import posbench
 from posbench import paths
-from posbench.cli import _hydra, composed
-from posbench.config import check, plain
+from posbench.cli.main import _hydra, composed
 from posbench.errors import UserError
-from posbench.hooks import replaced
 from posbench.methods import Method, ScaleChannel, Unmodified
 from posbench.methods.attention_buckets import AttentionBuckets
 from posbench.methods.composed import Composed
 from posbench.methods.layer_scaling import LayerScaling
 from posbench.methods.ms_poe import MsPoE
 from posbench.methods.position_interpolation import PositionInterpolation
+from posbench.model.hooks import replaced
+from posbench.pipeline.config import check, plain
 from tests.models import LAYERS, build
 from tests.parity.test_families import Memory
 from tests.parity.test_methods import BY_HAND, ROTATES, method

@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 import posbench
-from posbench import arch
-from posbench.hooks import replaced
 from posbench.methods import ScaleChannel
+from posbench.model import families as arch
+from posbench.model.hooks import replaced
 from posbench.search import Candidate
-from posbench.stages.search import candidate_losses
+from posbench.search.channel_run import candidate_losses
 from tests.models import BUILDERS, VOCABULARY, attentions, build
 
 PROMPT, STEPS = 33, 12

@@ -21,9 +21,9 @@ from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
 import posbench
-from posbench import lm_eval as command
+from posbench.cli import lm_eval as command
+from posbench.cli.harness import PosbenchLM, compose
 from posbench.errors import UserError
-from posbench.harness import PosbenchLM, compose
 from posbench.methods import ScaleChannel
 from posbench.tasks.kv_retrieval import WORDS
 
@@ -179,7 +179,7 @@ def test_scores_under_the_method_are_those_of_answer_loss():
         context, choice = request.args
         with METHOD.applied(lm):
             loss = float(lm.answer_loss([context], [choice])[0])
-        assert nats == pytest.approx(-loss * len(lm.tokenizer(choice)["input_ids"]), abs=1e-5)
+        assert nats == pytest.approx(-loss * len(lm.tokenizer(choice)["input_ids"]), rel=1e-6, abs=1e-5)
 
 
 @pytest.mark.parametrize("batch_size", [1, 4])
@@ -259,7 +259,7 @@ def test_constants_come_from_the_model_s_file_or_from_the_user(tmp_path: Path):
     given = compose("tiny", "scale_channel", {"channel": "15:20", "layers": [0, 2], "last": 2, "dtype": "float64"})
     assert given.method() == ScaleChannel(channel=(15, 20), factor=-1.0, layers=(0, 2), last=2)
     assert given.model.dtype == "float64"
-    own = yaml.safe_load((posbench.checkpoint.paths.CONF / "model" / "tiny.yaml").read_text()) | {"name": "mine"}
+    own = yaml.safe_load((posbench.model.load.paths.CONF / "model" / "tiny.yaml").read_text()) | {"name": "mine"}
     own["scale_channel"]["factor"] = 0.25
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "mine.yaml").write_text(yaml.safe_dump(own))

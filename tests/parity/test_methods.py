@@ -5,10 +5,12 @@ import torch
 import yaml
 
 import posbench
-from posbench import arch, paths, rope
-from posbench.cli import _hydra
-from posbench.config import check, plain
+from posbench import paths
+from posbench.cli.main import _hydra
 from posbench.errors import UserError
+from posbench.model import families as arch
+from posbench.model import rope
+from posbench.pipeline.config import check, plain
 from tests.models import BUILDERS, build
 
 GIVEN = {"layer_scaling": ["method.points=[[0,1.2],[1.5,1.8],[3,1.4]]"], "moice": ["method.weights=uniform"]}

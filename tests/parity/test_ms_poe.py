@@ -10,10 +10,10 @@ from transformers import AutoModelForCausalLM
 
 import posbench
 from posbench.errors import UserError
-from posbench.hooks import fork
 from posbench.methods import ScaleChannel, Unmodified
 from posbench.methods.ms_poe import MsPoE
 from posbench.methods.position_interpolation import PositionInterpolation
+from posbench.model.hooks import fork
 from tests.models import build
 from tests.parity.plain import FAMILIES, attending_plainly, batch, prompt_then_steps
 

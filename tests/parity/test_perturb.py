@@ -7,10 +7,11 @@ import pytest
 import torch
 
 import posbench
-from posbench import arch, perturb
 from posbench.errors import UserError
 from posbench.methods import ScaleChannel
 from posbench.methods.ms_poe import MsPoE
+from posbench.model import families as arch
+from posbench.perturbations import spans as perturb
 from tests.models import BUILDERS, LAYERS, VOCABULARY, build
 from tests.parity import plain
 

@@ -9,10 +9,10 @@ import pandas as pd
 import pytest
 import torch
 
-from posbench.checkpoint import ModelConfig, load
 from posbench.errors import UserError
+from posbench.model.load import ModelConfig, load
 from posbench.search import ChannelSearch
-from posbench.stages.search import random_strings
+from posbench.search.channel_run import random_strings
 from posbench.studies import perturbing
 from posbench.tasks import KVRetrieval
 from tests.conftest import Result, run_folders

@@ -5,7 +5,7 @@ import torch
 
 import posbench
 from posbench.methods import ScaleChannel
-from posbench.studies.latency import Reprojection
+from posbench.studies.cost.latency import Reprojection
 from tests.models import VOCABULARY, build
 
 

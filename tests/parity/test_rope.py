@@ -10,11 +10,11 @@ from transformers import DynamicCache
 
 import posbench
 from posbench.errors import UserError
-from posbench.hooks import replaced
 from posbench.methods import ScaleChannel
 from posbench.methods.attention_buckets import AttentionBuckets
 from posbench.methods.layer_scaling import LayerScaling
 from posbench.methods.position_interpolation import PositionInterpolation
+from posbench.model.hooks import replaced
 from tests.models import LAYERS, VOCABULARY, attentions, build
 
 PROMPT, STEPS, TIGHT = 33, 6, 1e-4

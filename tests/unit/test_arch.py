@@ -8,8 +8,8 @@ from transformers import AutoConfig, MptConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 import posbench
-from posbench import arch
 from posbench.errors import UserError
+from posbench.model import families as arch
 from tests.models import BUILDERS, attentions, build
 
 
@@ -55,7 +55,7 @@ def test_context_window(name):
 
 def test_a_prompt_over_the_alibi_table_is_refused(tmp_path):
     """MPT builds its biases for max_seq_len positions and fails beyond."""
-    from posbench.synth.tokenizer import build_tokenizer
+    from posbench.embedded.tokenizer import build_tokenizer
 
     build("mpt").save_pretrained(tmp_path)
     build_tokenizer().save_pretrained(tmp_path)
@@ -96,7 +96,7 @@ def test_rope_that_changes_with_the_length_is_announced(caplog):
 
 
 def test_a_soft_cap_is_never_left_out(tmp_path):
-    from posbench.synth.tokenizer import build_tokenizer
+    from posbench.embedded.tokenizer import build_tokenizer
 
     model = build("gemma2")
     model.save_pretrained(tmp_path)

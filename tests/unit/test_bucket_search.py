@@ -4,7 +4,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from posbench.studies.bucket_search import PUBLISHED, Step, choose, extrema, main
+from posbench.studies.lpes.bucket_search import PUBLISHED, Step, choose, extrema, main
 
 EMPTY = np.array([], dtype=int)
 

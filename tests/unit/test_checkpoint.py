@@ -12,15 +12,15 @@ import pytest
 import torch
 
 import posbench
-from posbench import runner
-from posbench.checkpoint import load
-from posbench.cli import main
+from posbench.cli.main import main
 from posbench.errors import UserError
-from posbench.lm import LM
 from posbench.methods import ScaleChannel
+from posbench.model.lm import LM
+from posbench.model.load import load
+from posbench.pipeline import execute as runner
+from posbench.pipeline.stages.intervene import attention_to_items
 from posbench.search import ChannelSearch
-from posbench.stages.intervene import attention_to_items
-from posbench.stages.search import average_states, candidate_losses, random_strings
+from posbench.search.channel_run import average_states, candidate_losses, random_strings
 from posbench.tasks import KVRetrieval
 from posbench.tasks.kv_retrieval import WORDS
 from tests.models import VOCABULARY, build
@@ -78,7 +78,7 @@ def test_sharded_and_offloaded_models_give_the_same_numbers(name: str, checkpoin
 
 def test_a_run_takes_the_device_map(tmp_path: Path, small: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     maps = []
-    monkeypatch.setattr("posbench.stages.base.load", lambda *a, **k: maps.append(load(*a, **k)) or maps[-1])
+    monkeypatch.setattr("posbench.run.base.load", lambda *a, **k: maps.append(load(*a, **k)) or maps[-1])
     args = [a for a in small if not a.startswith("runtime.device=")]
     sharded = ["runtime.device_map=auto", "runtime.max_memory={cpu:18KB}"]
     for name, extra in (("plain", ["runtime.device=cpu"]), ("sharded", sharded if not torch.cuda.is_available() else [])):
@@ -93,7 +93,7 @@ def test_weights_that_do_not_fit_the_device(checkpoint: Path, monkeypatch: pytes
     def full(*args: Any, **kwargs: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 14 GiB")
 
-    monkeypatch.setattr("posbench.checkpoint.AutoModelForCausalLM.from_pretrained", full)
+    monkeypatch.setattr("posbench.model.load.AutoModelForCausalLM.from_pretrained", full)
     with pytest.raises(UserError, match=r"runtime\.device = 'cpu': .*runtime\.device_map=auto"):
         load(checkpoint, device="cpu")
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from posbench.record import write_csv
-from posbench.studies import claims
+from posbench.cli import claims
+from posbench.files.atomic import write_csv
 from posbench.studies.base import FINDING_COLUMNS
 
 

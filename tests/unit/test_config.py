@@ -13,12 +13,13 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.utils import get_class
 from omegaconf import DictConfig
 
-from posbench import checkpoint, paths
-from posbench import config as configs
-from posbench.checkpoint import ModelConfig
-from posbench.config import Runtime, check, plain
+from posbench import paths
 from posbench.errors import UserError, choices
 from posbench.methods import ScaleChannel, Unmodified
+from posbench.model import load as checkpoint
+from posbench.model.load import ModelConfig
+from posbench.pipeline import config as configs
+from posbench.pipeline.config import Runtime, check, plain
 from posbench.schema import build
 from posbench.search import ChannelSearch, GeneticSearch
 from posbench.tasks import KVRetrieval

@@ -4,8 +4,8 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from posbench import curve_plots
 from posbench.errors import UserError
+from posbench.plots import search as curve_plots
 
 GENERATIONS = pd.DataFrame({"generation": [0, 1, 2], "best": [0.5, 0.6, 0.75], "mean": [0.4, 0.5, 0.7], "unmodified": 0.55})
 PARTS = pd.DataFrame(

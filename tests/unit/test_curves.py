@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from posbench.curves import CURVES, check_points, layer_scales
 from posbench.errors import UserError
+from posbench.methods.curves import CURVES, check_points, layer_scales
 
 
 @st.composite

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from posbench.arch import FAMILIES
-from posbench.studies.families import with_support_table
+from posbench.cli.families import with_support_table
+from posbench.model.families import FAMILIES
 
 README = Path(__file__).parents[2] / "README.md"
 

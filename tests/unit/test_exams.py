@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerFast
 
 from posbench import paths
 from posbench.errors import UserError
-from posbench.lm import LM
+from posbench.model.lm import LM
 from posbench.tasks.ceval import SUBJECTS, CEval
 from posbench.tasks.exam import Exam
 from posbench.tasks.mmlu import MMLU

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from posbench.curves import layer_scales
 from posbench.errors import UserError
+from posbench.methods.curves import layer_scales
 from posbench.search import GeneticSearch
 from posbench.search.genetic import Evolution, Scores, evolve
 

@@ -4,7 +4,7 @@ import pytest
 
 import posbench
 from posbench import paths
-from posbench.studies.latency import PAPERS, all_methods, generation, ratios
+from posbench.studies.cost.latency import PAPERS, all_methods, generation, ratios
 from tests.models import build
 
 NAMES = {file.stem for file in (paths.CONF / "method").glob("*.yaml")} - {"none"}

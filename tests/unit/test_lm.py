@@ -6,9 +6,9 @@ import torch
 
 import posbench
 from posbench.errors import UserError
-from posbench.lm import batches
 from posbench.methods import ScaleChannel
-from posbench.stages.intervene import attention_to_items
+from posbench.model.lm import batches
+from posbench.pipeline.stages.intervene import attention_to_items
 from posbench.tasks import KVRetrieval
 from tests.models import VOCABULARY, build
 

@@ -14,8 +14,8 @@ from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 
 from posbench import paths
-from posbench.config import plain
 from posbench.errors import UserError
+from posbench.pipeline.config import plain
 from posbench.schema import build
 from posbench.tasks import longbench
 from posbench.tasks.base import Example

@@ -15,15 +15,7 @@ from omegaconf import OmegaConf
 from posbench import paths
 from posbench.errors import UserError
 from posbench.schema import build
-from posbench.tasks.loogle_timeline_reorder import (
-    HUB,
-    LooGLETimelineReorder,
-    deviations,
-    numerals,
-    reorder_scores,
-    roman,
-    worst,
-)
+from posbench.tasks.loogle_timeline_reorder import HUB, LooGLETimelineReorder, deviations, numerals, reorder_scores, roman, worst
 
 REPLIES = Path(__file__).parents[1] / "data/scored/loogle/timeline_reorder_gold_and_gpt4.jsonl"
 REAL = Path(os.environ.get("POSBENCH_DATA", "/nowhere")) / "loogle"

@@ -6,8 +6,8 @@ import pytest
 
 import posbench
 from posbench.search import GeneticSearch
-from posbench.studies import lpes
-from posbench.studies.precision import task_of
+from posbench.studies.cost.precision import task_of
+from posbench.studies.lpes import lpes
 
 
 def test_the_papers_averages_are_read_as_printed():

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import binomtest
 
-from posbench.metrics import BIAS, COLUMNS, SUBSET_COLUMNS, by_subset, mean_interval, tidy, wilson
+from posbench.stats.tables import BIAS, COLUMNS, SUBSET_COLUMNS, by_subset, mean_interval, tidy, wilson
 from posbench.tasks import KVRetrieval
 
 

@@ -21,10 +21,12 @@ from transformers import (
 )
 
 import posbench
-from posbench import arch, checkpoint, paths
+from posbench import paths
 from posbench.errors import UserError, choices
 from posbench.methods import ScaleChannel
-from posbench.studies.latency import Reprojection
+from posbench.model import families as arch
+from posbench.model import load as checkpoint
+from posbench.studies.cost.latency import Reprojection
 from tests.models import BUILDERS, LAYERS, SHAPE, VOCABULARY, build
 
 TABLE4 = pd.read_csv(paths.EXPERIMENTS / "reference/yu2025_table4_parameters.csv", dtype=str)
@@ -129,7 +131,7 @@ def test_a_checkpoint_without_rope_is_loaded_so(checkpoint: Path) -> None:
         with torch.no_grad():
             same = torch.equal(model(ids).logits, model(ids, position_ids=shuffled).logits)
         assert same == equal, rope
-    assert posbench.checkpoint.model_config("tinyllama_nope").rope == "none"
+    assert posbench.model.load.model_config("tinyllama_nope").rope == "none"
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from safetensors import safe_open
 
 import posbench
 from posbench.methods.moice import load_routers, mixing, new_routers
-from posbench.studies.moice_train import Settings, held_out, main, text_loss, train
+from posbench.search.moice_train import Settings, held_out, main, text_loss, train
 from tests.models import build
 
 APART = (10000.0, 20.0, 300.0)

@@ -11,8 +11,9 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from posbench import plots, sweep_plots
 from posbench.errors import UserError
+from posbench.plots import base as plots
+from posbench.plots import sweep as sweep_plots
 
 ROOT = Path(__file__).parents[2]
 BEFORE, AFTER = [0.98, 0.6, 0.94], [0.96, 0.9, 0.92]

@@ -4,7 +4,7 @@ import torch
 
 from posbench import paths
 from posbench.errors import choices
-from posbench.studies.precision import compare, measure
+from posbench.studies.cost.precision import compare, measure
 
 
 def test_compare_by_hand():

@@ -15,9 +15,9 @@ from transformers import PreTrainedTokenizerFast
 import posbench
 from posbench import paths
 from posbench.errors import UserError
-from posbench.hooks import fork
-from posbench.lm import LM, batches
 from posbench.methods import ScaleChannel, Unmodified
+from posbench.model.hooks import fork
+from posbench.model.lm import LM, batches
 from posbench.schema import build
 from posbench.tasks import KVRetrieval
 from tests.cli import test_tasks

@@ -12,9 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from posbench import record
 from posbench.errors import UserError
-from posbench.record import RunDir, claim, find, open_run, write_bytes, write_csv, write_text
+from posbench.files.atomic import write_bytes, write_csv, write_text
+from posbench.run import folder as record
+from posbench.run.folder import RunDir, claim, find, open_run
 
 ROWS: list[dict[str, Any]] = [{"id": str(i), "output": f"Grüße\u2028{i}\n", "score": i / 3} for i in range(4)]
 

@@ -6,10 +6,11 @@ import pandas as pd
 import pytest
 import yaml
 
-from posbench import paths, tables
+from posbench import paths
 from posbench.errors import UserError
-from posbench.reference import Reference
+from posbench.report import tables
 from posbench.schema import build
+from posbench.stats.reference import Reference
 
 
 def _of(experiment: str) -> Reference:

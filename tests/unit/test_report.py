@@ -13,8 +13,9 @@ import pandas as pd
 import pytest
 from rich.console import Console
 
-from posbench import report, tables
 from posbench.errors import UserError
+from posbench.report import page as report
+from posbench.report import tables
 from tests.unit.test_plots import AFTER, BEFORE, attention, channels, metrics, search, sweep
 
 
@@ -219,9 +220,7 @@ def test_sweep_over_a_column_that_metrics_also_has(tmp_path):
 
 
 def test_report_needs_no_model_library():
-    code = (
-        "import sys, posbench.report; sys.exit(bool({'torch', 'transformers', 'hydra', 'matplotlib.pyplot'} & set(sys.modules)))"
-    )
+    code = "import sys, posbench.report.page; sys.exit(bool({'torch', 'transformers', 'hydra', 'matplotlib.pyplot'} & set(sys.modules)))"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

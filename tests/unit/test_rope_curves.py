@@ -8,7 +8,7 @@ import torch
 
 import posbench
 from posbench.methods.position_interpolation import PositionInterpolation
-from posbench.studies.rope_curves import attention_to_thirds, decay, main, wave
+from posbench.studies.lpes.rope_curves import attention_to_thirds, decay, main, wave
 from tests.models import BUILDERS
 
 AT = np.array([0.0, 1.0, 7.0, 350.0])

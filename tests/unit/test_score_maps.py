@@ -14,7 +14,7 @@ import posbench as package
 from posbench.errors import UserError
 from posbench.methods.attention_buckets import AttentionBuckets
 from posbench.methods.moice import MoICE
-from posbench.studies import gram, score_map
+from posbench.studies.behind_rope import gram, score_map
 from posbench.theory.causal_mask import diagonal_normalised
 from tests.conftest import Result, run_folders
 from tests.models import BUILDERS

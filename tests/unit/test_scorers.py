@@ -12,7 +12,7 @@ import pytest
 from rouge import Rouge
 from scipy.stats import kendalltau
 
-from posbench.studies import scorers as study
+from posbench.studies.cost import scorers as study
 from posbench.tasks import scorers as s
 from posbench.tasks.longbench import PROMPTS
 

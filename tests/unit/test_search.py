@@ -10,7 +10,7 @@ import posbench
 from posbench.errors import UserError
 from posbench.methods import ScaleChannel
 from posbench.search import Candidate, ChannelSearch, statistics
-from posbench.stages import search as stage
+from posbench.search import channel_run as stage
 from tests.models import LAYERS, VOCABULARY, WIDTH, build
 
 POSITIONS = 120

@@ -16,10 +16,22 @@ import yaml
 
 from posbench import paths
 from posbench.errors import UserError
-from posbench.record import RunDir
-from posbench.studies import synthetic_results, training_speed
-from posbench.studies.synthetic_claims import findings, thresholds
-from posbench.studies.synthetic_tables import (
+from posbench.run.folder import RunDir
+from posbench.studies.cost import training_speed
+from posbench.studies.wu2025 import synthetic_results
+from posbench.studies.wu2025 import training as position_training
+from posbench.studies.wu2025.network import Attention, AttentionNetwork
+from posbench.studies.wu2025.sequences import (
+    Mixture,
+    ask,
+    copying_gap,
+    draw_world,
+    novel_sequences,
+    other_is_right,
+    training_batch,
+)
+from posbench.studies.wu2025.synthetic_claims import findings, thresholds
+from posbench.studies.wu2025.synthetic_tables import (
     GAP_COLUMNS,
     PAIR_NAMES,
     SETTINGS,
@@ -29,19 +41,8 @@ from posbench.studies.synthetic_tables import (
     paper_cells,
     uniform_sinks,
 )
-from posbench.studies.synthetic_training import SyntheticTraining
-from posbench.synth import position_training
-from posbench.synth.attention_network import Attention, AttentionNetwork
-from posbench.synth.mixture import (
-    Mixture,
-    ask,
-    copying_gap,
-    draw_world,
-    novel_sequences,
-    other_is_right,
-    training_batch,
-)
-from posbench.synth.position_training import Condition, Ensemble, folder_of, marks, pair_rows, train, trainings
+from posbench.studies.wu2025.synthetic_training import SyntheticTraining
+from posbench.studies.wu2025.training import Condition, Ensemble, folder_of, marks, pair_rows, train, trainings
 from tests.conftest import Result, run_folders
 
 SMALL = Condition(width=16, classes=64, labels=4, batch=8, sequences=50)

@@ -12,13 +12,13 @@ import pytest
 import torch
 
 import posbench
-from posbench import arch
-from posbench.cli import main
+from posbench.cli.main import main
 from posbench.methods.attention_buckets import AttentionBuckets
 from posbench.methods.moice import MoICE
-from posbench.studies import causal_mask as study
-from posbench.studies import masks as layers_study
-from posbench.studies import rollout as rollout_study
+from posbench.model import families as arch
+from posbench.studies.behind_rope import causal_mask as study
+from posbench.studies.wu2025 import masks as layers_study
+from posbench.studies.wu2025 import rollout as rollout_study
 from posbench.theory import causal_mask as rope
 from posbench.theory import masks
 from posbench.theory import rope as rotation

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 import posbench
-from posbench.stages import evaluate
-from posbench.studies import throughput
+from posbench.pipeline.stages import evaluate
+from posbench.studies.cost import throughput
 
 
 def test_both_ways_give_the_same_outputs(monkeypatch: pytest.MonkeyPatch) -> None:

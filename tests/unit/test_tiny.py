@@ -10,18 +10,18 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from posbench import paths
+from posbench.embedded import card, study
+from posbench.embedded.checks import criteria, kv_task
+from posbench.embedded.data import BLOCK, block_mask, draw_batch, draw_contexts, end_prior
+from posbench.embedded.network import alibi_slopes, block_logits, build_model
+from posbench.embedded.package import CARD_FILE, MEASURED_FILE, SEEDS_FILE
+from posbench.embedded.recipe import RECIPES, SHIPPED, Recipe, TrainStage
+from posbench.embedded.start import CLOCK_CHANNEL, rope_tables, rotate
+from posbench.embedded.study import run_seeds, seeds_table
+from posbench.embedded.tiny import main, parse_seeds
+from posbench.embedded.tokenizer import FIRST_WORD, VOCAB, build_tokenizer
+from posbench.embedded.train import TRAINING_FILE, batch_for, batch_loss, learning_rate, save, train
 from posbench.errors import UserError
-from posbench.synth import card, study
-from posbench.synth.checks import criteria, kv_task
-from posbench.synth.data import BLOCK, block_mask, draw_batch, draw_contexts, end_prior
-from posbench.synth.network import alibi_slopes, block_logits, build_model
-from posbench.synth.package import CARD_FILE, MEASURED_FILE, SEEDS_FILE
-from posbench.synth.recipe import RECIPES, SHIPPED, Recipe, TrainStage
-from posbench.synth.start import CLOCK_CHANNEL, rope_tables, rotate
-from posbench.synth.study import run_seeds, seeds_table
-from posbench.synth.tiny import main, parse_seeds
-from posbench.synth.tokenizer import FIRST_WORD, VOCAB, build_tokenizer
-from posbench.synth.train import TRAINING_FILE, batch_for, batch_loss, learning_rate, save, train
 from posbench.tasks.kv_retrieval import WORDS, compact_prompt
 
 torch.set_num_threads(1)

@@ -11,10 +11,12 @@ import pandas as pd
 import pytest
 from scipy.stats import spearmanr
 
-from posbench import report, sweep_plots
-from posbench.record import RunDir, write_csv
-from posbench.sweep_plots import CENTRE, LEAN, SPREAD
-from posbench.trend import rank_correlation, trends
+from posbench.files.atomic import write_csv
+from posbench.plots import sweep as sweep_plots
+from posbench.plots.sweep import CENTRE, LEAN, SPREAD
+from posbench.report import page as report
+from posbench.report.trend import rank_correlation, trends
+from posbench.run.folder import RunDir
 from tests.unit.test_plots import attention, metrics, sweep
 
 NUMBERS = [-2.0, -1.0, 0.0, 1.0, 2.0]

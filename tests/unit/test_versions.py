@@ -11,7 +11,7 @@ from packaging.requirements import Requirement
 
 import posbench
 from posbench import versions
-from posbench.cli import main
+from posbench.cli.main import main
 from posbench.errors import UserError
 
 ROOT = Path(__file__).parents[2]

@@ -15,10 +15,11 @@ import pytest
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 
-from posbench import metrics, paths
-from posbench.config import plain
+from posbench import paths
 from posbench.errors import UserError
+from posbench.pipeline.config import plain
 from posbench.schema import build
+from posbench.stats import tables as metrics
 from posbench.tasks.base import Example
 from posbench.tasks.zero_scrolls import LPES, NEW_TOKENS, ZeroSCROLLS
 

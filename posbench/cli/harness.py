@@ -1,0 +1,308 @@
+"""lm-evaluation-harness under a posbench method; importing this module registers its model type ``posbench``.
+
+The harness's own Hugging Face model scores context and continuation in one forward, padded on the right and without a
+mask: a method that treats the last prompt token apart cannot know which one that is. Here every context runs once, padded
+on the left, and its continuations follow on its cache, as the tokens of a generation do.
+"""
+
+from __future__ import annotations
+
+import difflib
+import logging
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from importlib.metadata import version
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Self
+
+import hydra
+import torch
+import yaml
+from hydra.core.global_hydra import GlobalHydra
+from hydra.errors import HydraException
+from lm_eval.api.model import CacheHook
+from lm_eval.api.registry import register_model
+from lm_eval.models.huggingface import HFLM
+from lm_eval.utils import simple_parse_args_string
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from tqdm import tqdm
+
+from posbench import paths
+from posbench.cli import main as cli
+from posbench.errors import UserError, choices, from_hydra
+from posbench.files.atomic import digest
+from posbench.methods import Method
+from posbench.model import load as checkpoint
+from posbench.model.lm import CHAT_TEMPLATES, batches
+from posbench.pipeline import config
+from posbench.pipeline.execute import identity
+from posbench.schema import build
+
+log = logging.getLogger(__name__)
+
+MODEL_KEYS = ("revision", "dtype", "attention", "rope", "chat_template", "context_window", "threads")
+RUNTIME_KEYS = ("device", "device_map", "max_memory")
+
+_OWNER = "posbench"
+
+Request = tuple[tuple[str, str] | None, list[int], list[int]]
+"""What the harness asks for: (context, continuation) as text, None inside a rolling window, and as tokens."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Harness:
+    """Settings of the harness's Hugging Face model that keep their names and meaning.
+
+    Attributes:
+        batch_size: Contexts per forward, or ``auto``: the most that fits at the length of the longest request.
+        max_batch_size: Where ``auto`` starts.
+        max_length: Tokens per context and continuation; longer ones lose their beginning. None: the context window.
+        add_bos_token: Whether prompts begin with the beginning-of-sequence token; None leaves it to the tokenizer.
+        prefix_token_id: Token that stands before a continuation without a context.
+        logits_cache: Whether requests with the same context share its forward.
+        think_end_token: See the harness.
+        enable_thinking: See the harness.
+        chat_template_args: See the harness.
+    """
+
+    batch_size: int | str = 1
+    max_batch_size: int = 64
+    max_length: int | None = None
+    add_bos_token: bool | None = None
+    prefix_token_id: int | None = None
+    logits_cache: bool = True
+    think_end_token: str | int | None = None
+    enable_thinking: bool | None = None
+    chat_template_args: dict[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        sound = re.fullmatch(r"[1-9]\d*|auto(:\d+)?", str(self.batch_size))
+        for name, good in (
+            ("batch_size", sound),
+            ("max_batch_size", self.max_batch_size >= 1),
+            ("max_length", self.max_length is None or self.max_length >= 1),
+        ):
+            if not good:
+                raise UserError(
+                    field=f"model_args.{name}",
+                    value=getattr(self, name),
+                    allowed="a whole number from 1 up" + (", or auto" if name == "batch_size" else ""),
+                    hint=f"set {name}=1" if "batch" in name else "leave it out",
+                )
+
+
+def compose(pretrained: str, method: str, settings: Mapping[str, Any], config_dir: str | None = None) -> config.Config:
+    """The checked config of a model and a method, from the same files and by the same rules as the ``posbench`` command.
+
+    Args:
+        pretrained: A name in ``conf/model``, a directory, or a hub id.
+        method: A name in ``conf/method``, or several joined by ``+``, the outermost first; constants come from the model's file
+            unless ``settings`` gives them.
+        settings: Fields of the method (of several: ``parts.<name>.<field>``), and the keys of ``MODEL_KEYS`` and
+            ``RUNTIME_KEYS``.
+        config_dir: A folder with the user's own YAML files.
+
+    Raises:
+        UserError: Unknown name, key or value.
+    """
+    folders = [paths.CONF, *([Path(config_dir).expanduser().absolute()] if config_dir else [])]
+    if not folders[-1].is_dir():
+        raise UserError(
+            field="model_args.config_dir", value=config_dir, allowed="a folder with your YAML files", hint="check the path"
+        )
+    listed = pretrained in choices(*(folder / "model" for folder in folders))
+    # Commas separate the arguments, so a list of methods comes with plus signs.
+    asked = f"method=[{method.replace('+', ',')}]" if "+" in method else f"method={method}"
+    overrides = [f"model={pretrained if listed else 'hf'}", asked, "stages=[evaluate]"]
+    overrides += [f"hydra.searchpath=[file://{folders[-1]}]"] if config_dir else []
+    GlobalHydra.instance().clear()
+    with TemporaryDirectory() as folder:
+        overrides = cli.composed(overrides, Path(folder), config_dir)
+        try:
+            with hydra.initialize_config_dir(str(paths.CONF), version_base="1.3"):
+                composed = hydra.compose("config", overrides)
+        except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
+            raise from_hydra(error, overrides, config_dir) from error
+    if not listed:
+        composed.model.path, composed.model.name = pretrained, Path(pretrained).name
+    groups = dict.fromkeys(RUNTIME_KEYS, "runtime") | dict.fromkeys(MODEL_KEYS, "model")
+    parts = {f"parts.{name}.": part for name, part in composed.method.get("parts", {}).items()} or {"": composed.method}
+    groups |= {f"{where}{key}": "method" for where, part in parts.items() for key in part if key not in ("_target_", "name")}
+    for key, value in settings.items():
+        if key not in groups:
+            known = ["pretrained", "method", "config_dir", *groups, *(f.name for f in fields(Harness))]
+            near = difflib.get_close_matches(key, known, n=1)
+            raise UserError(
+                field=f"model_args.{key}",
+                value=value,
+                allowed=f"keys {', '.join(known)}",
+                hint=f"did you mean {near[0]}?" if near else "remove the key",
+            )
+        OmegaConf.update(composed, f"{groups[key]}.{key}", _listed(value), merge=False, force_add=True)
+    return config.check(config.plain(composed), [f"{groups[key]}.{key}" for key in settings])
+
+
+def _listed(value: Any) -> Any:
+    """``2:5`` as the list [2, 5]: a string of arguments is split at its commas before it comes here."""
+    if isinstance(value, str) and re.fullmatch(r"\d+(:\d+)+", value):
+        return [int(part) for part in value.split(":")]
+    return value
+
+
+@register_model("posbench")
+class PosbenchLM(HFLM):  # type: ignore[misc]
+    """Any causal LM under a posbench method, as a model of lm-evaluation-harness.
+
+    The method is applied for the time of each call and the model is itself between calls. Log-likelihoods are taken in
+    float32. Tokens, truncation from the left, stop texts, chat templates and the order of results are the harness's own.
+
+    Args:
+        pretrained: A name in ``conf/model``, a directory, or a hub id.
+        method: A name in ``conf/method``, or several joined by ``+``: ``layer_scaling+scale_channel``. Constants come from the
+            model's file unless given here.
+        config_dir: A folder with the user's own YAML files.
+        **settings: Fields of the method (of several: ``parts.<name>.<field>``), of :class:`Harness`, and the keys of
+            ``MODEL_KEYS`` and ``RUNTIME_KEYS``. A list is written with colons where commas separate the arguments:
+            ``layers=1:3`` is the YAML's ``[1, 3]``.
+
+    Raises:
+        UserError: Something in the arguments does not fit; see :func:`compose`.
+    """
+
+    def __init__(self, pretrained: str, method: str | None = "none", *, config_dir: str | None = None, **settings: Any) -> None:
+        own = {f.name: settings.pop(f.name) for f in fields(Harness) if f.name in settings}
+        harness = build(Harness, own, "model_args")
+        # The harness reads the word none as None.
+        self.posbench = compose(str(pretrained), str(method or "none"), settings, config_dir)
+        model, runtime = self.posbench.model, self.posbench.runtime
+        if runtime.threads:
+            torch.set_num_threads(runtime.threads)
+        self.lm = checkpoint.load(model, device=runtime.device, device_map=runtime.device_map, max_memory=runtime.max_memory)
+        self.method: Method = self.posbench.method()
+        self.method.check(self.lm)
+        if self.lm.tokenizer is not None and model.chat_template in CHAT_TEMPLATES:
+            self.lm.tokenizer.chat_template = CHAT_TEMPLATES[model.chat_template].read_text().rstrip("\n")
+        known = self.lm.context_window if self.lm.context_window < 2**31 else None
+        kept = asdict(harness) | {"max_length": harness.max_length or known}
+        super().__init__(self.lm.model, tokenizer=self.lm.tokenizer, revision=model.revision, **kept)
+        self._device = self.lm.device
+        moves: dict[str, Any] = {"model": identity(self.posbench), "method": self.posbench.raw["method"]}
+        # A cache may go on with smaller batches: they move rounding only.
+        moves |= {name: value for name, value in kept.items() if "batch" not in name}
+        self.identity = digest(moves | {"lm_eval": version("lm_eval")}, 16)
+
+    @classmethod
+    def create_from_arg_string(cls, arg_string: str, additional_config: dict[str, Any] | None = None) -> Self:
+        """The model from ``key=value,key=value``."""
+        return cls.create_from_arg_obj(simple_parse_args_string(arg_string), additional_config)
+
+    @classmethod
+    def create_from_arg_obj(cls, arg_dict: dict[str, Any], additional_config: dict[str, Any] | None = None) -> Self:
+        """The model from its arguments; they win over the harness's flags of the same name."""
+        flags = {key: value for key, value in (additional_config or {}).items() if value is not None}
+        if flags.get("device") == "cuda:0":
+            # What the harness says when nobody said anything: the first GPU where there is one, as auto.
+            del flags["device"]
+        if "pretrained" not in arg_dict:
+            raise UserError(
+                field="model_args.pretrained",
+                value=None,
+                allowed="a name in conf/model, a directory or a hub id",
+                hint="--model_args pretrained=tiny,method=scale_channel",
+            )
+        return cls(**(flags | arg_dict))
+
+    def get_model_info(self) -> dict[str, Any]:
+        """What the harness records of a model, and the method with its parameters."""
+        info = {"model": self.posbench.model.path, "method": self.posbench.method_name, **asdict(self.method)}
+        return {**super().get_model_info(), "posbench": info}
+
+    def set_cache_hook(self, cache_hook: CacheHook) -> None:
+        """Take the harness's response cache, if it is this model's and this method's.
+
+        Its keys hold the request alone, so the answers of another model or method would be taken for ours.
+
+        Raises:
+            UserError: Something else filled the file.
+        """
+        answers = cache_hook.dbdict
+        if answers is not None:
+            owner = answers.get(_OWNER)
+            if owner != self.identity and (owner is not None or len(answers)):
+                raise UserError(
+                    field="--use_cache",
+                    value=str(answers.filename),
+                    allowed="a new file, or one that this model, method and version of posbench filled",
+                    hint="give each method a file of its own: the harness does not tell their answers apart",
+                )
+            answers[_OWNER] = self.identity
+        super().set_cache_hook(cache_hook)
+
+    def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
+        """Generate as the harness does, under the method."""
+        with self.method.applied(self.lm):
+            return super().generate_until(requests, disable_tqdm=disable_tqdm)
+
+    def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
+        """Log-likelihoods of whole texts, for methods that treat all tokens alike.
+
+        Raises:
+            UserError: The method treats the last prompt token apart, and a whole text has no prompt.
+        """
+        if self.method.needs_prompt:
+            raise UserError(
+                field="method",
+                value=self.posbench.method_name,
+                allowed="for log-likelihoods of whole texts (perplexity): methods that treat all tokens alike",
+                hint="leave out tasks of output_type loglikelihood_rolling, or set last=all",
+            )
+        return super().loglikelihood_rolling(requests, disable_tqdm=disable_tqdm)
+
+    def _loglikelihood_tokens(
+        self, requests: Sequence[Request], disable_tqdm: bool = False, override_bs: int | None = None
+    ) -> list[tuple[float, bool]]:
+        """Log-likelihood in nats and greediness per request; one forward per context, then its continuations on the cache.
+
+        Raises:
+            UserError: A task's continuation is empty, or longer than the model reads.
+        """
+        asked: dict[Any, list[int]] = {}
+        contexts: list[list[int]] = []
+        cut = 0
+        for number, (_, context, continuation) in enumerate(requests):
+            if not 0 < len(continuation) <= self.max_length:
+                raise UserError(
+                    field="continuation",
+                    value=f"{len(continuation)} tokens",
+                    allowed=f"1 to {self.max_length} tokens (max_length)",
+                    hint="mend the task's choices",
+                )
+            # The last token of a continuation is predicted and never read.
+            kept = context[-(self.max_length + 1 - len(continuation)) :]
+            cut += len(kept) < len(context)
+            asked.setdefault(tuple(kept) if self.logits_cache else number, []).append(number)
+            contexts.append(kept)
+        if cut:
+            log.warning("%d of %d requests exceed %d tokens and lost their beginning", cut, len(requests), self.max_length)
+        groups = list(asked.values())
+        lengths = [max(len(contexts[n]) + len(requests[n][2]) for n in group) for group in groups]
+        found: list[tuple[float, bool]] = [(0.0, False)] * len(requests)
+        progress = tqdm(total=len(requests), disable=disable_tqdm, desc="Running loglikelihood requests")
+        with self.method.applied(self.lm), progress:
+            size = override_bs or self.batch_size
+            if size == "auto" and requests:
+                size = self._detect_batch_size([max(requests, key=lambda r: len(r[1]) + len(r[2]))])
+            for batch in batches(lengths, int(size) if requests else 1):
+                prompts = [contexts[groups[i][0]] for i in batch]
+                tokens = [[requests[n][2] for n in groups[i]] for i in batch]
+                for i, answers in zip(batch, self.lm.continuations(prompts, tokens, batch_size=len(batch)), strict=True):
+                    for n, answer in zip(groups[i], answers, strict=True):
+                        found[n] = answer
+                        # Windows of a rolling request have no text of their own; their sum is cached instead.
+                        if requests[n][0] is not None:
+                            self.cache_hook.add_partial("loglikelihood", requests[n][0], answer)
+                    progress.update(len(answers))
+        return found

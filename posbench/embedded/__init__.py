@@ -1,0 +1,1 @@
+"""The recipe that trains the embedded models, and the models."""

@@ -1,0 +1,102 @@
+"""Training data of the tiny model: whole batches drawn as tensors.
+
+One context carries many questions. Every question is a block of five tokens (``"} The value of key "``, key,
+``" is "``, value, ``"``) that continues the context at the same positions and sees the context and itself only, so
+a batch of Q questions equals Q separate prompts at a fraction of the work.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from posbench.embedded.tokenizer import ASK, COLON, COMMA, FIRST_WORD, IS, OPEN, QUOTE, VOCAB
+from posbench.tasks.kv_retrieval import WORDS
+
+BLOCK = 5
+"""Tokens of one question with its answer and closing quote."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One batch of contexts with questions."""
+
+    ids: Tensor
+    """``[contexts, 4 * pairs + 5 * questions]`` token ids: the context, then the blocks."""
+    gold: Tensor
+    """``[contexts, questions]`` 0-based gold positions."""
+    pairs: int
+    """Pairs per context."""
+
+    @property
+    def context_length(self) -> int:
+        """Tokens of the context, up to the last value."""
+        return 4 * self.pairs
+
+    @property
+    def blocks(self) -> Tensor:
+        """``[contexts, questions, 5]`` token ids of the blocks."""
+        return self.ids[:, self.context_length :].view(self.ids.shape[0], -1, BLOCK)
+
+    def prompt(self, context: int, question: int) -> Tensor:
+        """``[4 * pairs + 3]`` token ids of one question as a prompt of its own."""
+        return torch.cat([self.ids[context, : self.context_length], self.blocks[context, question, :3]])
+
+
+def end_prior(pairs: int, scale: float, mix: float) -> Tensor:
+    """``[pairs]`` probabilities of the gold position: the ends' prior mixed with ``mix`` of uniform."""
+    x = (torch.arange(pairs) + 0.5) / pairs
+    weight = torch.exp(-x / scale) + torch.exp(-(1 - x) / scale)
+    return (1 - mix) * weight / weight.sum() + mix / pairs
+
+
+def draw_contexts(contexts: int, pairs: int, rng: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
+    """Context token ids ``[contexts, 4 * pairs]`` with their keys and values ``[contexts, pairs]``.
+
+    Keys are distinct and values are distinct; a word may be a key and a value of the same context.
+    """
+    keys = torch.rand(contexts, len(WORDS), generator=rng).argsort(-1)[:, :pairs] + FIRST_WORD
+    values = torch.rand(contexts, len(WORDS), generator=rng).argsort(-1)[:, :pairs] + FIRST_WORD
+    ids = torch.empty(contexts, pairs, 4, dtype=torch.long)
+    ids[:, :, 0] = VOCAB[COMMA]
+    ids[:, 0, 0] = VOCAB[OPEN]
+    ids[:, :, 1] = keys
+    ids[:, :, 2] = VOCAB[COLON]
+    ids[:, :, 3] = values
+    return ids.view(contexts, 4 * pairs), keys, values
+
+
+def draw_batch(contexts: int, pairs: int, questions: int, prior: Tensor, noise: float, rng: torch.Generator) -> Batch:
+    """A batch whose gold positions follow ``prior`` (``[pairs]``), with wrong keys at the rate ``noise``."""
+    context, keys, values = draw_contexts(contexts, pairs, rng)
+    gold = torch.multinomial(prior, contexts * questions, replacement=True, generator=rng)
+    gold = gold.view(contexts, questions)
+    asked = keys.gather(1, gold)
+    if noise:
+        wrong = torch.rand(contexts, questions, generator=rng) < noise
+        words = torch.randint(len(WORDS), (contexts, questions), generator=rng) + FIRST_WORD
+        asked = torch.where(wrong, words, asked)
+    blocks = torch.empty(contexts, questions, BLOCK, dtype=torch.long)
+    blocks[:, :, 0] = VOCAB[ASK]
+    blocks[:, :, 1] = asked
+    blocks[:, :, 2] = VOCAB[IS]
+    blocks[:, :, 3] = values.gather(1, gold)
+    blocks[:, :, 4] = VOCAB[QUOTE]
+    return Batch(torch.cat([context, blocks.flatten(1)], 1), gold, pairs)
+
+
+def block_mask(context_length: int, questions: int) -> Tensor:
+    """``[T, T]`` boolean mask, True where a row may look: causal, and no block sees another block."""
+    total = context_length + BLOCK * questions
+    index = torch.arange(total)
+    block = torch.where(index < context_length, -1, (index - context_length) // BLOCK)
+    causal = index[:, None] >= index[None, :]
+    return causal & ((block[None, :] == -1) | (block[None, :] == block[:, None]))
+
+
+def block_positions(context_length: int, questions: int) -> Tensor:
+    """``[T]`` position ids: every block continues the context at the same positions."""
+    block = context_length + torch.arange(BLOCK).repeat(questions)
+    return torch.cat([torch.arange(context_length), block])

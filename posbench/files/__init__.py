@@ -1,0 +1,1 @@
+"""Whole files, hashes, the machine, and where files come from."""

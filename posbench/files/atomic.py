@@ -1,0 +1,48 @@
+"""Whole files or nothing, and short hashes of plain data."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+Row = dict[str, Any]
+"""One line of a JSON-lines file."""
+
+
+def digest(data: Any, length: int = 8) -> str:
+    """Short hash of plain data, the same for equal content: 0 and 0.0 are equal, a tuple and a list too."""
+    return hashlib.sha256(json.dumps(_canonical(data), sort_keys=True, default=str).encode()).hexdigest()[:length]
+
+
+def _canonical(data: Any) -> Any:
+    if isinstance(data, Mapping):
+        return {key: _canonical(value) for key, value in data.items()}
+    if isinstance(data, list | tuple):
+        return [_canonical(value) for value in data]
+    return int(data) if isinstance(data, float) and data.is_integer() else data
+
+
+def write_bytes(path: Path, data: bytes) -> None:
+    """Write a whole file or nothing; what a killed process left behind is overwritten by the next write."""
+    scratch = path.with_name(f".{path.name}.tmp")
+    with open(scratch, "wb") as stream:
+        stream.write(data)
+        stream.flush()
+        os.fsync(stream.fileno())
+    os.replace(scratch, path)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a whole text file or nothing."""
+    write_bytes(path, text.encode())
+
+
+def write_csv(path: Path, frame: pd.DataFrame) -> None:
+    """Write a whole CSV or nothing; floats keep 9 significant digits, so equal results give equal bytes."""
+    write_text(path, frame.to_csv(index=False, float_format="%.9g", lineterminator="\n"))

@@ -1,0 +1,19 @@
+"""The machine that a number was made on."""
+
+import platform
+from pathlib import Path
+
+import torch
+
+
+def hardware() -> str:
+    """One line that names the processor and the accelerators."""
+    name = platform.processor() or platform.machine()
+    info = Path("/proc/cpuinfo")
+    if info.is_file():
+        lines = [line for line in info.read_text().splitlines() if line.startswith("model name")]
+        name = lines[0].split(":", 1)[1].strip() if lines else name
+    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    return f"{name}, {torch.get_num_threads()} thread{'s' * (torch.get_num_threads() > 1)}" + (
+        f"; {', '.join(gpus)}" if gpus else ""
+    )

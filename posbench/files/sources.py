@@ -1,0 +1,310 @@
+"""Where the files of a config come from (the hub, a URL, this machine), and how they get here."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from http.client import HTTPException
+from pathlib import Path
+from typing import Any, Literal
+from urllib.request import Request, urlopen
+
+from huggingface_hub import HfApi, snapshot_download, try_to_load_from_cache
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HTTPError,
+    LocalEntryNotFoundError,
+    OfflineModeIsEnabled,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+from rich.console import Console
+from rich.filesize import decimal
+from rich.table import Table
+
+from posbench import paths
+from posbench.errors import UserError
+from posbench.files.atomic import write_bytes
+
+CHECKPOINT = ("*.json", "*.jinja", "*.txt", "*.model", "model*.safetensors")
+"""What a checkpoint is loaded from. The same weights as *.bin, *.pth or consolidated.safetensors stay on the hub."""
+
+TOKENIZER = ("tokenizer*", "special_tokens*", "added_tokens*", "vocab*", "merges*", "chat_template*", "*.model")
+
+FAILURES = (OSError, HTTPError, HTTPException, ValueError)
+"""What the hub's client and urllib raise: no network, no such repository, a torn answer, an id that is none."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """Files that a config needs, in one place.
+
+    Attributes:
+        kind: ``model`` or ``dataset`` (hub repositories), ``url``, or ``path`` (on this machine).
+        id: Hub id, URL, or path of a file or folder.
+        field: The config key that named it, for errors.
+        files: Wanted files of a data set, as paths in its repository; of a checkpoint, patterns in its top folder.
+        revision: Hub branch, tag or commit; None is the default branch.
+        sha256: Checksum that a URL's content must have; empty: not known.
+    """
+
+    kind: Literal["model", "dataset", "url", "path"]
+    id: str
+    field: str
+    files: tuple[str, ...] = ()
+    revision: str | None = None
+    sha256: str = ""
+
+
+@dataclass(frozen=True)
+class File:
+    """One line of :func:`listing`: a file's name, its size in bytes (None if unknown), and whether it is on this machine."""
+
+    name: str
+    size: int | None
+    here: bool
+
+
+def checkpoint(path: str, revision: str | None = None) -> Source:
+    """The source of a model: an embedded one, a local directory, or a hub id."""
+    resolved = paths.model_path(path)
+    local = Path(resolved).is_dir() or resolved.startswith(("/", "."))
+    return Source(kind="path" if local else "model", id=path, field="model.path", files=CHECKPOINT, revision=revision)
+
+
+def local(source: Source) -> Path:
+    """The folder (repository) or file (URL, path) on this machine.
+
+    What is complete in the cache is used as it is and no network is touched; :func:`fetch` looks for something newer.
+
+    Raises:
+        UserError: It is not here and cannot be downloaded, or its content is not what it was.
+    """
+    here = cached(source)
+    if here is None:
+        listing(source)
+        here = _download(source)
+    if source.sha256 and (found := hashlib.sha256(here.read_bytes()).hexdigest()) != source.sha256:
+        raise UserError(
+            field=source.field,
+            value=f"{here} with sha256 {found[:12]}",
+            allowed=f"the content of {source.id} with sha256 {source.sha256[:12]}",
+            hint=f"delete that file and run posbench fetch again, or set {source.field} to a copy of your own",
+        )
+    return here
+
+
+def commit(source: Source) -> str:
+    """The commit of a hub repository that :func:`local` uses."""
+    revision = source.revision or ""
+    return revision if re.fullmatch("[0-9a-f]{40}", revision) else local(source).name
+
+
+def cached(source: Source) -> Path | None:
+    """The folder or file if all of it is on this machine, else None; never touches the network."""
+    if source.kind == "path":
+        path = Path(paths.model_path(source.id))
+        return path if path.exists() else None
+    if source.kind == "url":
+        return _url_file(source.id) if _url_file(source.id).is_file() else None
+    try:
+        folder = Path(snapshot_download(source.id, local_files_only=True, **_wanted(source)))
+    except LocalEntryNotFoundError:
+        return None
+    except ValueError as error:
+        raise _refused(source, error) from error
+    # A cache filled by other programs has no list of files: look at what loading needs.
+    whole = not lacking(folder) if source.kind == "model" else all((folder / name).is_file() for name in source.files)
+    return folder if whole else None
+
+
+def lacking(folder: Path) -> str:
+    """The first thing that a checkpoint folder lacks to be loaded; empty if nothing."""
+    if not (folder / "config.json").is_file():
+        return "config.json"
+    if not any(folder.glob("tokenizer*")):
+        return "tokenizer files"
+    index = folder / "model.safetensors.index.json"
+    if (folder / "model.safetensors").is_file():
+        return ""
+    if not index.is_file():
+        return "model.safetensors"
+    try:
+        shards = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    except (ValueError, KeyError, AttributeError):
+        return f"a readable {index.name}"
+    return next((shard for shard in shards if not (folder / shard).is_file()), "")
+
+
+def listing(source: Source) -> tuple[str, list[File]]:
+    """The commit (hub repositories only, else empty) and the files, asked from the hub or the server where there is one.
+
+    Raises:
+        UserError: It does not exist, is not complete, or cannot be reached.
+    """
+    if source.kind == "path":
+        return "", _on_disk(source)
+    try:
+        if source.kind == "url":
+            if cached(source):
+                return "", _on_disk(source, _url_file(source.id))
+            with urlopen(Request(source.id, method="HEAD"), timeout=30) as answer:
+                size = answer.headers.get("Content-Length")
+            return "", [File(_url_file(source.id).name, int(size) if size else None, False)]
+        # Without the timeout the client would retry for half a minute where there is no network.
+        info = HfApi().repo_info(source.id, repo_type=source.kind, revision=source.revision, timeout=10, files_metadata=True)
+    except FAILURES as error:
+        raise _refused(source, error) from error
+    sha, files = str(info.sha), []
+    for entry in getattr(info, "siblings", None) or ():
+        if _matches(source, entry.rfilename):
+            here = try_to_load_from_cache(source.id, entry.rfilename, revision=sha, repo_type=source.kind)
+            files.append(File(entry.rfilename, entry.size, isinstance(here, str)))
+    names = {file.name for file in files}
+    wanted = source.files if source.kind == "dataset" else ("config.json", "model*.safetensors")
+    gone = [pattern for pattern in wanted if not any(fnmatch(name, pattern) for name in names)]
+    if gone:
+        raise UserError(
+            field=source.field,
+            value=source.id,
+            allowed=f"a repository with {gone[0]} (commit {sha[:12]} has none)",
+            hint="name a revision that has it (some repositories keep safetensors under refs/pr/N), or another repository",
+        )
+    return sha, sorted(files, key=lambda file: file.name)
+
+
+def fetch(sources: Iterable[Source], *, dry_run: bool, console: Console) -> None:
+    """Print every file of the sources, and download what is missing or newer on the hub.
+
+    Args:
+        sources: What the config needs.
+        dry_run: Print only.
+        console: Where the table goes.
+
+    Raises:
+        UserError: A file is missing on this machine, or a source cannot be reached and is not in the cache.
+    """
+    sources = list(dict.fromkeys(sources))
+    table = Table("what", "from", "file", "size", "state", box=None, pad_edge=False)
+    commits: dict[Source, str] = {}
+    wanted, problems, every = [], [], []
+    for source in sources:
+        try:
+            sha, files = listing(source)
+        except UserError as error:
+            # Without a cause it was reached, and does not hold what is wanted.
+            here = cached(source) if source.kind != "path" and error.__cause__ else None
+            if here is None:
+                problems.append(error)
+                table.add_row(source.field.partition(".")[0], source.id, "", "", "missing")
+                continue
+            reason = type(error.__cause__).__name__
+            console.print(f"{source.id}: not reachable ({reason}), but a complete copy is cached", soft_wrap=True)
+            sha, files = "" if source.kind == "url" else here.name, _on_disk(source, here)
+        if sha:
+            commits[source] = sha
+        for file in files:
+            tokenizer = source.files == CHECKPOINT and any(fnmatch(file.name, pattern) for pattern in TOKENIZER)
+            what = "tokenizer" if tokenizer else source.field.partition(".")[0]
+            state = "missing" if not file.here else "here" if source.kind == "path" else "cached"
+            table.add_row(what, source.id, file.name, "?" if file.size is None else decimal(file.size), state)
+        every += files
+        here = cached(source)
+        if here is None or (sha and here.name != sha):
+            wanted.append(source)
+    if table.row_count:
+        console.print(table)
+        total, absent = (sum(f.size or 0 for f in every if not (f.here and new)) for new in (False, True))
+        console.print(f"{len(every)} files, {decimal(total)}; to download: {decimal(absent)}")
+    if problems:
+        raise problems[0]
+    if not wanted:
+        console.print("nothing to download: everything this config needs is on this machine")
+    elif dry_run:
+        console.print("--dry-run: nothing was downloaded")
+    else:
+        for source in wanted:
+            _download(source)
+        console.print("downloaded: runs of this config need no network now")
+    for source, sha in commits.items():
+        pin = f"{source.field.partition('.')[0]}.revision={sha}"
+        console.print(f"{source.id} is at commit {sha}; to stay there: {pin}", soft_wrap=True)
+
+
+def _wanted(source: Source) -> dict[str, Any]:
+    """Arguments that select the files of a repository in the hub's client, where * also matches a slash."""
+    ignore = ["*/*"] if source.kind == "model" else None
+    return {
+        "repo_type": source.kind,
+        "revision": source.revision,
+        "allow_patterns": list(source.files),
+        "ignore_patterns": ignore,
+    }
+
+
+def _matches(source: Source, name: str) -> bool:
+    if source.kind == "dataset":
+        return name in source.files
+    return "/" not in name and any(fnmatch(name, pattern) for pattern in source.files)
+
+
+def _on_disk(source: Source, folder: Path | None = None) -> list[File]:
+    """The files of a path, or of a cached repository."""
+    path = folder or Path(paths.model_path(source.id))
+    if path.is_dir() and source.files == CHECKPOINT and lacking(path):
+        raise _refused(source, FileNotFoundError(f"it lacks {lacking(path)}"))
+    if path.is_dir() and source.files:
+        found = [p for pattern in source.files for p in path.glob(pattern) if p.is_file()]
+        return [File(p.relative_to(path).as_posix(), p.stat().st_size, True) for p in sorted(set(found))]
+    if path.is_file():
+        return [File(path.name, path.stat().st_size, True)]
+    raise _refused(source, FileNotFoundError(f"no such {'directory' if source.files else 'file'}"))
+
+
+def _download(source: Source) -> Path:
+    try:
+        if source.kind == "url":
+            with urlopen(source.id, timeout=30) as answer:
+                data = answer.read()
+            _url_file(source.id).parent.mkdir(parents=True, exist_ok=True)
+            write_bytes(_url_file(source.id), data)
+            return _url_file(source.id)
+        return Path(snapshot_download(source.id, **_wanted(source)))
+    except FAILURES as error:
+        raise _refused(source, error) from error
+
+
+def _url_file(url: str) -> Path:
+    """Where a URL is cached: two URLs that end in the same name stay apart."""
+    cache = Path(os.environ.get("POSBENCH_CACHE", "~/.cache/posbench")).expanduser()
+    return cache / hashlib.sha256(url.encode()).hexdigest()[:12] / (url.rstrip("/").rpartition("/")[2] or "index")
+
+
+def _refused(source: Source, error: Exception) -> UserError:
+    """The failure of a source as one line with the next step."""
+    allowed = {
+        "model": "a local directory with config.json, tokenizer files and *.safetensors, or a reachable hub id",
+        "dataset": "a reachable data set of the hub",
+        "url": "a reachable URL",
+        "path": "a file on this machine",
+    }["model" if source.files == CHECKPOINT else source.kind]
+    field, value, reason = source.field, source.id, (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+    own = f"set {field}=DIR to a local checkpoint" if source.files == CHECKPOINT else f"set {field} to a copy on this machine"
+    page = f"https://huggingface.co/{'datasets/' if source.kind == 'dataset' else ''}{source.id}"
+    if isinstance(error, GatedRepoError):
+        hint = f"accept its licence at {page}, then `hf auth login` (or set HF_TOKEN)"
+    elif isinstance(error, RepositoryNotFoundError):
+        hint = f"check the spelling; a private or gated repository needs `hf auth login` (or HF_TOKEN); or {own}"
+    elif isinstance(error, RevisionNotFoundError):
+        field, value = field.replace(".path", ".revision"), source.revision or "main"
+        allowed, hint = f"a branch, tag or commit of {source.id}", f"see {page}/commits"
+    elif isinstance(error.__cause__, OfflineModeIsEnabled) or isinstance(error, OfflineModeIsEnabled):
+        hint = f"unset HF_HUB_OFFLINE for once (posbench fetch), or {own}"
+    else:
+        hint = f"{own} ({reason})"
+    return UserError(field=field, value=value, allowed=allowed, hint=hint)

@@ -1,0 +1,1 @@
+"""One language model: load it, encode, read, change and restore it."""

@@ -1,0 +1,237 @@
+"""From a name, a directory, a hub id or a model object to a ready LM."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from dataclasses import fields as dataclass_fields
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from omegaconf import OmegaConf
+from safetensors import SafetensorError
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.utils import is_flash_attn_2_available
+
+from posbench import paths
+from posbench.errors import UserError
+from posbench.files import sources
+from posbench.model import families as arch
+from posbench.model.lm import CHAT_TEMPLATES, LM
+from posbench.schema import build
+
+Kernel = Literal["auto", "sdpa", "eager", "flash_attention_2"]
+Dtype = Literal["auto", "float64", "float32", "bfloat16", "float16"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """One file of ``conf/model/``.
+
+    Attributes:
+        name: Short name used in folders and tables.
+        path: Hub id, local directory, or ``posbench://NAME`` for an embedded model.
+        revision: Hub branch, tag or commit; None takes the default branch, as cached if a complete copy is cached.
+        dtype: Weight type; ``auto`` is the checkpoint's own on a GPU (float32 stays float32) and float32 on a CPU.
+        attention: Attention kernel; ``auto`` is sdpa where the family has it, else eager (Gemma 2, MPT).
+        rope: ``checkpoint``, or ``none`` for a checkpoint trained without position embeddings whose config does not say so.
+        chat_template: ``auto`` applies the tokenizer's template where it has one; ``none`` never does; or the name of one in
+            ``posbench/templates/chat``, for a checkpoint that was trained with a template it does not carry.
+        context_window: Tokens the model reads; None takes the checkpoint's ``max_position_embeddings``.
+        threads: CPU threads; None leaves torch's choice.
+        stages: Stages that run when the user names none.
+        source: Where the constants of this file come from.
+        scale_channel: Published or found channel, factor and layers, with a ``source``.
+        blocks: Constants of further methods: any other key of the file that holds a mapping.
+        tasks: Per task name, defaults that replace those of ``conf/task``.
+        search: Defaults that replace those of ``conf/search``.
+    """
+
+    name: str
+    path: str
+    revision: str | None = None
+    dtype: Dtype = "auto"
+    attention: Kernel = "auto"
+    rope: Literal["checkpoint", "none"] = "checkpoint"
+    chat_template: str = "auto"
+    context_window: int | None = None
+    threads: int | None = None
+    stages: tuple[str, ...] = ("intervene", "evaluate", "report")
+    source: str = ""
+    scale_channel: dict[str, Any] | None = None
+    blocks: dict[str, dict[str, Any]] = field(default_factory=dict)
+    tasks: dict[str, dict[str, Any]] = field(default_factory=dict)
+    search: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        names = ("auto", "none", *CHAT_TEMPLATES)
+        if self.chat_template not in names:
+            raise UserError(
+                field="model.chat_template",
+                value=self.chat_template,
+                allowed=" | ".join(names),
+                hint="set model.chat_template=auto",
+            )
+
+
+def load(
+    source: str | Path | PreTrainedModel | ModelConfig,
+    *,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    name: str | None = None,
+    device: str = "auto",
+    device_map: str | dict[str, Any] | None = None,
+    max_memory: dict[int | str, str] | None = None,
+    **fields: Any,
+) -> LM:
+    """Load a model for posbench.
+
+    Args:
+        source: A name from ``conf/model`` ("mistral7b"), a local directory, a hub id, a Hugging Face model object, or
+            a :class:`ModelConfig`.
+        tokenizer: For a model object; without it only token-level calls work.
+        name: Short name; taken from the source if None.
+        device: ``auto`` (a GPU where there is one), ``cpu``, ``cuda``, ``cuda:1`` ...
+        device_map: Shards the layers instead: ``auto``, ``balanced``, ``balanced_low_0``, ``sequential``, or module
+            names to devices, ``cpu`` or ``disk`` (accelerate's ``device_map``).
+        max_memory: For a ``device_map`` in words: memory per GPU number and ``cpu``, as ``{0: "70GiB", "cpu": "100GiB"}``.
+        **fields: Fields of :class:`ModelConfig` to override.
+
+    Raises:
+        UserError: Unknown architecture, missing checkpoint, kernel or device, no safetensors weights, too little memory.
+    """
+    if isinstance(source, PreTrainedModel):
+        arch.family_of(source)
+        if _capped(source.config):
+            _refuse_sdpa(arch.text_config(source)._attn_implementation)
+        window = arch.context_window(source.config) or 2**31
+        return LM(source.eval(), tokenizer, name or "model", window, fields.get("chat_template", "auto"))
+    if isinstance(source, ModelConfig):
+        config = source
+    else:
+        config = model_config(str(source), **({"name": name} if name else {}), **fields)
+    return _load_checkpoint(config, device, device_map, max_memory)
+
+
+def model_config(source: str, **fields: Any) -> ModelConfig:
+    """The config of a name in ``conf/model``, else of a directory or hub id, with some fields replaced.
+
+    Raises:
+        UserError: A field is unknown or wrong.
+    """
+    known = paths.CONF / "model" / f"{source}.yaml"
+    data: Any = {"name": Path(source).name, "path": source}
+    if known.is_file():
+        data = OmegaConf.to_container(OmegaConf.load(known), resolve=True)
+    return build(ModelConfig, with_blocks({**data, **fields}), "model")
+
+
+def with_blocks(data: Mapping[str, Any]) -> dict[str, Any]:
+    """Gather a model's blocks for methods that :class:`ModelConfig` does not name."""
+    known = {f.name for f in dataclass_fields(ModelConfig)}
+    blocks = {k: dict(v) for k, v in data.items() if k not in known and isinstance(v, Mapping)}
+    return {k: v for k, v in data.items() if k not in blocks} | {"blocks": blocks}
+
+
+def _load_checkpoint(
+    config: ModelConfig, device: str, device_map: str | dict[str, Any] | None, max_memory: dict[int | str, str] | None
+) -> LM:
+    where = torch_device(device)
+    if config.attention == "flash_attention_2" and not is_flash_attn_2_available():
+        raise UserError(
+            field="model.attention",
+            value=config.attention,
+            allowed="sdpa or eager on this machine (flash-attn is not installed)",
+            hint="set model.attention=sdpa, or install the extra posbench[flash]",
+        )
+    # From here on there is a folder on this machine, and nothing touches the network.
+    path = str(sources.local(sources.checkpoint(config.path, config.revision)))
+    try:
+        origin: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+        # Read as plain data first: transformers would not name the families for a type that it does not know either.
+        facts, _ = PreTrainedConfig.get_config_dict(path, **origin)
+        if facts:
+            arch.family_of_type(facts.get("model_type"))
+        hf_config = AutoConfig.from_pretrained(path, **origin)
+        kernel = None if config.attention == "auto" else config.attention
+        if _capped(hf_config):
+            # Some transformers versions run sdpa all the same, and leave the cap out.
+            kernel = kernel or "eager"
+            _refuse_sdpa(kernel)
+        tokenizer = AutoTokenizer.from_pretrained(path, **origin)
+        dtype = config.dtype if config.dtype != "auto" else ("float32" if where.type == "cpu" else "auto")
+        model = AutoModelForCausalLM.from_pretrained(
+            path, dtype=dtype, attn_implementation=kernel, use_safetensors=True,
+            device_map=device_map or {"": where}, max_memory=max_memory, **origin,
+        )  # fmt: skip
+    except torch.OutOfMemoryError as error:
+        raise UserError(
+            field="runtime.device",
+            value=str(where),
+            allowed=f"a device that holds the weights of {config.name}",
+            hint="set runtime.device_map=auto to use all GPUs and the memory, or model.dtype=bfloat16",
+        ) from error
+    except (OSError, ValueError, SafetensorError) as error:
+        if "does not support an attention implementation" in str(error):
+            raise UserError(
+                field="model.attention",
+                value=config.attention,
+                allowed="auto or eager for this family",
+                hint="set model.attention=auto",
+            ) from error
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+        raise UserError(
+            field="model.path",
+            value=config.path,
+            allowed="a local directory with config.json, tokenizer files and *.safetensors, or a reachable hub id",
+            hint=f"set model.path=DIR to a local checkpoint ({reason})",
+        ) from error
+    if config.rope == "none":
+        arch.remove_rope(model)
+    window = config.context_window or arch.context_window(hf_config) or 2**31
+    return LM(model.eval(), tokenizer, config.name, window, config.chat_template)
+
+
+def _capped(config: PreTrainedConfig) -> bool:
+    """Whether attention scores are soft-capped (Gemma 2), which sdpa cannot do."""
+    return bool(getattr(config.get_text_config(), "attn_logit_softcapping", None))
+
+
+def _refuse_sdpa(kernel: str | None) -> None:
+    if kernel == "sdpa":
+        raise UserError(
+            field="model.attention",
+            value=kernel,
+            allowed="auto or eager: sdpa would leave out the soft-cap of this model's attention scores",
+            hint="set model.attention=auto (a model object: attn_implementation='eager')",
+        )
+
+
+def torch_device(device: str) -> torch.device:
+    """The device behind ``runtime.device``.
+
+    Raises:
+        UserError: This machine has no such device.
+    """
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        where = torch.device(device)
+        torch.empty(0, device=where)
+    except (RuntimeError, AssertionError) as error:
+        there = f"{torch.cuda.device_count()} CUDA devices" if torch.cuda.is_available() else "no CUDA device"
+        raise UserError(
+            field="runtime.device",
+            value=device,
+            allowed=f"auto, cpu, or a CUDA device of this machine (it has {there})",
+            hint="set runtime.device=auto, or leave out runtime=gpu",
+        ) from error
+    return where

@@ -1,0 +1,1 @@
+"""Changes of spans of tokens, for studies."""

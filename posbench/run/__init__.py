@@ -1,0 +1,1 @@
+"""One run: its folder, its rows, what a stage receives."""

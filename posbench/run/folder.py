@@ -1,0 +1,257 @@
+"""The run folder: versioned, claimed by one process, config first, rows appended with checksums, DONE last."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from filelock import FileLock, Timeout
+
+from posbench.errors import UserError
+from posbench.files.atomic import Row, digest, write_text
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class RunDir:
+    """One run folder that this process owns."""
+
+    path: Path
+
+    def write_json(self, name: str, data: Any) -> None:
+        """Write a JSON file atomically."""
+        write_text(self.path / name, json.dumps(data, indent=2, sort_keys=True, default=str) + "\n")
+
+    def read_json(self, name: str) -> Any:
+        """Read a JSON file; an empty dict where there is none yet."""
+        file = self.path / name
+        return json.loads(file.read_text()) if file.is_file() else {}
+
+    @property
+    def done(self) -> bool:
+        """Whether the run finished."""
+        return (self.path / "DONE").is_file()
+
+    # Rows
+
+    def rows(self, name: str) -> list[Row]:
+        """Whole, undamaged rows of a JSON-lines file, oldest first."""
+        return _read_rows(self.path / name)[0]
+
+    def append(self, name: str, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Append rows, each with a checksum, in one flushed write."""
+        lines = "".join(json.dumps({**row, "sum": _sum(row)}, ensure_ascii=False) + "\n" for row in rows)
+        with open(self.path / name, "ab+") as stream:
+            if stream.tell():
+                stream.seek(-1, os.SEEK_END)
+                # A line that a killed process left torn must not swallow the next one.
+                lines = lines if stream.read(1) == b"\n" else "\n" + lines
+            stream.write(lines.encode())
+            stream.flush()
+            os.fsync(stream.fileno())
+
+    def mend(self, name: str) -> None:
+        """Drop torn or damaged lines, and rows that record an error, so that they are computed again."""
+        file = self.path / name
+        rows, damaged = _read_rows(file)
+        kept = [row for row in rows if "error" not in row]
+        if damaged or len(kept) < len(rows):
+            log.warning("%s: dropped %d damaged and %d errored rows", file, damaged, len(rows) - len(kept))
+            write_text(file, "".join(json.dumps({**row, "sum": _sum(row)}, ensure_ascii=False) + "\n" for row in kept))
+
+    # Stages
+
+    def stage(self, name: str) -> Row:
+        """What is recorded of a stage: its ``key``, and ``done``."""
+        return dict(self.read_json("status.json").get("stages", {}).get(name, {}))
+
+    def mark(self, name: str, **facts: Any) -> None:
+        """Record facts of a stage."""
+        status = self.read_json("status.json")
+        status.setdefault("stages", {}).setdefault(name, {}).update(facts)
+        self.write_json("status.json", status)
+
+    def finish(self, state: str, error: str | None = None) -> None:
+        """Record how the run ended; ``done`` also writes DONE, last."""
+        self.write_json("status.json", self.read_json("status.json") | {"state": state, "error": error})
+        if state == "done":
+            write_text(self.path / "DONE", "")
+
+    def sibling_with(self, stage: str, key: str) -> RunDir | None:
+        """Another run of the same version that finished a stage under the same key: its files may be copied."""
+        for folder in sorted(self.path.parent.iterdir()):
+            other = RunDir(folder)
+            if folder != self.path and (folder / "status.json").is_file():
+                known = other.stage(stage)
+                if known.get("key") == key and known.get("done"):
+                    return other
+        return None
+
+
+def find(outputs: Path, suite: str, version_key: Mapping[str, Any], name: str) -> Path | None:
+    """The folder that :func:`claim` would resume; None where it would make a new one. Makes nothing.
+
+    Raises:
+        UserError: The outputs cannot be read.
+    """
+    try:
+        nearest = next(p for p in (outputs.absolute(), *outputs.absolute().parents) if p.exists())
+        if not nearest.is_dir() or not os.access(nearest, os.W_OK):
+            raise PermissionError(f"{nearest} is no folder that can be written")
+        version = _known_version(outputs / suite, version_key) if (outputs / suite).is_dir() else None
+    except OSError as error:
+        raise _unusable(outputs, error) from error
+    return version / name if version and (version / name).is_dir() else None
+
+
+@contextmanager
+def claim(
+    outputs: Path, suite: str, version_key: Mapping[str, Any], name: str, config: Mapping[str, Any], provenance: Mapping[str, Any]
+) -> Iterator[RunDir]:
+    """Claim ``outputs/suite/vNNN/name`` for this process.
+
+    The version folder is the newest whose key equals ``version_key``, else a new one: what lies in one version was
+    scored on the same examples by the same code. A new run folder appears at once with its config and provenance.
+
+    Args:
+        outputs: Root folder.
+        suite: Experiment or task name.
+        version_key: Plain data; a change starts a new version.
+        name: Folder of this run; carries the hash of its config.
+        config: Written to ``config.yaml``.
+        provenance: Written to ``provenance.json`` when the folder is made.
+
+    Raises:
+        UserError: Another process owns the folder, or it cannot be written.
+    """
+    try:
+        (outputs / suite).mkdir(parents=True, exist_ok=True)
+        with FileLock(outputs / suite / ".lock"):
+            version = _version(outputs / suite, version_key)
+    except OSError as error:
+        raise _unusable(outputs, error) from error
+    folder = version / name
+    with owned(folder):
+        if not folder.is_dir():
+            made = _scratch(version / f".new-{name}")
+            (made / "figures").mkdir()
+            write_text(made / "config.yaml", yaml.safe_dump(_plain(config), sort_keys=False))
+            RunDir(made).write_json("provenance.json", provenance)
+            RunDir(made).write_json("status.json", {"state": "running", "stages": {}})
+            os.rename(made, folder)
+        yield RunDir(folder)
+
+
+@contextmanager
+def owned(folder: Path) -> Iterator[None]:
+    """Keep other processes out of a run folder.
+
+    Raises:
+        UserError: Another process owns it.
+    """
+    locks = folder.parent / ".locks"
+    locks.mkdir(exist_ok=True)
+    # The lock lies beside the folder and goes with the process that holds it, however that one ends.
+    lock = FileLock(locks / folder.name)
+    try:
+        lock.acquire(timeout=0)
+    except Timeout as error:
+        raise UserError(
+            field="run folder", value=str(folder), allowed="one process at a time", hint="wait for the other run, or stop it"
+        ) from error
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def open_run(folder: Path) -> RunDir:
+    """Open a run folder for reading.
+
+    Raises:
+        UserError: It is no run folder.
+    """
+    if not (folder / "config.yaml").is_file():
+        raise UserError(
+            field="DIR",
+            value=str(folder),
+            allowed="a run folder (it holds config.yaml)",
+            hint="posbench prints the folder of each run",
+        )
+    return RunDir(folder)
+
+
+def _unusable(outputs: Path, error: OSError) -> UserError:
+    return UserError(
+        field="runtime.outputs",
+        value=str(outputs),
+        allowed="a folder that can be written",
+        hint=f"set runtime.outputs=DIR ({error.strerror or error})",
+    )
+
+
+def _versions(suite: Path) -> list[int]:
+    """Numbers of the version folders, oldest first."""
+    return sorted(int(p.name[1:]) for p in suite.iterdir() if p.name[:1] == "v" and p.name[1:].isdigit())
+
+
+def _known_version(suite: Path, key: Mapping[str, Any]) -> Path | None:
+    """The newest version folder with this key."""
+    for number in reversed(_versions(suite)):
+        folder = suite / f"v{number:03d}"
+        if (folder / "version.json").is_file() and json.loads((folder / "version.json").read_text()) == _plain(key):
+            return folder
+    return None
+
+
+def _version(suite: Path, key: Mapping[str, Any]) -> Path:
+    """The newest version folder with this key, else a new one."""
+    known = _known_version(suite, key)
+    if known:
+        return known
+    folder = suite / f"v{max(_versions(suite), default=0) + 1:03d}"
+    made = _scratch(suite / ".new-version")
+    write_text(made / "version.json", json.dumps(_plain(key), indent=2, sort_keys=True) + "\n")
+    os.rename(made, folder)
+    return folder
+
+
+def _scratch(folder: Path) -> Path:
+    """An empty folder; what a killed process left there is removed."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    return folder
+
+
+def _plain(data: Any) -> Any:
+    return json.loads(json.dumps(data, default=str))
+
+
+def _sum(row: Mapping[str, Any]) -> str:
+    return digest({k: v for k, v in row.items() if k != "sum"})
+
+
+def _read_rows(file: Path) -> tuple[list[Row], int]:
+    if not file.is_file():
+        return [], 0
+    rows, damaged = [], 0
+    for line in file.read_bytes().split(b"\n"):
+        if not line:
+            continue
+        try:
+            row = json.loads(line)
+            if row.pop("sum") != _sum(row):
+                raise ValueError("checksum")
+            rows.append(row)
+        except (ValueError, KeyError, AttributeError, TypeError):
+            damaged += 1
+    return rows, damaged

@@ -1,0 +1,1 @@
+"""What methods cost, and how exact they are."""

@@ -1,1 +1,0 @@
-"""Synthetic training: the embedded tiny models and their recipe."""
