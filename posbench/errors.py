@@ -20,7 +20,7 @@ class UserError(Exception):
         hint: The next step for the user.
     """
 
-    def __init__(self, *, field: str, value: object, allowed: str, hint: str) -> None:
+    def __init__(self, field: str, value: object, allowed: str, hint: str) -> None:
         self.field, self.value, self.allowed, self.hint = field, value, allowed, hint
         super().__init__(str(self))
 
@@ -57,30 +57,35 @@ def from_hydra(error: Exception, overrides: Sequence[str], config_dir: str | Non
     reason = text if len(text) <= 160 else f"{text[:160]} ..."
     folders = [CONF, *([Path(config_dir)] if config_dir else [])]
     if isinstance(error, yaml.YAMLError):
-        return UserError(field="config file", value=str(folders[-1]), allowed="valid YAML", hint=f"mend it ({reason})")
+        return UserError("config file", str(folders[-1]), "valid YAML", f"mend it ({reason})")
     if "Additional config directory" in text:
-        return UserError(field="--config-dir", value=config_dir, allowed="a folder with your YAML files", hint="check the path")
+        return UserError("--config-dir", config_dir, "a folder with your YAML files", "check the path")
     missing = re.search(r"Could not (?:find|load) '(\w+)/([^']*)'", text)
     if missing:
         group, choice = missing.groups()
         plural = {"search": "searches", "study": "studies"}.get(group, f"{group}s")
         known = choices(*(folder / group for folder in folders))
-        return UserError(field=group, value=choice, allowed=", ".join(known), hint=near(choice, known, f"posbench ls {plural}"))
+        return UserError(group, choice, ", ".join(known), near(choice, known, f"posbench ls {plural}"))
     parsed = getattr(error, "override", None)
     if isinstance(parsed, str):
-        return UserError(
-            field=parsed.split("=")[0], value=parsed, allowed="key=value, a list as [a,b]", hint=f"mend it ({reason})"
-        )
+        return UserError(parsed.split("=")[0], parsed, "key=value, a list as [a,b]", f"mend it ({reason})")
     typed = {o.lstrip("+~").split("=")[0]: o for o in overrides}
-    key = str(getattr(error, "full_key", None) or next((k for k in typed if re.search(rf"'{re.escape(k)}['=]", text)), ""))
+    key = str(
+        getattr(error, "full_key", None)
+        or next((k for k in typed if re.search(rf"'{re.escape(k)}['=]", text)), "")
+    )
     value = typed[key].partition("=")[2] or typed[key] if key in typed else " ".join(overrides)
     if "Ambiguous value" in text:
-        return UserError(field=key, value=value, allowed="one value; a list as [a,b]", hint="sweep with -m (--multirun)")
+        return UserError(key, value, "one value; a list as [a,b]", "sweep with -m (--multirun)")
     if key in typed and re.search(r"Could not override|not in struct|No match in the defaults list", text):
         group, _, _ = key.rpartition(".")
         files = sorted((CONF / group).glob("*.yaml")) if group else [CONF / "config.yaml"]
-        defaults = [d for d in yaml.safe_load((CONF / "config.yaml").read_text())["defaults"] if isinstance(d, dict)]
-        chosen = typed.get(group, "").partition("=")[2] or next((str(d[group]) for d in defaults if group in d), "")
+        defaults = [
+            d for d in yaml.safe_load((CONF / "config.yaml").read_text())["defaults"] if isinstance(d, dict)
+        ]
+        chosen = typed.get(group, "").partition("=")[2] or next(
+            (str(d[group]) for d in defaults if group in d), ""
+        )
         own = CONF / group / f"{chosen}.yaml"
         # Tasks, methods and studies have keys of their own; the files of other groups share theirs.
         files = [own] if group in ("task", "method", "study") and own.is_file() else files
@@ -88,11 +93,19 @@ def from_hydra(error: Exception, overrides: Sequence[str], config_dir: str | Non
         files = [CONF / "method" / f"{part[1]}.yaml"] if part else files
         if group == "method" and chosen.startswith("["):
             parts = ", ".join(f"method.parts.{name.strip()}" for name in chosen.strip("[]").split(","))
-            return UserError(field=key, value=value, allowed=f"keys of {parts}", hint="name the part: method.parts.NAME.KEY=...")
-        names = {str(k) for file in files for k in yaml.safe_load(file.read_text())} - {"_target_", "defaults", "hydra"}
+            return UserError(key, value, f"keys of {parts}", "name the part: method.parts.NAME.KEY=...")
+        names = {str(k) for file in files for k in yaml.safe_load(file.read_text())} - {
+            "_target_",
+            "defaults",
+            "hydra",
+        }
         names |= set() if group else {"model", "task", "method", "search", "runtime", "study"}
         if names:
             dotted = [f"{group}.{name}".strip(".") for name in sorted(names)]
-            hint = f"your YAML leaves it out: write +{typed[key]}" if key in dotted else near(key, dotted, "remove it")
-            return UserError(field=key, value=value, allowed=f"keys {', '.join(sorted(names))}", hint=hint)
-    return UserError(field=key or "config", value=value, allowed="what conf/ holds", hint=f"see posbench --cfg job ({reason})")
+            hint = (
+                f"your YAML leaves it out: write +{typed[key]}"
+                if key in dotted
+                else near(key, dotted, "remove it")
+            )
+            return UserError(key, value, f"keys {', '.join(sorted(names))}", hint)
+    return UserError(key or "config", value, "what conf/ holds", f"see posbench --cfg job ({reason})")

@@ -18,5 +18,10 @@ EMBEDDED = "posbench://"
 
 
 def model_path(path: str) -> str:
-    """Resolve ``posbench://NAME`` to the folder of an embedded model; other paths and hub ids pass through."""
-    return str(MODELS / path.removeprefix(EMBEDDED)) if path.startswith(EMBEDDED) else str(Path(path).expanduser())
+    """Resolve ``posbench://NAME`` to the folder of an embedded model; other paths and hub ids pass
+    through."""
+    return (
+        str(MODELS / path.removeprefix(EMBEDDED))
+        if path.startswith(EMBEDDED)
+        else str(Path(path).expanduser())
+    )

@@ -24,18 +24,16 @@ def build(cls: type[Any], data: Mapping[str, Any], where: str) -> Any:
         if key not in allowed:
             near = difflib.get_close_matches(key, allowed, n=1)
             raise UserError(
-                field=f"{where}.{key}",
-                value=data[key],
-                allowed=f"keys {', '.join(allowed)}",
-                hint=f"did you mean {where}.{near[0]}?" if near else "remove the key",
+                f"{where}.{key}",
+                data[key],
+                f"keys {', '.join(allowed)}",
+                f"did you mean {where}.{near[0]}?" if near else "remove the key",
             )
     kinds = get_type_hints(cls)
     for key, value in data.items():
         # pydantic reads true as 1; nobody means a batch size of true.
         if isinstance(value, bool) and "bool" not in _words(kinds[key]):
-            raise UserError(
-                field=_dotted(where, key), value=value, allowed=_words(kinds[key]), hint=f"set {_dotted(where, key)}=..."
-            )
+            raise UserError(_dotted(where, key), value, _words(kinds[key]), f"set {_dotted(where, key)}=...")
     try:
         return TypeAdapter(with_config(ConfigDict(allow_inf_nan=False))(cls)).validate_python(dict(data))
     except ValidationError as error:
@@ -43,10 +41,10 @@ def build(cls: type[Any], data: Mapping[str, Any], where: str) -> Any:
         first = min(error.errors(), key=lambda e: len(e["loc"]))
         name = str(first["loc"][0]) if first["loc"] else ""
         raise UserError(
-            field=_dotted(where, name),
-            value=data.get(name),
-            allowed=_words(kinds.get(name, Any)),
-            hint=f"set {_dotted(where, name)}=... ({first['msg'].lower()})",
+            _dotted(where, name),
+            data.get(name),
+            _words(kinds.get(name, Any)),
+            f"set {_dotted(where, name)}=... ({first['msg'].lower()})",
         ) from error
 
 
@@ -56,7 +54,13 @@ def _dotted(where: str, name: str) -> str:
 
 def _words(kind: Any) -> str:
     """A type annotation in words."""
-    plain = {int: "a whole number", float: "a finite number", str: "text", bool: "true or false (bool)", NoneType: "null"}
+    plain = {
+        int: "a whole number",
+        float: "a finite number",
+        str: "text",
+        bool: "true or false (bool)",
+        NoneType: "null",
+    }
     origin, args = get_origin(kind), get_args(kind)
     if kind in plain:
         return plain[kind]

@@ -22,8 +22,8 @@ def check() -> None:
             installed = version("transformers")
             if not requirement.specifier.contains(installed, prereleases=True):
                 raise UserError(
-                    field="transformers",
-                    value=installed,
-                    allowed=f"version {requirement.specifier}",
-                    hint=f"pip install '{requirement}'",
+                    "transformers",
+                    installed,
+                    f"version {requirement.specifier}",
+                    f"pip install '{requirement}'",
                 )

@@ -3,7 +3,8 @@
 import os
 
 os.environ["HF_HUB_OFFLINE"] = "1"
-# Models this small gain nothing from a second thread, and lose much when test processes compete for the cores.
+# Models this small gain nothing from a second thread, and lose much when test processes compete for the
+# cores.
 os.environ["OMP_NUM_THREADS"] = "1"
 
 from collections.abc import Callable
@@ -34,10 +35,18 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer = build_tokenizer()
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=len(tokenizer), bos_token_id=None, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
-        hidden_size=16, intermediate_size=32, num_hidden_layers=4, num_attention_heads=2, num_key_value_heads=2,
-        max_position_embeddings=256, initializer_range=0.3,
-    )  # fmt: skip
+        vocab_size=len(tokenizer),
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=4,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        initializer_range=0.3,
+    )
     LlamaForCausalLM(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
@@ -47,13 +56,32 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def small(checkpoint: Path) -> list[str]:
     """Overrides of a run on that checkpoint that takes a second: 36 examples, 16 candidates."""
     return [
-        "model=hf", "model.name=random", f"model.path={checkpoint}", "model.dtype=float32", "search=exhaustive",
-        "task.prompt=compact", "task.records=words", "task.pairs=12", "task.positions=[0,5,11]", "task.examples_per_position=12",
-        "task.max_new_tokens=1", "task.calibration_pairs=8", "task.calibration_examples=12",
-        "search.alphabet=tokens", "search.strings=24", "search.length=48", "search.window=6", "search.skip=2",
-        "search.factors=[0.0]", "runtime.device=cpu", "runtime.threads=1", "runtime.intervene_examples=4",
-        "runtime.resamples=200", "runtime.batch_size=8", "stages=[search,intervene,evaluate]",
-    ]  # fmt: skip
+        "model=hf",
+        "model.name=random",
+        f"model.path={checkpoint}",
+        "model.dtype=float32",
+        "search=exhaustive",
+        "task.prompt=compact",
+        "task.records=words",
+        "task.pairs=12",
+        "task.positions=[0,5,11]",
+        "task.examples_per_position=12",
+        "task.max_new_tokens=1",
+        "task.calibration_pairs=8",
+        "task.calibration_examples=12",
+        "search.alphabet=tokens",
+        "search.strings=24",
+        "search.length=48",
+        "search.window=6",
+        "search.skip=2",
+        "search.factors=[0.0]",
+        "runtime.device=cpu",
+        "runtime.threads=1",
+        "runtime.intervene_examples=4",
+        "runtime.resamples=200",
+        "runtime.batch_size=8",
+        "stages=[search,intervene,evaluate]",
+    ]
 
 
 @pytest.fixture

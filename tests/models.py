@@ -15,12 +15,19 @@ SHAPE = dict(
 GROUPED = SHAPE | dict(num_key_value_heads=2)
 LOCAL = dict(sliding_window=WINDOW, layer_types=["sliding_attention", "full_attention"] * (LAYERS // 2))
 EXPERTS = dict(num_local_experts=4, num_experts_per_tok=2)
-MPT = dict(d_model=WIDTH, n_heads=4, n_layers=LAYERS, expansion_ratio=2, max_seq_len=512, vocab_size=VOCABULARY)
+MPT = dict(
+    d_model=WIDTH, n_heads=4, n_layers=LAYERS, expansion_ratio=2, max_seq_len=512, vocab_size=VOCABULARY
+)
 FALCON = dict(
     vocab_size=VOCABULARY, hidden_size=WIDTH, num_hidden_layers=LAYERS, num_attention_heads=4, max_position_embeddings=512,
     bos_token_id=None, eos_token_id=None,
 )  # fmt: skip
-LONGROPE = dict(rope_type="longrope", rope_theta=10000.0, short_factor=[1.0, 1.3, 1.7, 2.0, 2.5, 3.0], long_factor=[2.0] * 6)
+LONGROPE = dict(
+    rope_type="longrope",
+    rope_theta=10000.0,
+    short_factor=[1.0, 1.3, 1.7, 2.0, 2.5, 3.0],
+    long_factor=[2.0] * 6,
+)
 LLAMA3 = dict(
     rope_type="llama3", rope_theta=500000.0, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
     original_max_position_embeddings=64,
@@ -29,9 +36,18 @@ YARN = dict(rope_type="yarn", rope_theta=10000.0, factor=4.0, original_max_posit
 
 
 def _gemma3_with_vision() -> PreTrainedModel:
-    vision = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=1, image_size=28, patch_size=14)
+    vision = dict(
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        image_size=28,
+        patch_size=14,
+    )
     text = hf.Gemma3TextConfig(**GROUPED, head_dim=20, **LOCAL)
-    config = hf.Gemma3Config(text_config=text, vision_config=vision, image_token_index=VOCABULARY - 1, mm_tokens_per_image=4)
+    config = hf.Gemma3Config(
+        text_config=text, vision_config=vision, image_token_index=VOCABULARY - 1, mm_tokens_per_image=4
+    )
     return hf.Gemma3ForConditionalGeneration(config)
 
 
@@ -48,26 +64,39 @@ BUILDERS: dict[str, Callable[[], PreTrainedModel]] = {
     "qwen2-yarn": lambda: hf.Qwen2ForCausalLM(hf.Qwen2Config(**GROUPED, rope_parameters=YARN)),
     "qwen3": lambda: hf.Qwen3ForCausalLM(hf.Qwen3Config(**GROUPED, head_dim=20)),
     "qwen3-moe": lambda: hf.Qwen3MoeForCausalLM(
-        hf.Qwen3MoeConfig(**GROUPED, head_dim=20, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
+        hf.Qwen3MoeConfig(
+            **GROUPED, head_dim=20, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32
+        )
     ),
     "gemma": lambda: hf.GemmaForCausalLM(hf.GemmaConfig(**SHAPE, num_key_value_heads=1, head_dim=20)),
     "gemma2": lambda: hf.Gemma2ForCausalLM(
         hf.Gemma2Config(
-            **GROUPED, head_dim=20, **LOCAL, attn_logit_softcapping=2.0, query_pre_attn_scalar=12, attn_implementation="eager"
+            **GROUPED,
+            head_dim=20,
+            **LOCAL,
+            attn_logit_softcapping=2.0,
+            query_pre_attn_scalar=12,
+            attn_implementation="eager",
         )
     ),
     "gemma3": lambda: hf.Gemma3ForCausalLM(hf.Gemma3TextConfig(**GROUPED, head_dim=20, **LOCAL)),
     "gemma3-vision": _gemma3_with_vision,
     "phi3": lambda: hf.Phi3ForCausalLM(hf.Phi3Config(**GROUPED, sliding_window=None)),
-    "phi3-partial": lambda: hf.Phi3ForCausalLM(hf.Phi3Config(**GROUPED, partial_rotary_factor=0.5, sliding_window=WINDOW)),
+    "phi3-partial": lambda: hf.Phi3ForCausalLM(
+        hf.Phi3Config(**GROUPED, partial_rotary_factor=0.5, sliding_window=WINDOW)
+    ),
     "phi3-longrope": lambda: hf.Phi3ForCausalLM(
         hf.Phi3Config(**GROUPED, rope_parameters=LONGROPE, original_max_position_embeddings=16)
     ),
     "gpt_neox": lambda: hf.GPTNeoXForCausalLM(hf.GPTNeoXConfig(**SHAPE, rotary_pct=0.5)),
     "mpt": lambda: hf.MptForCausalLM(hf.MptConfig(**MPT)),
     "mpt-clip": lambda: hf.MptForCausalLM(hf.MptConfig(**MPT, attn_config=dict(clip_qkv=1.0))),
-    "falcon": lambda: hf.FalconForCausalLM(hf.FalconConfig(**FALCON, new_decoder_architecture=True, num_kv_heads=2)),
-    "falcon-7b": lambda: hf.FalconForCausalLM(hf.FalconConfig(**FALCON, multi_query=True, parallel_attn=True)),
+    "falcon": lambda: hf.FalconForCausalLM(
+        hf.FalconConfig(**FALCON, new_decoder_architecture=True, num_kv_heads=2)
+    ),
+    "falcon-7b": lambda: hf.FalconForCausalLM(
+        hf.FalconConfig(**FALCON, multi_query=True, parallel_attn=True)
+    ),
     "falcon-alibi": lambda: hf.FalconForCausalLM(
         hf.FalconConfig(**FALCON, alibi=True, multi_query=False, parallel_attn=False, bias=True)
     ),
@@ -81,7 +110,8 @@ CLOSED_FORM = ("llama", "llama-gqa", "mistral", "mistral-window", "gemma", "qwen
 
 
 def build(name: str, *, dtype: torch.dtype = torch.float32, seed: int = 0) -> PreTrainedModel:
-    """A random model with visible attention effects: weights of std 0.2, biases non-zero, uneven norm gains."""
+    """A random model with visible attention effects: weights of std 0.2, biases non-zero, uneven norm
+    gains."""
     torch.manual_seed(seed)
     model = BUILDERS[name]()
     with torch.no_grad():
@@ -99,4 +129,6 @@ def build(name: str, *, dtype: torch.dtype = torch.float32, seed: int = 0) -> Pr
 def attentions(model: PreTrainedModel) -> list[nn.Module]:
     """Attention modules, found by what they are called and carry, not through the family table."""
     names = {"self_attn", "attention", "self_attention", "attn"}
-    return [m for name, m in model.named_modules() if name.rsplit(".", 1)[-1] in names and hasattr(m, "layer_idx")]
+    return [
+        m for name, m in model.named_modules() if name.rsplit(".", 1)[-1] in names and hasattr(m, "layer_idx")
+    ]

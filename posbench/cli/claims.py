@@ -1,4 +1,5 @@
-"""The claims of Yu et al. 2025 held against the embedded models: one table, made from the studies' own verdicts.
+"""The claims of Yu et al. 2025 held against the embedded models: one table, made from the studies' own
+verdicts.
 
 ``make claims``, or ``python -m posbench.cli.claims --help``. Runs that are there are not repeated.
 """
@@ -23,7 +24,12 @@ from posbench.report import page as report
 from posbench.report.tables import findings_table
 
 MODELS = ("tiny", "tiny_b", "tiny_nope", "tiny_alibi")
-STUDIES = ("study=attention_to_gold study.pairs=[16,32,64]", "study=positional_channels", "study=chain", "experiment=yu2025_fig6")
+STUDIES = (
+    "study=attention_to_gold study.pairs=[16,32,64]",
+    "study=positional_channels",
+    "study=chain",
+    "experiment=yu2025_fig6",
+)
 TITLES = {
     "C1": "C1: attention is a micro-level expression of position bias",
     "C2": "C2: positional information in hidden states is a source of its own",
@@ -36,7 +42,8 @@ TITLES = {
 
 
 def collect(outputs: Path) -> pd.DataFrame:
-    """The verdicts below a folder, of the newest run of each study on each model; columns of ``findings.csv``."""
+    """The verdicts below a folder, of the newest run of each study on each model; columns of
+    ``findings.csv``."""
     newest: dict[tuple[str, str], pd.DataFrame] = {}
     for file in sorted(outputs.glob("*/v*/*/findings.csv"), key=lambda file: file.stat().st_mtime):
         frame = report.read_csv(file)
@@ -66,22 +73,36 @@ def section(claim: str, rows: pd.DataFrame) -> str:
     """One claim: the statistic, its interval and the verdict for each model."""
     header, lines = findings_table(rows)
     names = [str(model) for model in rows["model"]]
-    table = markdown(["model", *header[1:]], [[model, *line[1:]] for model, line in zip(names, lines, strict=True)])
+    table = markdown(
+        ["model", *header[1:]], [[model, *line[1:]] for model, line in zip(names, lines, strict=True)]
+    )
     return f"### {claim}\n\n{table}"
 
 
 def page(findings: pd.DataFrame, models: Sequence[str], commands: Sequence[str]) -> str:
     """The whole document."""
-    kinds = findings["claim"].str.extract(r"^(C\d|Control|Negative control)", expand=False).replace("Negative control", "Control")
+    kinds = (
+        findings["claim"]
+        .str.extract(r"^(C\d|Control|Negative control)", expand=False)
+        .replace("Negative control", "Control")
+    )
     place = {model: number for number, model in enumerate(models)}
-    ordered = findings.assign(kind=kinds, place=findings["model"].map(place)).sort_values("place", kind="stable")
+    ordered = findings.assign(kind=kinds, place=findings["model"].map(place)).sort_values(
+        "place", kind="stable"
+    )
     parts, whole = [], []
     for kind, title in TITLES.items():
         rows = ordered[ordered["kind"] == kind]
         claims = list(rows["claim"].drop_duplicates())
         whole += claims
-        parts += [f"## {title}", *(section(claim, rows[rows["claim"] == claim]) for claim in claims)] if claims else []
-    versions = f"posbench {posbench.__version__}, torch {torch.__version__}, transformers {transformers.__version__}"
+        parts += (
+            [f"## {title}", *(section(claim, rows[rows["claim"] == claim]) for claim in claims)]
+            if claims
+            else []
+        )
+    versions = (
+        f"posbench {posbench.__version__}, torch {torch.__version__}, transformers {transformers.__version__}"
+    )
     ran = "\n".join(f"    {command}" for command in commands)
     shown = ordered.set_index("claim").loc[whole].reset_index()
     return f"""# Yu et al. 2025: claims and the embedded models

@@ -1,8 +1,9 @@
 """lm-evaluation-harness under a posbench method; importing this module registers its model type ``posbench``.
 
-The harness's own Hugging Face model scores context and continuation in one forward, padded on the right and without a
-mask: a method that treats the last prompt token apart cannot know which one that is. Here every context runs once, padded
-on the left, and its continuations follow on its cache, as the tokens of a generation do.
+The harness's own Hugging Face model scores context and continuation in one forward, padded on the right and
+without a
+mask: a method that treats the last prompt token apart cannot know which one that is. Here every context runs
+once, padded on the left, and its continuations follow on its cache, as the tokens of a generation do.
 """
 
 from __future__ import annotations
@@ -57,10 +58,13 @@ class Harness:
     """Settings of the harness's Hugging Face model that keep their names and meaning.
 
     Attributes:
-        batch_size: Contexts per forward, or ``auto``: the most that fits at the length of the longest request.
+        batch_size: Contexts per forward, or ``auto``: the most that fits at the length of the longest
+            request.
         max_batch_size: Where ``auto`` starts.
-        max_length: Tokens per context and continuation; longer ones lose their beginning. None: the context window.
-        add_bos_token: Whether prompts begin with the beginning-of-sequence token; None leaves it to the tokenizer.
+        max_length: Tokens per context and continuation; longer ones lose their beginning. None: the context
+            window.
+        add_bos_token: Whether prompts begin with the beginning-of-sequence token; None leaves it to the
+            tokenizer.
         prefix_token_id: Token that stands before a continuation without a context.
         logits_cache: Whether requests with the same context share its forward.
         think_end_token: See the harness.
@@ -87,22 +91,25 @@ class Harness:
         ):
             if not good:
                 raise UserError(
-                    field=f"model_args.{name}",
-                    value=getattr(self, name),
-                    allowed="a whole number from 1 up" + (", or auto" if name == "batch_size" else ""),
-                    hint=f"set {name}=1" if "batch" in name else "leave it out",
+                    f"model_args.{name}",
+                    getattr(self, name),
+                    "a whole number from 1 up" + (", or auto" if name == "batch_size" else ""),
+                    f"set {name}=1" if "batch" in name else "leave it out",
                 )
 
 
-def compose(pretrained: str, method: str, settings: Mapping[str, Any], config_dir: str | None = None) -> config.Config:
-    """The checked config of a model and a method, from the same files and by the same rules as the ``posbench`` command.
+def compose(
+    pretrained: str, method: str, settings: Mapping[str, Any], config_dir: str | None = None
+) -> config.Config:
+    """The checked config of a model and a method, from the same files and by the same rules as the
+    ``posbench`` command.
 
     Args:
         pretrained: A name in ``conf/model``, a directory, or a hub id.
-        method: A name in ``conf/method``, or several joined by ``+``, the outermost first; constants come from the model's file
-            unless ``settings`` gives them.
-        settings: Fields of the method (of several: ``parts.<name>.<field>``), and the keys of ``MODEL_KEYS`` and
-            ``RUNTIME_KEYS``.
+        method: A name in ``conf/method``, or several joined by ``+``, the outermost first; constants come
+            from the model's file unless ``settings`` gives them.
+        settings: Fields of the method (of several: ``parts.<name>.<field>``), and the keys of ``MODEL_KEYS``
+            and ``RUNTIME_KEYS``.
         config_dir: A folder with the user's own YAML files.
 
     Raises:
@@ -111,7 +118,7 @@ def compose(pretrained: str, method: str, settings: Mapping[str, Any], config_di
     folders = [paths.CONF, *([Path(config_dir).expanduser().absolute()] if config_dir else [])]
     if not folders[-1].is_dir():
         raise UserError(
-            field="model_args.config_dir", value=config_dir, allowed="a folder with your YAML files", hint="check the path"
+            "model_args.config_dir", config_dir, "a folder with your YAML files", "check the path"
         )
     listed = pretrained in choices(*(folder / "model" for folder in folders))
     # Commas separate the arguments, so a list of methods comes with plus signs.
@@ -129,17 +136,24 @@ def compose(pretrained: str, method: str, settings: Mapping[str, Any], config_di
     if not listed:
         composed.model.path, composed.model.name = pretrained, Path(pretrained).name
     groups = dict.fromkeys(RUNTIME_KEYS, "runtime") | dict.fromkeys(MODEL_KEYS, "model")
-    parts = {f"parts.{name}.": part for name, part in composed.method.get("parts", {}).items()} or {"": composed.method}
-    groups |= {f"{where}{key}": "method" for where, part in parts.items() for key in part if key not in ("_target_", "name")}
+    parts = {f"parts.{name}.": part for name, part in composed.method.get("parts", {}).items()} or {
+        "": composed.method
+    }
+    groups |= {
+        f"{where}{key}": "method"
+        for where, part in parts.items()
+        for key in part
+        if key not in ("_target_", "name")
+    }
     for key, value in settings.items():
         if key not in groups:
             known = ["pretrained", "method", "config_dir", *groups, *(f.name for f in fields(Harness))]
             near = difflib.get_close_matches(key, known, n=1)
             raise UserError(
-                field=f"model_args.{key}",
-                value=value,
-                allowed=f"keys {', '.join(known)}",
-                hint=f"did you mean {near[0]}?" if near else "remove the key",
+                f"model_args.{key}",
+                value,
+                f"keys {', '.join(known)}",
+                f"did you mean {near[0]}?" if near else "remove the key",
             )
         OmegaConf.update(composed, f"{groups[key]}.{key}", _listed(value), merge=False, force_add=True)
     return config.check(config.plain(composed), [f"{groups[key]}.{key}" for key in settings])
@@ -156,23 +170,26 @@ def _listed(value: Any) -> Any:
 class PosbenchLM(HFLM):  # type: ignore[misc]
     """Any causal LM under a posbench method, as a model of lm-evaluation-harness.
 
-    The method is applied for the time of each call and the model is itself between calls. Log-likelihoods are taken in
-    float32. Tokens, truncation from the left, stop texts, chat templates and the order of results are the harness's own.
+    The method is applied for the time of each call and the model is itself between calls. Log-likelihoods are
+    taken in float32. Tokens, truncation from the left, stop texts, chat templates and the order of results
+    are the harness's own.
 
     Args:
         pretrained: A name in ``conf/model``, a directory, or a hub id.
-        method: A name in ``conf/method``, or several joined by ``+``: ``layer_scaling+scale_channel``. Constants come from the
-            model's file unless given here.
+        method: A name in ``conf/method``, or several joined by ``+``: ``layer_scaling+scale_channel``.
+            Constants come from the model's file unless given here.
         config_dir: A folder with the user's own YAML files.
-        **settings: Fields of the method (of several: ``parts.<name>.<field>``), of :class:`Harness`, and the keys of
-            ``MODEL_KEYS`` and ``RUNTIME_KEYS``. A list is written with colons where commas separate the arguments:
-            ``layers=1:3`` is the YAML's ``[1, 3]``.
+        **settings: Fields of the method (of several: ``parts.<name>.<field>``), of :class:`Harness`, and the
+            keys of ``MODEL_KEYS`` and ``RUNTIME_KEYS``. A list is written with colons where commas separate
+            the arguments: ``layers=1:3`` is the YAML's ``[1, 3]``.
 
     Raises:
         UserError: Something in the arguments does not fit; see :func:`compose`.
     """
 
-    def __init__(self, pretrained: str, method: str | None = "none", *, config_dir: str | None = None, **settings: Any) -> None:
+    def __init__(
+        self, pretrained: str, method: str | None = "none", *, config_dir: str | None = None, **settings: Any
+    ) -> None:
         own = {f.name: settings.pop(f.name) for f in fields(Harness) if f.name in settings}
         harness = build(Harness, own, "model_args")
         # The harness reads the word none as None.
@@ -180,7 +197,9 @@ class PosbenchLM(HFLM):  # type: ignore[misc]
         model, runtime = self.posbench.model, self.posbench.runtime
         if runtime.threads:
             torch.set_num_threads(runtime.threads)
-        self.lm = checkpoint.load(model, device=runtime.device, device_map=runtime.device_map, max_memory=runtime.max_memory)
+        self.lm = checkpoint.load(
+            model, device=runtime.device, device_map=runtime.device_map, max_memory=runtime.max_memory
+        )
         self.method: Method = self.posbench.method()
         self.method.check(self.lm)
         if self.lm.tokenizer is not None and model.chat_template in CHAT_TEMPLATES:
@@ -200,7 +219,9 @@ class PosbenchLM(HFLM):  # type: ignore[misc]
         return cls.create_from_arg_obj(simple_parse_args_string(arg_string), additional_config)
 
     @classmethod
-    def create_from_arg_obj(cls, arg_dict: dict[str, Any], additional_config: dict[str, Any] | None = None) -> Self:
+    def create_from_arg_obj(
+        cls, arg_dict: dict[str, Any], additional_config: dict[str, Any] | None = None
+    ) -> Self:
         """The model from its arguments; they win over the harness's flags of the same name."""
         flags = {key: value for key, value in (additional_config or {}).items() if value is not None}
         if flags.get("device") == "cuda:0":
@@ -208,10 +229,10 @@ class PosbenchLM(HFLM):  # type: ignore[misc]
             del flags["device"]
         if "pretrained" not in arg_dict:
             raise UserError(
-                field="model_args.pretrained",
-                value=None,
-                allowed="a name in conf/model, a directory or a hub id",
-                hint="--model_args pretrained=tiny,method=scale_channel",
+                "model_args.pretrained",
+                None,
+                "a name in conf/model, a directory or a hub id",
+                "--model_args pretrained=tiny,method=scale_channel",
             )
         return cls(**(flags | arg_dict))
 
@@ -233,10 +254,10 @@ class PosbenchLM(HFLM):  # type: ignore[misc]
             owner = answers.get(_OWNER)
             if owner != self.identity and (owner is not None or len(answers)):
                 raise UserError(
-                    field="--use_cache",
-                    value=str(answers.filename),
-                    allowed="a new file, or one that this model, method and version of posbench filled",
-                    hint="give each method a file of its own: the harness does not tell their answers apart",
+                    "--use_cache",
+                    str(answers.filename),
+                    "a new file, or one that this model, method and version of posbench filled",
+                    "give each method a file of its own: the harness does not tell their answers apart",
                 )
             answers[_OWNER] = self.identity
         super().set_cache_hook(cache_hook)
@@ -254,17 +275,18 @@ class PosbenchLM(HFLM):  # type: ignore[misc]
         """
         if self.method.needs_prompt:
             raise UserError(
-                field="method",
-                value=self.posbench.method_name,
-                allowed="for log-likelihoods of whole texts (perplexity): methods that treat all tokens alike",
-                hint="leave out tasks of output_type loglikelihood_rolling, or set last=all",
+                "method",
+                self.posbench.method_name,
+                "for log-likelihoods of whole texts (perplexity): methods that treat all tokens alike",
+                "leave out tasks of output_type loglikelihood_rolling, or set last=all",
             )
         return super().loglikelihood_rolling(requests, disable_tqdm=disable_tqdm)
 
     def _loglikelihood_tokens(
         self, requests: Sequence[Request], disable_tqdm: bool = False, override_bs: int | None = None
     ) -> list[tuple[float, bool]]:
-        """Log-likelihood in nats and greediness per request; one forward per context, then its continuations on the cache.
+        """Log-likelihood in nats and greediness per request; one forward per context, then its continuations
+        on the cache.
 
         Raises:
             UserError: A task's continuation is empty, or longer than the model reads.
@@ -275,10 +297,10 @@ class PosbenchLM(HFLM):  # type: ignore[misc]
         for number, (_, context, continuation) in enumerate(requests):
             if not 0 < len(continuation) <= self.max_length:
                 raise UserError(
-                    field="continuation",
-                    value=f"{len(continuation)} tokens",
-                    allowed=f"1 to {self.max_length} tokens (max_length)",
-                    hint="mend the task's choices",
+                    "continuation",
+                    f"{len(continuation)} tokens",
+                    f"1 to {self.max_length} tokens (max_length)",
+                    "mend the task's choices",
                 )
             # The last token of a continuation is predicted and never read.
             kept = context[-(self.max_length + 1 - len(continuation)) :]
@@ -286,7 +308,12 @@ class PosbenchLM(HFLM):  # type: ignore[misc]
             asked.setdefault(tuple(kept) if self.logits_cache else number, []).append(number)
             contexts.append(kept)
         if cut:
-            log.warning("%d of %d requests exceed %d tokens and lost their beginning", cut, len(requests), self.max_length)
+            log.warning(
+                "%d of %d requests exceed %d tokens and lost their beginning",
+                cut,
+                len(requests),
+                self.max_length,
+            )
         groups = list(asked.values())
         lengths = [max(len(contexts[n]) + len(requests[n][2]) for n in group) for group in groups]
         found: list[tuple[float, bool]] = [(0.0, False)] * len(requests)
@@ -298,7 +325,9 @@ class PosbenchLM(HFLM):  # type: ignore[misc]
             for batch in batches(lengths, int(size) if requests else 1):
                 prompts = [contexts[groups[i][0]] for i in batch]
                 tokens = [[requests[n][2] for n in groups[i]] for i in batch]
-                for i, answers in zip(batch, self.lm.continuations(prompts, tokens, batch_size=len(batch)), strict=True):
+                for i, answers in zip(
+                    batch, self.lm.continuations(prompts, tokens, batch_size=len(batch)), strict=True
+                ):
                     for n, answer in zip(groups[i], answers, strict=True):
                         found[n] = answer
                         # Windows of a rolling request have no text of their own; their sum is cached instead.

@@ -1,7 +1,8 @@
-"""The command line of lm-evaluation-harness with the model type ``posbench``: ``python -m posbench.cli.lm_eval``.
+"""The command line of lm-evaluation-harness with the model type ``posbench``: ``python -m
+posbench.cli.lm_eval``.
 
-It takes the harness's own flags; :class:`posbench.cli.harness.PosbenchLM` documents ``--model_args``. From Python,
-``import posbench.cli.harness`` and call the harness's ``simple_evaluate(model="posbench", ...)``.
+It takes the harness's own flags; :class:`posbench.cli.harness.PosbenchLM` documents ``--model_args``. From
+Python, ``import posbench.cli.harness`` and call the harness's ``simple_evaluate(model="posbench", ...)``.
 """
 
 from __future__ import annotations
@@ -30,10 +31,10 @@ def _cli() -> None:
         import posbench.cli.harness  # noqa: F401
     except ModuleNotFoundError as error:
         raise UserError(
-            field="lm_eval",
-            value=f"no module {error.name}",
-            allowed="lm-eval 0.4.13 or newer beside posbench",
-            hint="pip install 'posbench[lm_eval]'",
+            "lm_eval",
+            f"no module {error.name}",
+            "lm-eval 0.4.13 or newer beside posbench",
+            "pip install 'posbench[lm_eval]'",
         ) from error
     cli_evaluate()
 

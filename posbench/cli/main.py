@@ -60,8 +60,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = list(sys.argv[1:] if argv is None else argv)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
     verbs: dict[str, Callable[[list[str]], int]] = {
-        "ls": _ls, "fetch": _fetch, "validate": _validate, "report": _report, "rescore": _rescore
-    }  # fmt: skip
+        "ls": _ls,
+        "fetch": _fetch,
+        "validate": _validate,
+        "report": _report,
+        "rescore": _rescore,
+    }
     try:
         if args and args[0] in ("-h", "--help", "help"):
             print(HELP)
@@ -135,27 +139,32 @@ def _known_flags(args: list[str]) -> Any:
     complaint = io.StringIO()
     try:
         with redirect_stderr(complaint):
-            known, unknown = get_args_parser().parse_known_intermixed_args([a for a in args if a != "--version"])
+            known, unknown = get_args_parser().parse_known_intermixed_args(
+                [a for a in args if a != "--version"]
+            )
     except SystemExit as error:
         reason = complaint.getvalue().strip().splitlines()[-1].split("error: ")[-1]
-        raise UserError(
-            field="flag", value=" ".join(args), allowed="Hydra's flags", hint=f"posbench --help ({reason})"
-        ) from error
+        raise UserError("flag", " ".join(args), "Hydra's flags", f"posbench --help ({reason})") from error
     modes = [known.run, known.multirun, known.cfg, known.info, known.shell_completion]
     if unknown:
-        raise UserError(field="flag", value=unknown[0], allowed="key=value and Hydra's flags", hint="posbench --help")
-    if sum(map(bool, modes)) > 1 or known.experimental_rerun or (known.resolve and not (known.cfg or known.help)):
+        raise UserError("flag", unknown[0], "key=value and Hydra's flags", "posbench --help")
+    if (
+        sum(map(bool, modes)) > 1
+        or known.experimental_rerun
+        or (known.resolve and not (known.cfg or known.help))
+    ):
         raise UserError(
-            field="flag",
-            value=" ".join(args),
-            allowed="one of -m, --cfg job [--resolve], --info",
-            hint="to run again, repeat the command",
+            "flag",
+            " ".join(args),
+            "one of -m, --cfg job [--resolve], --info",
+            "to run again, repeat the command",
         )
     return known
 
 
 def _experiment(known: Any) -> tuple[str, list[str], list[str]]:
-    """``experiment=NAME`` makes that file the primary config: its name, further flags, and the other overrides."""
+    """``experiment=NAME`` makes that file the primary config: its name, further flags, and the other
+    overrides."""
     names = [o.removeprefix("experiment=") for o in known.overrides if o.startswith("experiment=")]
     rest = [o for o in known.overrides if not o.startswith("experiment=")]
     if not names:
@@ -163,14 +172,15 @@ def _experiment(known: Any) -> tuple[str, list[str], list[str]]:
     if not (paths.EXPERIMENTS / f"{names[-1]}.yaml").is_file():
         there = choices(paths.EXPERIMENTS)
         hint = near(names[-1], there, "posbench ls experiments")
-        raise UserError(field="experiment", value=names[-1], allowed=", ".join(there) or "none yet", hint=hint)
+        raise UserError("experiment", names[-1], ", ".join(there) or "none yet", hint)
     # The last --config-dir wins, so the user's own goes on the search path.
     own = [f"hydra.searchpath=[file://{Path(known.config_dir).absolute()}]"] if known.config_dir else []
     return names[-1], ["--config-dir", str(paths.EXPERIMENTS)], [*rest, *own]
 
 
 def composed(overrides: Sequence[str], folder: Path, config_dir: str | None = None) -> list[str]:
-    """Overrides in which each ``method=[a,b]``, also among the values of a sweep, names a YAML written to ``folder``.
+    """Overrides in which each ``method=[a,b]``, also among the values of a sweep, names a YAML written to
+    ``folder``.
 
     Args:
         overrides: As typed.
@@ -187,9 +197,11 @@ def composed(overrides: Sequence[str], folder: Path, config_dir: str | None = No
         for number, name in enumerate(names):
             if name not in there or name in names[:number]:
                 raise UserError(
-                    field="method", value=match[0], allowed=f"a list of different ones of: {', '.join(there)}",
-                    hint=near(name, there, "write method=[layer_scaling,scale_channel]"),
-                )  # fmt: skip
+                    "method",
+                    match[0],
+                    f"a list of different ones of: {', '.join(there)}",
+                    near(name, there, "write method=[layer_scaling,scale_channel]"),
+                )
         whole = "-".join(names)
         lines = ["defaults:", *(f"  - {name}@parts.{name}" for name in names), "  - _self_"]
         lines += ["_target_: posbench.methods.composed.Composed", f"name: {whole}"]
@@ -202,7 +214,10 @@ def composed(overrides: Sequence[str], folder: Path, config_dir: str | None = No
         return found
     path = "hydra.searchpath=["
     others = next((o.removeprefix(path) for o in found if o.startswith(path)), "]")
-    return [*(o for o in found if not o.startswith(path)), f"{path}file://{folder}{',' if others != ']' else ''}{others}"]
+    return [
+        *(o for o in found if not o.startswith(path)),
+        f"{path}file://{folder}{',' if others != ']' else ''}{others}",
+    ]
 
 
 def _job(config: Any, command: str) -> None:
@@ -262,12 +277,16 @@ def _ls(args: list[str]) -> int:
         at = args.index("--config-dir")
         own, args = [Path(args[at + 1])], args[:at] + args[at + 2 :]
     if len(args) > 1 or (args and args[0] not in kinds):
-        raise UserError(field="ls", value=" ".join(args), allowed=", ".join(kinds), hint="posbench ls models")
+        raise UserError("ls", " ".join(args), ", ".join(kinds), "posbench ls models")
     for kind in args or kinds:
         if kind == "families":
             _ls_families()
             continue
-        folders = [paths.EXPERIMENTS] if kind == "experiments" else [root / GROUPS[kind] for root in (paths.CONF, *own)]
+        folders = (
+            [paths.EXPERIMENTS]
+            if kind == "experiments"
+            else [root / GROUPS[kind] for root in (paths.CONF, *own)]
+        )
         table = Table(title=kind, title_justify="left", box=None, pad_edge=False)
         columns = TASK_COLUMNS if kind == "tasks" else ()
         for column in ("name", *columns, *(() if columns else ("what",))):
@@ -293,7 +312,9 @@ def _task_facts(file: Path) -> list[str]:
 def _ls_families() -> None:
     from posbench.model.families import FAMILIES
 
-    table = Table("name", "model_type", "positions", title="families", title_justify="left", box=None, pad_edge=False)
+    table = Table(
+        "name", "model_type", "positions", title="families", title_justify="left", box=None, pad_edge=False
+    )
     for family in FAMILIES:
         table.add_row(family.name, ", ".join(family.model_types), family.position)
     Console().print(table)
@@ -306,7 +327,11 @@ def _about(file: Path) -> str:
     text = file.read_text()
     lines = list(itertools.takewhile(lambda line: line.startswith("#"), text.splitlines()))
     comment = (
-        " ".join(line.lstrip("# ") for line in lines).replace("et al. ", "et al.\0").split(". ")[0].replace("\0", " ").rstrip(".")
+        " ".join(line.lstrip("# ") for line in lines)
+        .replace("et al. ", "et al.\0")
+        .split(". ")[0]
+        .replace("\0", " ")
+        .rstrip(".")
     )
     data = yaml.safe_load(text) or {}
     experiment = data.get("experiment") or {}
@@ -345,7 +370,11 @@ def _validate(args: list[str]) -> int:
         jobs += [[f"experiment={name}"] for name in choices(paths.EXPERIMENTS)]
     status = 0
     for job in jobs:
-        job = [*job, "model.path=."] if "model=hf" in job and not any(a.startswith("model.path=") for a in job) else job
+        job = (
+            [*job, "model.path=."]
+            if "model=hf" in job and not any(a.startswith("model.path=") for a in job)
+            else job
+        )
         # A model without published constants is a model to search on.
         job = [*job, "stages=[search]"] if job[0].startswith("model=") and not args else job
         # The settings of a search can be checked without the method that it serves.
@@ -371,7 +400,7 @@ def _validate(args: list[str]) -> int:
 
 def _folder(verb: str, args: list[str]) -> Path:
     if len(args) != 1:
-        raise UserError(field=verb, value=" ".join(args), allowed="one folder", hint=f"posbench {verb} DIR")
+        raise UserError(verb, " ".join(args), "one folder", f"posbench {verb} DIR")
     return Path(args[0]).expanduser()
 
 
@@ -398,7 +427,7 @@ def _rescore(args: list[str]) -> int:
     run = open_run(_folder("rescore", args))
     raw = yaml.safe_load((run.path / "config.yaml").read_text())
     if all("error" in row for row in run.rows(evaluate.FILE)):
-        raise UserError(field="DIR", value=str(run.path), allowed="a run that evaluated", hint="add evaluate to its stages")
+        raise UserError("DIR", str(run.path), "a run that evaluated", "add evaluate to its stages")
     with owned(run.path):
         changed = evaluate.rescore(configs.check({k: v for k, v in raw.items() if k != "pinned"}), run)
     print(f"{changed} of {len(run.rows(evaluate.FILE))} scores changed; {report.render_run(run.path)}")

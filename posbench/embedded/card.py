@@ -18,9 +18,7 @@ from posbench.tasks.kv_retrieval import WORDS
 BINS = 8
 """Bins of the gold position in the tables."""
 
-PLAIN_START = (
-    "From a random start (normal weights, seed 1, the same data and schedule) the model ends below 0.1 at every position. "
-)
+PLAIN_START = "From a random start (normal weights, seed 1, the same data and schedule) the model ends below 0.1 at every position. "
 """What a random start gave under the same schedule: one training, highest of the eighths 0.09."""
 
 ATTEMPTS = {
@@ -61,7 +59,8 @@ def setting(channel: float, factor: float) -> str:
 
 
 def render(name: str, training: Numbers, measured: Numbers, seeds: pd.DataFrame) -> str:
-    """The card as Markdown, from the template ``card.md.j2``, or ``card_sibling.md.j2`` without rotary embedding.
+    """The card as Markdown, from the template ``card.md.j2``, or ``card_sibling.md.j2`` without rotary
+    embedding.
 
     Args:
         name: Shipped name, a key of `posbench.embedded.recipe.SHIPPED`.
@@ -102,7 +101,10 @@ def render(name: str, training: Numbers, measured: Numbers, seeds: pd.DataFrame)
         plain_start=PLAIN_START,
         stages=_stages(recipe),
         training_curves=_training(training),
-        probes=table(["stage", *eighths], [[stage, *(f"{v:.2f}" for v in row)] for stage, row in training["probes"].items()]),
+        probes=table(
+            ["stage", *eighths],
+            [[stage, *(f"{v:.2f}" for v in row)] for stage, row in training["probes"].items()],
+        ),
         seed_range="-".join(str(seed) for seed in sorted({seeds["seed"].min(), seeds["seed"].max()})),
     )
 
@@ -115,7 +117,9 @@ def _parameters(recipe: Numbers) -> int:
 
 def _curves(measured: Numbers) -> str:
     header = ("", "mean", *(f"{b + 1}/{BINS}" for b in range(BINS)))
-    rows: list[tuple[object, ...]] = [("unmodified", f"{measured['base']['mean']:.3f}", *binned(measured["base"]))]
+    rows: list[tuple[object, ...]] = [
+        ("unmodified", f"{measured['base']['mean']:.3f}", *binned(measured["base"]))
+    ]
     for key, label in (("found", "search"), ("best", "full traversal")):
         result = measured[key]
         if result and (key == "found" or _pick(result) != _pick(measured["found"])):
@@ -135,9 +139,7 @@ def _found(measured: Numbers, layer_0_looks_back: bool) -> str:
     first, last = found["layers"]
     search = search_for(measured["pairs"])
     strings = f"{search.strings} random token strings of {search.length}"
-    channels = (
-        f"{min(search.top_k, measured['channels_monotone'])} smoothest of {measured['channels_monotone']} monotone channels"
-    )
+    channels = f"{min(search.top_k, measured['channels_monotone'])} smoothest of {measured['channels_monotone']} monotone channels"
     text = (
         f"The paper's search ({strings}, attention input after the norm, cubic fit, {channels}, calibration loss) finds "
         f"channel {_pick(found)} in layers {first}-{last}: {difference(found)} points (95 % interval of the paired difference)."
@@ -183,7 +185,19 @@ def _seeds(seeds: pd.DataFrame, names: Mapping[int, str]) -> str:
                 difference(row.to_dict(), "best_"),
             )
         )
-    header = ("seed", "mean", "first", "last", "inner half", "lowest", "search", "gain", "same", "traversal", "gain")
+    header = (
+        "seed",
+        "mean",
+        "first",
+        "last",
+        "inner half",
+        "lowest",
+        "search",
+        "gain",
+        "same",
+        "traversal",
+        "gain",
+    )
     return table(header, rows)
 
 
@@ -207,7 +221,16 @@ def _stages(recipe: Numbers) -> str:
         if stage["uniform_until"]:
             gold = f"uniform for the first {stage['uniform_until']:.0%}, then {gold}"
         grow = f", growing over the first {stage['grow_until']:.0%}" if stage["grow_until"] else ""
-        rows.append((stage["name"], stage["steps"], f"{low}-{high}{grow}", gold, f"{stage['noise']:g}", f"{stage['lr']:g}"))
+        rows.append(
+            (
+                stage["name"],
+                stage["steps"],
+                f"{low}-{high}{grow}",
+                gold,
+                f"{stage['noise']:g}",
+                f"{stage['lr']:g}",
+            )
+        )
     return table(("stage", "steps", "pairs", "gold positions", "wrong keys", "learning rate"), rows)
 
 

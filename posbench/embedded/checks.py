@@ -27,13 +27,15 @@ from posbench.tasks import Example, KVRetrieval
 PAIRS = 32
 """Pairs per prompt of the criteria of ``tiny``."""
 CALIBRATION_SEED, CHOOSING_SEED, EVALUATION_SEED = 0, 1, 2
-"""Task seeds of three disjoint sets: for the search, for the choice among training seeds, for the published numbers."""
+"""Task seeds of three disjoint sets: for the search, for the choice among training seeds, for the published
+numbers."""
 CALIBRATION_EXAMPLES = 120
 """Calibration questions, each in a context of its own, as in ``conf/model/tiny.yaml``."""
 SEARCH = ChannelSearch(alphabet="tokens", strings=400, length=128, window=12, skip=8, batch_size=60)
 """The paper's search with lengths that fit `PAIRS`, as in ``conf/model/tiny.yaml``."""
 STRING_SETS = 10
-"""Further sets of random strings on which the search is repeated, to see whether its choice depends on them."""
+"""Further sets of random strings on which the search is repeated, to see whether its choice depends on
+them."""
 BATCH = 64
 """Prompts per forward."""
 
@@ -56,9 +58,15 @@ class Check:
     """Asked of the siblings of ``tiny`` too, which need not lose the middle nor gain."""
 
 
-def kv_task(seed: int, *, pairs: int = PAIRS, per_position: int = 64, positions: int | None = None) -> KVRetrieval:
+def kv_task(
+    seed: int, *, pairs: int = PAIRS, per_position: int = 64, positions: int | None = None
+) -> KVRetrieval:
     """The compact task over all gold positions, or over ``positions`` evenly spread ones."""
-    places = range(pairs) if positions is None else np.linspace(0, pairs - 1, positions).round().astype(int).tolist()
+    places = (
+        range(pairs)
+        if positions is None
+        else np.linspace(0, pairs - 1, positions).round().astype(int).tolist()
+    )
     return KVRetrieval(
         prompt="compact",
         records="words",
@@ -72,17 +80,24 @@ def kv_task(seed: int, *, pairs: int = PAIRS, per_position: int = 64, positions:
     )
 
 
-def scores(lm: LM, task: KVRetrieval, examples: Sequence[Example], method: ScaleChannel | None = None) -> Scores:
+def scores(
+    lm: LM, task: KVRetrieval, examples: Sequence[Example], method: ScaleChannel | None = None
+) -> Scores:
     """Accuracy (0 or 1) of every example under a method, [n]."""
     with (method or Unmodified()).applied(lm):
-        replies = lm.generate([e.prompt for e in examples], max_new_tokens=task.max_new_tokens, batch_size=BATCH)
+        replies = lm.generate(
+            [e.prompt for e in examples], max_new_tokens=task.max_new_tokens, batch_size=BATCH
+        )
     return np.array([task.score(e, r)["accuracy"] for e, r in zip(examples, replies, strict=True)])
 
 
 def calibration_losses(lm: LM, examples: Sequence[Example], candidates: Sequence[Candidate]) -> Scores:
     """Mean answer loss in nats per token: the unmodified model first, then every candidate, [1 + C]."""
     pairs = [lm.answer_ids(e.prompt, e.answers[0]) for e in examples]
-    parts = [candidate_losses(lm, [pairs[i] for i in group], candidates) for group in batches([1] * len(pairs), BATCH)]
+    parts = [
+        candidate_losses(lm, [pairs[i] for i in group], candidates)
+        for group in batches([1] * len(pairs), BATCH)
+    ]
     return np.concatenate(parts, axis=1).mean(1)
 
 
@@ -110,7 +125,9 @@ class Searched:
 def load_trained(folder: Path, name: str | None = None) -> LM:
     """A trained directory as a model on the CPU; MPT has no other attention than eager."""
     kind = json.loads((folder / "config.json").read_text())["model_type"]
-    return load(folder, name=name or folder.name, device="cpu", attention="eager" if kind == "mpt" else "sdpa")
+    return load(
+        folder, name=name or folder.name, device="cpu", attention="eager" if kind == "mpt" else "sdpa"
+    )
 
 
 def search_for(pairs: int) -> ChannelSearch:
@@ -145,27 +162,33 @@ def search_all(lm: LM, examples: Sequence[Example], search: ChannelSearch = SEAR
     return Searched(statistics, found, best, losses, float(values[0]), same)
 
 
-def measure(lm: LM, seed: int, *, pairs: int = PAIRS, longest: int = 2 * PAIRS, per_position: int = 64) -> dict[str, Any]:
+def measure(
+    lm: LM, seed: int, *, pairs: int = PAIRS, longest: int = 2 * PAIRS, per_position: int = 64
+) -> dict[str, Any]:
     """Search on the calibration set, then measure the model and the found channel on the set of ``seed``.
 
-    One question per context everywhere. All accuracies are fractions; ``inner`` is the mean over the inner half of
-    the gold positions and ``gain`` has a 95 % bootstrap interval of the paired difference.
+    One question per context everywhere. All accuracies are fractions; ``inner`` is the mean over the inner
+    half of the gold positions and ``gain`` has a 95 % bootstrap interval of the paired difference.
 
     Args:
         lm: The model.
         seed: Task seed of the examples that are scored; not the calibration seed.
         pairs: Pairs per prompt.
-        longest: Most pairs that the training saw; half, one and a half times and twice ``pairs`` are scored up to there.
+        longest: Most pairs that the training saw; half, one and a half times and twice ``pairs`` are scored
+            up to there.
         per_position: Questions per gold position.
 
     Returns:
-        JSON-ready numbers; ``found`` is None where no channel passes the paper's filter, ``best`` is the traversal's.
+        JSON-ready numbers; ``found`` is None where no channel passes the paper's filter, ``best`` is the
+        traversal's.
     """
     assert seed != CALIBRATION_SEED, "the calibration seed is for the search"
     calibration = kv_task(CALIBRATION_SEED, pairs=pairs).examples("calibration")
     task = kv_task(seed, pairs=pairs, per_position=per_position)
     examples = task.examples("evaluation")
-    assert not {e.prompt for e in calibration} & {e.prompt for e in examples}, "calibration and scored prompts overlap"
+    assert not {e.prompt for e in calibration} & {e.prompt for e in examples}, (
+        "calibration and scored prompts overlap"
+    )
     searched = search_all(lm, calibration, search_for(pairs))
     base = scores(lm, task, examples)
     out: dict[str, Any] = {
@@ -248,8 +271,20 @@ def criteria(measured: dict[str, Any]) -> list[Check]:
     checks = [
         Check("accuracy at both ends", f"{ends:.3f}", f">= {ENDS_AT_LEAST}", ends >= ENDS_AT_LEAST),
         Check("inner half below the ends", f"{drop:.3f}", f">= {DROP_AT_LEAST}", drop >= DROP_AT_LEAST),
-        Check("inner half above chance", f">= {base['inner_low']:.3f}", f"> {chance:.3f}", base["inner_low"] > chance, True),
-        Check("monotone channels", str(measured["channels_monotone"]), ">= 1", measured["channels_monotone"] >= 1, True),
+        Check(
+            "inner half above chance",
+            f">= {base['inner_low']:.3f}",
+            f"> {chance:.3f}",
+            base["inner_low"] > chance,
+            True,
+        ),
+        Check(
+            "monotone channels",
+            str(measured["channels_monotone"]),
+            ">= 1",
+            measured["channels_monotone"] >= 1,
+            True,
+        ),
     ]
     if found is None:
         return [*checks, Check("gain of the found channel", "none found", f">= {GAIN_AT_LEAST}", False)]
@@ -258,7 +293,12 @@ def criteria(measured: dict[str, Any]) -> list[Check]:
     lower = found["loss"] < found["loss_unmodified"]
     return [
         *checks,
-        Check("calibration loss lowered", f"{found['loss_unmodified']:.3f} -> {found['loss']:.3f}", "lower", lower),
+        Check(
+            "calibration loss lowered",
+            f"{found['loss_unmodified']:.3f} -> {found['loss']:.3f}",
+            "lower",
+            lower,
+        ),
         Check(name, gain, f">= {GAIN_AT_LEAST}", found["gain"] >= GAIN_AT_LEAST),
         Check("its 95 % interval excludes zero", f"{found['gain_low']:+.3f}", "> 0", found["gain_low"] > 0),
     ]

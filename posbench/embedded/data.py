@@ -1,8 +1,8 @@
 """Training data of the tiny model: whole batches drawn as tensors.
 
 One context carries many questions. Every question is a block of five tokens (``"} The value of key "``, key,
-``" is "``, value, ``"``) that continues the context at the same positions and sees the context and itself only, so
-a batch of Q questions equals Q separate prompts at a fraction of the work.
+``" is "``, value, ``"``) that continues the context at the same positions and sees the context and itself
+only, so a batch of Q questions equals Q separate prompts at a fraction of the work.
 """
 
 from __future__ import annotations
@@ -68,7 +68,9 @@ def draw_contexts(contexts: int, pairs: int, rng: torch.Generator) -> tuple[Tens
     return ids.view(contexts, 4 * pairs), keys, values
 
 
-def draw_batch(contexts: int, pairs: int, questions: int, prior: Tensor, noise: float, rng: torch.Generator) -> Batch:
+def draw_batch(
+    contexts: int, pairs: int, questions: int, prior: Tensor, noise: float, rng: torch.Generator
+) -> Batch:
     """A batch whose gold positions follow ``prior`` (``[pairs]``), with wrong keys at the rate ``noise``."""
     context, keys, values = draw_contexts(contexts, pairs, rng)
     gold = torch.multinomial(prior, contexts * questions, replacement=True, generator=rng)

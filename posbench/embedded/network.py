@@ -28,7 +28,8 @@ from posbench.embedded.tokenizer import END, VOCAB
 
 
 def build_config(recipe: Recipe) -> PreTrainedConfig:
-    """The config of a recipe: Llama, SmolLM3 without rotation in any layer, or MPT; no biases, tied embeddings."""
+    """The config of a recipe: Llama, SmolLM3 without rotation in any layer, or MPT; no biases, tied
+    embeddings."""
     tokens: dict[str, Any] = {"vocab_size": len(VOCAB), "bos_token_id": None}
     tokens |= {"eos_token_id": VOCAB[END], "pad_token_id": VOCAB[END], "dtype": "float32"}
     if recipe.positions == "alibi":
@@ -139,7 +140,8 @@ def block_logits(model: PreTrainedModel, batch: Batch) -> Tensor:
     mask = block_mask(start, questions)
     layers, final_norm = (_mpt_layers if config.model_type == "mpt" else _llama_layers)(model)
     if config.model_type == "mpt":
-        # A bias by the key's position equals one by its distance: the softmax of a row ignores what its keys share.
+        # A bias by the key's position equals one by its distance: the softmax of a row ignores what its keys
+        # share.
         bias = alibi_slopes(heads)[:, None, None] * (positions - positions.max())
         mask = torch.where(mask, bias, -math.inf)
     rope = config.model_type == "llama"

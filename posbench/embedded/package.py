@@ -21,7 +21,13 @@ from posbench.files.atomic import write_text
 MEASURED_FILE = "measured.json"
 """Numbers of `posbench.embedded.checks.measure` on the evaluation set."""
 CARD_FILE = "README.md"
-MODEL_FILES = ("config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
+MODEL_FILES = (
+    "config.json",
+    "generation_config.json",
+    "model.safetensors",
+    "tokenizer.json",
+    "tokenizer_config.json",
+)
 
 
 def package(study: Path, name: str, out: Path) -> Path:
@@ -44,7 +50,7 @@ def package(study: Path, name: str, out: Path) -> Path:
     for file in (study / SEEDS_FILE, source / TRAINING_FILE):
         if not file.is_file():
             raise UserError(
-                field="study", value=str(file), allowed="a finished study", hint="run: python -m posbench.embedded.tiny seeds"
+                "study", str(file), "a finished study", "run: python -m posbench.embedded.tiny seeds"
             )
     out.mkdir(parents=True, exist_ok=True)
     work = Path(tempfile.mkdtemp(prefix=f".{name}.", dir=out))
@@ -53,7 +59,9 @@ def package(study: Path, name: str, out: Path) -> Path:
             shutil.copyfile(source / model_file, work / model_file)
         shutil.copyfile(study / SEEDS_FILE, work / SEEDS_FILE)
         recipe = RECIPES[name]
-        measured = measure(load_trained(work, name), EVALUATION_SEED, pairs=recipe.measured_pairs, longest=recipe.longest)
+        measured = measure(
+            load_trained(work, name), EVALUATION_SEED, pairs=recipe.measured_pairs, longest=recipe.longest
+        )
         if recipe.positions != "rope":
             measured["channels_monotone_at_start"] = monotone_at_start(recipe, SHIPPED[name])
         write_text(work / MEASURED_FILE, json.dumps(measured) + "\n")

@@ -1,10 +1,10 @@
 """All constants of the embedded tiny models, in one place.
 
 The recipe builds a position bias into a small Llama on purpose, and says how: a start from hand-set attention
-heads ("mimetic" start, because a plain start needs about ten times the steps), questions that mostly ask for the
-ends of the list, and a wrong key in some of the training questions. Only with the wrong keys is a prior over
-positions worth learning: the model then weighs "how often is this position asked for" against "how well does this
-key match", and a match in the middle loses.
+heads ("mimetic" start, because a plain start needs about ten times the steps), questions that mostly ask for
+the ends of the list, and a wrong key in some of the training questions. Only with the wrong keys is a prior
+over positions worth learning: the model then weighs "how often is this position asked for" against "how well
+does this key match", and a match in the middle loses.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ class TrainStage:
     lr: float
     """Peak learning rate."""
     mix: float
-    """Share of questions whose gold pair is uniform over the positions; the rest follow the prior of the ends."""
+    """Share of questions whose gold pair is uniform over the positions; the rest follow the prior of the
+    ends."""
     noise: float
     """Probability that the key in the question is replaced by a uniformly drawn word (the answer stays)."""
     grow_until: float = 0.0
@@ -48,7 +49,8 @@ def _default_stages() -> tuple[TrainStage, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """Architecture, start, data and schedule of a tiny model. Two equal recipes and seeds give equal weights."""
+    """Architecture, start, data and schedule of a tiny model. Two equal recipes and seeds give equal
+    weights."""
 
     positions: Literal["rope", "nope", "alibi"] = "rope"
     """Rotary embedding (Llama), none but the causal mask (SmolLM3 without rotation), or ALiBi (MPT)."""
@@ -77,11 +79,13 @@ class Recipe:
     offset_weights: tuple[float, ...] = (1.0, 0.8, 0.4, 0.2)
     """Share of the offset logit carried by the highest rotary frequencies, highest first."""
     offsets: tuple[int, ...] = (1, 2)
-    """How far back the offset heads look: 1 reaches the key from the question's end, 2 reaches it from its value."""
+    """How far back the offset heads look: 1 reaches the key from the question's end, 2 reaches it from its
+    value."""
     offset_leak: float = 0.1
     """Factor on the other columns of the offset heads' query and key matrices."""
     clock_logit: float = 4.0
-    """For ``nope``: attention logit, at the start, of layer 0's clock head for the first token; others have 0."""
+    """For ``nope``: attention logit, at the start, of layer 0's clock head for the first token; others have
+    0."""
     clock_gain: float = 8.0
     """For ``nope``: how much the heads that look for marked tokens weigh the clock, in units of the mark."""
     clock_zero: float = 0.3
@@ -89,11 +93,13 @@ class Recipe:
     match_gain: float = 1.5
     """For ``nope``: factor on what the match heads of the last layers compare."""
     match_logit: float = 100.0
-    """For ``nope``: attention logit, at the start, of the match heads for a word, and again for one that follows a colon."""
+    """For ``nope``: attention logit, at the start, of the match heads for a word, and again for one that
+    follows a colon."""
     similarity_gain: float = 1.5
     """Factor on the query matrix of layers from 1 on; their key matrix starts equal to it."""
     copy_gain: float = 2.0
-    """Factor of the output matrices that start as copying maps, in units of the weights' standard deviation."""
+    """Factor of the output matrices that start as copying maps, in units of the weights' standard
+    deviation."""
 
     stages: tuple[TrainStage, ...] = field(default_factory=_default_stages)
     """The stages, in order; weights carry over, optimizer state does not."""
@@ -126,8 +132,12 @@ class Recipe:
                 f"hidden_size {self.hidden_size} must split into {self.num_heads} heads of even width, and there must be a head "
                 f"per offset ({len(self.offsets)})"
             )
-        if self.positions == "alibi" and (self.num_heads.bit_count() > 1 or self.intermediate_size != 4 * self.hidden_size):
-            raise ValueError("alibi: the stock MPT has an MLP of 4 * hidden_size; num_heads must be a power of two here")
+        if self.positions == "alibi" and (
+            self.num_heads.bit_count() > 1 or self.intermediate_size != 4 * self.hidden_size
+        ):
+            raise ValueError(
+                "alibi: the stock MPT has an MLP of 4 * hidden_size; num_heads must be a power of two here"
+            )
 
     @property
     def head_dim(self) -> int:

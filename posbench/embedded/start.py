@@ -1,12 +1,14 @@
 """The hand-set starts of the tiny networks.
 
-Common to all: a constant channel 0, and layers from 1 on whose heads compare (equal query and key matrices) and copy
-(output matrix the transpose of the value matrix). What differs is how a key reaches its value and the question's end:
+Common to all: a constant channel 0, and layers from 1 on whose heads compare (equal query and key matrices)
+and copy (output matrix the transpose of the value matrix). What differs is how a key reaches its value and
+the question's end:
 
 - ``rope``: layer 0's offset heads look one and two tokens back.
-- ``alibi``: a head of layer 0 looks for words, one of layer 1 for the pieces that follow a key; the nearest weighs most.
-- ``nope``: the same one layer later, with a clock from layer 0 in place of the bias by distance; a head that tells values
-  from keys; and heads of the last layers that compare what arrived.
+- ``alibi``: a head of layer 0 looks for words, one of layer 1 for the pieces that follow a key; the nearest
+  weighs most.
+- ``nope``: the same one layer later, with a clock from layer 0 in place of the bias by distance; a head that
+  tells values from keys; and heads of the last layers that compare what arrived.
 
 All weights are trained afterwards.
 """
@@ -24,18 +26,22 @@ from posbench.embedded.recipe import Recipe
 from posbench.embedded.tokenizer import COLON, FIRST_WORD, IS, OPEN, VOCAB
 
 WORD_CHANNEL, AFTER_KEY_CHANNEL, OPEN_CHANNEL, CLOCK_CHANNEL, ROLE_CHANNEL = 1, 2, 3, 4, 5
-"""Channels with a hand-set start: marks on the embeddings of words and of the pieces that follow a key (``nope`` and
-``alibi``); a mark on the first token, a clock that falls with every token, and one for "the last piece follows a key",
-which tells values from keys (``nope``)."""
+"""Channels with a hand-set start: marks on the embeddings of words and of the pieces that follow a key
+(``nope`` and ``alibi``); a mark on the first token, a clock that falls with every token, and one for "the
+last piece follows a key", which tells values from keys (``nope``)."""
 MARKS: dict[str, dict[int, list[int]]] = {"rope": {}}
 """Marked token ids per channel and kind of recipe."""
-MARKS["alibi"] = {WORD_CHANNEL: list(range(FIRST_WORD, len(VOCAB))), AFTER_KEY_CHANNEL: [VOCAB[COLON], VOCAB[IS]]}
+MARKS["alibi"] = {
+    WORD_CHANNEL: list(range(FIRST_WORD, len(VOCAB))),
+    AFTER_KEY_CHANNEL: [VOCAB[COLON], VOCAB[IS]],
+}
 MARKS["nope"] = MARKS["alibi"] | {OPEN_CHANNEL: [VOCAB[OPEN]], CLOCK_CHANNEL: [], ROLE_CHANNEL: []}
 
 
 @dataclass
 class _Maps:
-    """Attention matrices of one layer, each [D, D]; rows of the first three and columns of the last belong to heads."""
+    """Attention matrices of one layer, each [D, D]; rows of the first three and columns of the last belong to
+    heads."""
 
     query: Tensor
     key: Tensor
@@ -57,7 +63,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def initialise(model: PreTrainedModel, recipe: Recipe, rng: torch.Generator) -> None:
-    """Set the start of training in place: random weights, except for the parts that the recipe sets by hand."""
+    """Set the start of training in place: random weights, except for the parts that the recipe sets by
+    hand."""
     d, hd, std = recipe.hidden_size, recipe.head_dim, recipe.hidden_size**-0.5
     marked = list(MARKS[recipe.positions])
 
@@ -87,13 +94,15 @@ def initialise(model: PreTrainedModel, recipe: Recipe, rng: torch.Generator) -> 
                     _set_offset_heads(maps, recipe, rng)
             else:
                 query *= recipe.similarity_gain
-                # The question's end and the value to be found carry different marks: these must not count against it.
+                # The question's end and the value to be found carry different marks: these must not count
+                # against it.
                 query[:, marked] = 0
                 maps = _Maps(query, query.clone(), value, recipe.copy_gain * std * value.T)
             if index in looks:
                 _set_class_head(maps, recipe, *looks[index])
             if recipe.positions == "nope":
-                # The clock is read as a small difference of these channels: at the start nothing else may write to them.
+                # The clock is read as a small difference of these channels: at the start nothing else may
+                # write to them.
                 mlp.down_proj.weight[[0, *marked]] = 0
                 maps.output[[0, *marked]] = 0
                 if index <= max(looks):
@@ -134,7 +143,9 @@ def _write(layer: torch.nn.Module, maps: _Maps) -> None:
 
 def _constant_after_norm(recipe: Recipe) -> float:
     """Value of the constant channel after the input norm, for embeddings of the start."""
-    return recipe.constant_channel / math.sqrt((recipe.constant_channel**2 + recipe.hidden_size - 1) / recipe.hidden_size)
+    return recipe.constant_channel / math.sqrt(
+        (recipe.constant_channel**2 + recipe.hidden_size - 1) / recipe.hidden_size
+    )
 
 
 def _set_class_head(maps: _Maps, recipe: Recipe, channel: int, reads: Tensor, writes: Tensor) -> None:
@@ -160,14 +171,17 @@ def _set_clock_head(maps: _Maps, recipe: Recipe) -> None:
     maps.key[:hd, OPEN_CHANNEL] = amplitude
     maps.value[0, OPEN_CHANNEL] = 1
     maps.output[:, :hd] = 0
-    maps.output[CLOCK_CHANNEL, 0] = recipe.constant_channel * recipe.hidden_size**-0.5 / _constant_after_norm(recipe)
+    maps.output[CLOCK_CHANNEL, 0] = (
+        recipe.constant_channel * recipe.hidden_size**-0.5 / _constant_after_norm(recipe)
+    )
 
 
 def _set_latest_rows(maps: _Maps, recipe: Recipe, head: int, channel: int, sign: int = 1) -> None:
     """For ``nope``: a head that looks for the last token with (-1: without) the mark, by the clock.
 
-    Both terms are differences to the constant channel: the norm scales all channels of a token alike, and its scatter
-    would drown the clock. One row carries all: a step of the optimizer then disturbs the logits least.
+    Both terms are differences to the constant channel: the norm scales all channels of a token alike, and its
+    scatter would drown the clock. One row carries all: a step of the optimizer then disturbs the logits
+    least.
     """
     hd = recipe.head_dim
     rows, row = slice(head * hd, (head + 1) * hd), head * hd
@@ -185,7 +199,9 @@ def _set_role_head(maps: _Maps, recipe: Recipe) -> None:
     _set_latest_rows(maps, recipe, 1, WORD_CHANNEL, sign=-1)
     maps.value[hd, AFTER_KEY_CHANNEL] = 1
     maps.output[:, hd : 2 * hd] = 0
-    maps.output[ROLE_CHANNEL, hd] = recipe.constant_channel * recipe.hidden_size**-0.5 / _constant_after_norm(recipe)
+    maps.output[ROLE_CHANNEL, hd] = (
+        recipe.constant_channel * recipe.hidden_size**-0.5 / _constant_after_norm(recipe)
+    )
 
 
 def _set_match_head(maps: _Maps, recipe: Recipe, reads: Tensor) -> None:
@@ -215,6 +231,7 @@ def _set_offset_heads(maps: _Maps, recipe: Recipe, rng: torch.Generator) -> None
         cos, sin = rope_tables(torch.tensor([-offset]), hd, recipe.rope_theta)
         maps.query[rows, 0] = rotate(amplitude[None], cos, sin)[0]
         maps.key[rows, 0] = amplitude
-        # One value and output map for both heads: the key reaches its value and the question in the same subspace.
+        # One value and output map for both heads: the key reaches its value and the question in the same
+        # subspace.
         maps.value[rows] = shared_value
         maps.output[:, rows] = recipe.copy_gain * d**-0.5 * basis

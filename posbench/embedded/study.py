@@ -58,8 +58,8 @@ def run_seeds(seeds: Sequence[int], out: Path, workers: int, recipe: Recipe | No
 def retrain(out: Path, workers: int, attempts: int, name: str = "tiny") -> Path:
     """Train until a seed meets the criteria on the choosing set, the shipped seed of ``name`` first.
 
-    One processor rounds differently from another, so the shipped seed may end at other weights elsewhere; the criteria
-    then hold for another seed. Seeds are trained ``workers`` at a time.
+    One processor rounds differently from another, so the shipped seed may end at other weights elsewhere; the
+    criteria then hold for another seed. Seeds are trained ``workers`` at a time.
 
     Args:
         out: Directory of the study; finished seeds are kept.
@@ -75,7 +75,8 @@ def retrain(out: Path, workers: int, attempts: int, name: str = "tiny") -> Path:
     """
     recipe, first = RECIPES[name], SHIPPED[name]
     order = [first, *(seed for seed in range(attempts) if seed != first)][:attempts]
-    # A second seed on the second core costs `tiny` nothing; its siblings have no gain to reach and need the first only.
+    # A second seed on the second core costs `tiny` nothing; its siblings have no gain to reach and need the
+    # first only.
     workers = workers if name == "tiny" else 1
     for start in range(0, len(order), workers):
         group = order[start : start + workers]
@@ -85,14 +86,14 @@ def retrain(out: Path, workers: int, attempts: int, name: str = "tiny") -> Path:
             if all(check.passed for check in checks if name == "tiny" or check.of_every_model):
                 return out / f"seed{seed}"
             print(f"seed {seed} does not meet the criteria on this machine", flush=True)
-    raise UserError(field="--attempts", value=attempts, allowed="enough seeds for one to pass", hint="raise --attempts")
+    raise UserError("--attempts", attempts, "enough seeds for one to pass", "raise --attempts")
 
 
 def _same_recipe(folder: Path, recipe: Recipe) -> None:
     file = folder / TRAINING_FILE
     if file.is_file() and json.loads(file.read_text())["recipe"] != json.loads(json.dumps(recipe.as_dict())):
         raise UserError(
-            field="--out", value=str(folder), allowed="a directory trained with the present recipe", hint="choose another --out"
+            "--out", str(folder), "a directory trained with the present recipe", "choose another --out"
         )
 
 
@@ -103,7 +104,11 @@ def _one_seed(recipe: Recipe, seed: int, folder: Path) -> None:
         save(train(recipe, seed), folder)
     if not (folder / STUDY_FILE).is_file():
         measured = measure(
-            load_trained(folder), CHOOSING_SEED, pairs=recipe.measured_pairs, longest=recipe.longest, per_position=32
+            load_trained(folder),
+            CHOOSING_SEED,
+            pairs=recipe.measured_pairs,
+            longest=recipe.longest,
+            per_position=32,
         )
         write_text(folder / STUDY_FILE, json.dumps(measured) + "\n")
 
@@ -112,11 +117,11 @@ def seeds_table(out: Path) -> pd.DataFrame:
     """One row per finished seed, in order, from the files that `run_seeds` left under ``out``.
 
     Returns:
-        Frame with the seed, the number of prompts, unmodified accuracies (``base`` over all positions, ``first``,
-        ``last``, ``inner`` half, ``lowest`` position), the sets of random strings on which the search was repeated and how
-        many of them gave the same choice, the channel and factor that the paper's search found with
-        accuracy, gain and its 95 % interval (empty where no channel passes its filter), the same for the best channel of
-        a full traversal (``best_``), and the training time in seconds.
+        Frame with the seed, the number of prompts, unmodified accuracies (``base`` over all positions,
+        ``first``, ``last``, ``inner`` half, ``lowest`` position), the sets of random strings on which the
+        search was repeated and how many of them gave the same choice, the channel and factor that the paper's
+        search found with accuracy, gain and its 95 % interval (empty where no channel passes its filter), the
+        same for the best channel of a full traversal (``best_``), and the training time in seconds.
     """
     rows = [_row(file.parent) for file in out.glob(f"seed*/{STUDY_FILE}")]
     # A seed without a monotone channel has no found channel; Int64 keeps the others whole numbers.

@@ -1,4 +1,5 @@
-"""Tokenizer of the tiny model: one piece per structural string of the prompt and one per word of the lexicon."""
+"""Tokenizer of the tiny model: one piece per structural string of the prompt and one per word of the
+lexicon."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     """The tokenizer, without a beginning-of-sequence token; 4 tokens per pair and ``4 * n + 3`` per prompt.
 
     Text outside the vocabulary becomes one ``<|unk|>`` per character. Only ``<|end|>`` and ``<|unk|>`` are
-    special: an added token is cut out before the pattern runs, so a special ``"`` would break the longer pieces.
+    special: an added token is cut out before the pattern runs, so a special ``"`` would break the longer
+        pieces.
     """
     # Longest first: an alternation takes the first branch that matches, and `"` begins most pieces.
     known = sorted((*PIECES[:6], *WORDS), key=len, reverse=True)

@@ -70,7 +70,8 @@ def batch_loss(logits: Tensor, batch: Batch, closing_weight: float) -> tuple[Ten
 
 @torch.no_grad()
 def probe(model: PreTrainedModel, pairs: int, seed: int, contexts: int = 48) -> list[float]:
-    """Accuracy per bin of the gold position on clean questions with uniform gold, for the training curves only."""
+    """Accuracy per bin of the gold position on clean questions with uniform gold, for the training curves
+    only."""
     rng = torch.Generator().manual_seed(seed)
     right, count = torch.zeros(PROBE_BINS), torch.zeros(PROBE_BINS)
     for _ in range(contexts // 8):
@@ -160,7 +161,9 @@ def save(trained: Trained, out: Path) -> None:
     work = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
     try:
         model = trained.model
-        model.generation_config = GenerationConfig(do_sample=False, eos_token_id=VOCAB[END], pad_token_id=VOCAB[END])
+        model.generation_config = GenerationConfig(
+            do_sample=False, eos_token_id=VOCAB[END], pad_token_id=VOCAB[END]
+        )
         model.save_pretrained(work)
         build_tokenizer().save_pretrained(work)
         (work / TRAINING_FILE).write_text(json.dumps(trained.log, indent=1) + "\n")

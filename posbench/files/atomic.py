@@ -17,7 +17,9 @@ Row = dict[str, Any]
 
 def digest(data: Any, length: int = 8) -> str:
     """Short hash of plain data, the same for equal content: 0 and 0.0 are equal, a tuple and a list too."""
-    return hashlib.sha256(json.dumps(_canonical(data), sort_keys=True, default=str).encode()).hexdigest()[:length]
+    return hashlib.sha256(json.dumps(_canonical(data), sort_keys=True, default=str).encode()).hexdigest()[
+        :length
+    ]
 
 
 def _canonical(data: Any) -> Any:

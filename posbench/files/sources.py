@@ -32,12 +32,22 @@ from posbench.errors import UserError
 from posbench.files.atomic import write_bytes
 
 CHECKPOINT = ("*.json", "*.jinja", "*.txt", "*.model", "model*.safetensors")
-"""What a checkpoint is loaded from. The same weights as *.bin, *.pth or consolidated.safetensors stay on the hub."""
+"""What a checkpoint is loaded from. The same weights as *.bin, *.pth or consolidated.safetensors stay on the
+hub."""
 
-TOKENIZER = ("tokenizer*", "special_tokens*", "added_tokens*", "vocab*", "merges*", "chat_template*", "*.model")
+TOKENIZER = (
+    "tokenizer*",
+    "special_tokens*",
+    "added_tokens*",
+    "vocab*",
+    "merges*",
+    "chat_template*",
+    "*.model",
+)
 
 FAILURES = (OSError, HTTPError, HTTPException, ValueError)
-"""What the hub's client and urllib raise: no network, no such repository, a torn answer, an id that is none."""
+"""What the hub's client and urllib raise: no network, no such repository, a torn answer, an id that is
+none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +58,8 @@ class Source:
         kind: ``model`` or ``dataset`` (hub repositories), ``url``, or ``path`` (on this machine).
         id: Hub id, URL, or path of a file or folder.
         field: The config key that named it, for errors.
-        files: Wanted files of a data set, as paths in its repository; of a checkpoint, patterns in its top folder.
+        files: Wanted files of a data set, as paths in its repository; of a checkpoint, patterns in its top
+            folder.
         revision: Hub branch, tag or commit; None is the default branch.
         sha256: Checksum that a URL's content must have; empty: not known.
     """
@@ -63,7 +74,8 @@ class Source:
 
 @dataclass(frozen=True)
 class File:
-    """One line of :func:`listing`: a file's name, its size in bytes (None if unknown), and whether it is on this machine."""
+    """One line of :func:`listing`: a file's name, its size in bytes (None if unknown), and whether it is on
+    this machine."""
 
     name: str
     size: int | None
@@ -74,13 +86,16 @@ def checkpoint(path: str, revision: str | None = None) -> Source:
     """The source of a model: an embedded one, a local directory, or a hub id."""
     resolved = paths.model_path(path)
     local = Path(resolved).is_dir() or resolved.startswith(("/", "."))
-    return Source(kind="path" if local else "model", id=path, field="model.path", files=CHECKPOINT, revision=revision)
+    return Source(
+        kind="path" if local else "model", id=path, field="model.path", files=CHECKPOINT, revision=revision
+    )
 
 
 def local(source: Source) -> Path:
     """The folder (repository) or file (URL, path) on this machine.
 
-    What is complete in the cache is used as it is and no network is touched; :func:`fetch` looks for something newer.
+    What is complete in the cache is used as it is and no network is touched; :func:`fetch` looks for
+    something newer.
 
     Raises:
         UserError: It is not here and cannot be downloaded, or its content is not what it was.
@@ -91,10 +106,10 @@ def local(source: Source) -> Path:
         here = _download(source)
     if source.sha256 and (found := hashlib.sha256(here.read_bytes()).hexdigest()) != source.sha256:
         raise UserError(
-            field=source.field,
-            value=f"{here} with sha256 {found[:12]}",
-            allowed=f"the content of {source.id} with sha256 {source.sha256[:12]}",
-            hint=f"delete that file and run posbench fetch again, or set {source.field} to a copy of your own",
+            source.field,
+            f"{here} with sha256 {found[:12]}",
+            f"the content of {source.id} with sha256 {source.sha256[:12]}",
+            f"delete that file and run posbench fetch again, or set {source.field} to a copy of your own",
         )
     return here
 
@@ -119,7 +134,11 @@ def cached(source: Source) -> Path | None:
     except ValueError as error:
         raise _refused(source, error) from error
     # A cache filled by other programs has no list of files: look at what loading needs.
-    whole = not lacking(folder) if source.kind == "model" else all((folder / name).is_file() for name in source.files)
+    whole = (
+        not lacking(folder)
+        if source.kind == "model"
+        else all((folder / name).is_file() for name in source.files)
+    )
     return folder if whole else None
 
 
@@ -142,7 +161,8 @@ def lacking(folder: Path) -> str:
 
 
 def listing(source: Source) -> tuple[str, list[File]]:
-    """The commit (hub repositories only, else empty) and the files, asked from the hub or the server where there is one.
+    """The commit (hub repositories only, else empty) and the files, asked from the hub or the server where
+    there is one.
 
     Raises:
         UserError: It does not exist, is not complete, or cannot be reached.
@@ -157,7 +177,9 @@ def listing(source: Source) -> tuple[str, list[File]]:
                 size = answer.headers.get("Content-Length")
             return "", [File(_url_file(source.id).name, int(size) if size else None, False)]
         # Without the timeout the client would retry for half a minute where there is no network.
-        info = HfApi().repo_info(source.id, repo_type=source.kind, revision=source.revision, timeout=10, files_metadata=True)
+        info = HfApi().repo_info(
+            source.id, repo_type=source.kind, revision=source.revision, timeout=10, files_metadata=True
+        )
     except FAILURES as error:
         raise _refused(source, error) from error
     sha, files = str(info.sha), []
@@ -170,10 +192,10 @@ def listing(source: Source) -> tuple[str, list[File]]:
     gone = [pattern for pattern in wanted if not any(fnmatch(name, pattern) for name in names)]
     if gone:
         raise UserError(
-            field=source.field,
-            value=source.id,
-            allowed=f"a repository with {gone[0]} (commit {sha[:12]} has none)",
-            hint="name a revision that has it (some repositories keep safetensors under refs/pr/N), or another repository",
+            source.field,
+            source.id,
+            f"a repository with {gone[0]} (commit {sha[:12]} has none)",
+            "name a revision that has it (some repositories keep safetensors under refs/pr/N), or another repository",
         )
     return sha, sorted(files, key=lambda file: file.name)
 
@@ -204,12 +226,16 @@ def fetch(sources: Iterable[Source], *, dry_run: bool, console: Console) -> None
                 table.add_row(source.field.partition(".")[0], source.id, "", "", "missing")
                 continue
             reason = type(error.__cause__).__name__
-            console.print(f"{source.id}: not reachable ({reason}), but a complete copy is cached", soft_wrap=True)
+            console.print(
+                f"{source.id}: not reachable ({reason}), but a complete copy is cached", soft_wrap=True
+            )
             sha, files = "" if source.kind == "url" else here.name, _on_disk(source, here)
         if sha:
             commits[source] = sha
         for file in files:
-            tokenizer = source.files == CHECKPOINT and any(fnmatch(file.name, pattern) for pattern in TOKENIZER)
+            tokenizer = source.files == CHECKPOINT and any(
+                fnmatch(file.name, pattern) for pattern in TOKENIZER
+            )
             what = "tokenizer" if tokenizer else source.field.partition(".")[0]
             state = "missing" if not file.here else "here" if source.kind == "path" else "cached"
             table.add_row(what, source.id, file.name, "?" if file.size is None else decimal(file.size), state)
@@ -282,7 +308,11 @@ def _download(source: Source) -> Path:
 def _url_file(url: str) -> Path:
     """Where a URL is cached: two URLs that end in the same name stay apart."""
     cache = Path(os.environ.get("POSBENCH_CACHE", "~/.cache/posbench")).expanduser()
-    return cache / hashlib.sha256(url.encode()).hexdigest()[:12] / (url.rstrip("/").rpartition("/")[2] or "index")
+    return (
+        cache
+        / hashlib.sha256(url.encode()).hexdigest()[:12]
+        / (url.rstrip("/").rpartition("/")[2] or "index")
+    )
 
 
 def _refused(source: Source, error: Exception) -> UserError:
@@ -293,13 +323,23 @@ def _refused(source: Source, error: Exception) -> UserError:
         "url": "a reachable URL",
         "path": "a file on this machine",
     }["model" if source.files == CHECKPOINT else source.kind]
-    field, value, reason = source.field, source.id, (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
-    own = f"set {field}=DIR to a local checkpoint" if source.files == CHECKPOINT else f"set {field} to a copy on this machine"
+    field, value, reason = (
+        source.field,
+        source.id,
+        (str(error).strip().splitlines() or [type(error).__name__])[0][:200],
+    )
+    own = (
+        f"set {field}=DIR to a local checkpoint"
+        if source.files == CHECKPOINT
+        else f"set {field} to a copy on this machine"
+    )
     page = f"https://huggingface.co/{'datasets/' if source.kind == 'dataset' else ''}{source.id}"
     if isinstance(error, GatedRepoError):
         hint = f"accept its licence at {page}, then `hf auth login` (or set HF_TOKEN)"
     elif isinstance(error, RepositoryNotFoundError):
-        hint = f"check the spelling; a private or gated repository needs `hf auth login` (or HF_TOKEN); or {own}"
+        hint = (
+            f"check the spelling; a private or gated repository needs `hf auth login` (or HF_TOKEN); or {own}"
+        )
     elif isinstance(error, RevisionNotFoundError):
         field, value = field.replace(".path", ".revision"), source.revision or "main"
         allowed, hint = f"a branch, tag or commit of {source.id}", f"see {page}/commits"
@@ -307,4 +347,4 @@ def _refused(source: Source, error: Exception) -> UserError:
         hint = f"unset HF_HUB_OFFLINE for once (posbench fetch), or {own}"
     else:
         hint = f"{own} ({reason})"
-    return UserError(field=field, value=value, allowed=allowed, hint=hint)
+    return UserError(field, value, allowed, hint)

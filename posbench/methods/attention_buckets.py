@@ -1,4 +1,5 @@
-"""Several RoPE bases side by side, their predictions mixed at every step (Attention Buckets, Chen et al. 2023)."""
+"""Several RoPE bases side by side, their predictions mixed at every step (Attention Buckets, Chen et al.
+2023)."""
 
 from __future__ import annotations
 
@@ -31,28 +32,33 @@ RAG = (10000.0, 13000.0, 16000.0, 19000.0, 22000.0, 25000.0, 28000.0)
 class AttentionBuckets(Method):
     """Run every prompt once per RoPE base and let the N predictions of each token make one.
 
-    Inside the block a forward of B rows runs B * N rows, row by row all bases next to each other, and returns B rows of
-    logits [B, T, V]; its cache holds B * N rows. Every base keeps its own hidden states and keys; they share the tokens. Costs
-    N times the cache and about N times the computation. Stock ``lm.model(...)`` and ``lm.model.generate(...)`` see the method,
-    greedy or sampling; beam search reorders the cache and is refused, as are outputs of single layers.
+    Inside the block a forward of B rows runs B * N rows, row by row all bases next to each other, and returns
+    B rows of logits [B, T, V]; its cache holds B * N rows. Every base keeps its own hidden states and keys;
+    they share the tokens. Costs N times the cache and about N times the computation. Stock ``lm.model(...)``
+    and ``lm.model.generate(...)`` see the method, greedy or sampling; beam search reorders the cache and is
+    refused, as are outputs of single layers.
 
-    A long prompt runs base after base instead, so that activations take the memory of one; what the first attention computes
-    before it rotates is then computed once. Not so on a cache of fixed size, or while another method or a listener, such as
-    :meth:`posbench.model.lm.LM.last_attention`, looks into the layers: these see all bases at once.
+    A long prompt runs base after base instead, so that activations take the memory of one; what the first
+    attention computes before it rotates is then computed once. Not so on a cache of fixed size, or while
+    another method or a listener, such as :meth:`posbench.model.lm.LM.last_attention`, looks into the layers:
+    these see all bases at once.
 
     Args:
-        bases: The N bases theta, in all layers; None is the model's own. Published: 10000, 13000, 16000, 19000, 22000, 25000,
-            28000 (retrieved documents, the default here) and 10000, 17500, 18000, 19000, 20000, 25000 (tools). Both were made
-            for a model of base 10000.
-        mixture: ``logits`` (the authors' program): logits z_j of base j weighted by softmax over j of max_v z_j[v].
-            ``probabilities`` (the paper's text): probabilities p_j weighted by their confidence max_v p_j[v], weights summing
-            to 1; the result is given as log-probabilities. The paper's own confidence formula could not be compared.
-        batch_tokens: Tokens per forward of a prompt at most, those of all bases counted: as many bases run together as fit, one
-            at least. None: always all. Moves rounding alone.
+        bases: The N bases theta, in all layers; None is the model's own. Published: 10000, 13000, 16000,
+            19000, 22000, 25000, 28000 (retrieved documents, the default here) and 10000, 17500, 18000, 19000,
+            20000, 25000 (tools). Both were made for a model of base 10000.
+        mixture: ``logits`` (the authors' program): logits z_j of base j weighted by softmax over j of max_v
+            z_j[v]. ``probabilities`` (the paper's text): probabilities p_j weighted by their confidence max_v
+            p_j[v], weights summing to 1; the result is given as log-probabilities. The paper's own confidence
+            formula could not be compared.
+        batch_tokens: Tokens per forward of a prompt at most, those of all bases counted: as many bases run
+            together as fit, one at least. None: always all. Moves rounding alone.
 
-    Source: Chen et al. 2023, Fortify the Shortest Stave in Attention (arXiv 2312.04455), and its released program.
-    Differs from source: the program runs batches of one prompt with a list of caches and returns the last logits alone; here
-    all positions are mixed, so that losses have a value, and batches with left padding work.
+    Source: Chen et al. 2023, Fortify the Shortest Stave in Attention (arXiv 2312.04455), and its released
+        program.
+    Differs from source: the program runs batches of one prompt with a list of caches and returns the last
+    logits alone; here all positions are mixed, so that losses have a value, and batches with left padding
+    work.
     """
 
     bases: tuple[float | None, ...] = RAG
@@ -64,17 +70,17 @@ class AttentionBuckets(Method):
         rope.check(lm, "attention_buckets", plain=True)
         if not self.bases or any(base is not None and base <= 1 for base in self.bases):
             raise UserError(
-                field="method.bases",
-                value=list(self.bases),
-                allowed="one base or more, each a number above 1, or null for the model's own",
-                hint="set method.bases=[10000,17500,18000,19000,20000,25000]",
+                "method.bases",
+                list(self.bases),
+                "one base or more, each a number above 1, or null for the model's own",
+                "set method.bases=[10000,17500,18000,19000,20000,25000]",
             )
         if self.batch_tokens is not None and self.batch_tokens < 1:
             raise UserError(
-                field="method.batch_tokens",
-                value=self.batch_tokens,
-                allowed="a whole number from 1 up, or null",
-                hint="set method.batch_tokens=2048",
+                "method.batch_tokens",
+                self.batch_tokens,
+                "a whole number from 1 up, or null",
+                "set method.batch_tokens=2048",
             )
 
     def neutral(self) -> Self:
@@ -126,7 +132,9 @@ class AttentionBuckets(Method):
                 for start in range(0, count, size):
                     running = self.bases[start : start + size]
                     repeated = {name: _repeated(value, rows, len(running)) for name, value in call.items()}
-                    out = forward(past_key_values=cache if size == count else copy.deepcopy(cache), **repeated)
+                    out = forward(
+                        past_key_values=cache if size == count else copy.deepcopy(cache), **repeated
+                    )
                     logits.append(out.logits.unflatten(0, (rows, -1)))
                     if size < count and out.past_key_values is not None:
                         joined.add(out.past_key_values)
@@ -156,7 +164,9 @@ class AttentionBuckets(Method):
 def _may_be_joined(cache: Any) -> bool:
     """Whether a prompt's cache may be made of those of the bases: empty, and of layers that grow."""
     growing = (DynamicLayer, DynamicSlidingWindowLayer)
-    return cache is None or (cache.get_seq_length() == 0 and all(type(layer) in growing for layer in cache.layers))
+    return cache is None or (
+        cache.get_seq_length() == 0 and all(type(layer) in growing for layer in cache.layers)
+    )
 
 
 class _Joined:

@@ -17,7 +17,8 @@ class Method(ABC):
 
     @property
     def needs_prompt(self) -> bool:
-        """Whether the method treats the last prompt token apart, so that a text without a prompt has no result under it."""
+        """Whether the method treats the last prompt token apart, so that a text without a prompt has no
+        result under it."""
         return False
 
     @abstractmethod

@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 class Composed(Method):
     """Apply methods one inside the other: ``method=[layer_scaling,scale_channel]`` on the command line.
 
-    The first part is the outermost: it is applied first and taken back last, and a later part works on the model as the
-    earlier ones left it. So methods of rotary embeddings stand before scale_channel. Among these, position scales
-    multiply, and a base set by a later part replaces that of an earlier one.
+    The first part is the outermost: it is applied first and taken back last, and a later part works on the
+    model as the earlier ones left it. So methods of rotary embeddings stand before scale_channel. Among
+    these, position scales multiply, and a base set by a later part replaces that of an earlier one.
 
     Args:
         parts: The methods by name, outermost first. Their parameters are ``method.parts.<name>.<key>``.
@@ -55,7 +55,8 @@ class Composed(Method):
 
 @contextmanager
 def in_words_of_the_whole(name: str) -> Iterator[None]:
-    """Let a part's errors name the keys as they are typed: ``method.parts.<name>.<key>`` for its ``method.<key>``."""
+    """Let a part's errors name the keys as they are typed: ``method.parts.<name>.<key>`` for its
+    ``method.<key>``."""
     try:
         yield
     except UserError as error:
@@ -63,8 +64,8 @@ def in_words_of_the_whole(name: str) -> Iterator[None]:
         if error.field.startswith(own):
             raise
         raise UserError(
-            field=error.field.replace("method.", own),
-            value=error.value,
-            allowed=error.allowed.replace("method.", own),
-            hint=error.hint.replace("method.", own),
+            error.field.replace("method.", own),
+            error.value,
+            error.allowed.replace("method.", own),
+            error.hint.replace("method.", own),
         ) from error

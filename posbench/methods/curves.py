@@ -1,4 +1,5 @@
-"""Curves over the layers of a model: control points in, one scaling factor per layer out (LPES, Section 3.2)."""
+"""Curves over the layers of a model: control points in, one scaling factor per layer out (LPES, Section
+3.2)."""
 
 from __future__ import annotations
 
@@ -21,16 +22,19 @@ def layer_scales(curve: str, points: Points, layers: int, x: str = "stretched") 
     """Read one scaling factor per layer off a curve.
 
     Args:
-        curve: ``bezier`` (degree n - 1), ``linear`` (straight lines between the points) or ``step`` (y of the last point that is
-            not right of the layer).
-        points: n >= 1 control points (x, y): x in layers, y a factor. One point is a constant. From left to right, but for an
-            unconstrained Bezier curve: it may turn back, and each layer then takes one of its crossings.
+        curve: ``bezier`` (degree n - 1), ``linear`` (straight lines between the points) or ``step`` (y of the
+            last point that is not right of the layer).
+        points: n >= 1 control points (x, y): x in layers, y a factor. One point is a constant. From left to
+            right, but for an unconstrained Bezier curve: it may turn back, and each layer then takes one of
+            its crossings.
         layers: Number of layers L >= 1.
-        x: ``stretched`` spreads the layers evenly from the first to the last point, so that shifting or stretching every x
-            changes nothing; ``absolute`` takes layer h at x = h and holds the end values outside the points.
+        x: ``stretched`` spreads the layers evenly from the first to the last point, so that shifting or
+            stretching every x changes nothing; ``absolute`` takes layer h at x = h and holds the end values
+            outside the points.
 
     Returns:
-        L factors, layer 0 first, inside [min y, max y]. A stretched curve starts at the first y and ends at the last y exactly.
+        L factors, layer 0 first, inside [min y, max y]. A stretched curve starts at the first y and ends at
+        the last y exactly.
 
     Raises:
         ValueError: The curve or ``x`` is unknown, or there is no point or no layer.
@@ -43,7 +47,11 @@ def layer_scales(curve: str, points: Points, layers: int, x: str = "stretched") 
         points = sorted(points, key=lambda point: point[0])
     first, last = points[0][0], points[-1][0]
     h = np.arange(layers)
-    at = first + (last - first) * h / max(layers - 1, 1) if x == "stretched" else np.clip(h, first, last).astype(float)
+    at = (
+        first + (last - first) * h / max(layers - 1, 1)
+        if x == "stretched"
+        else np.clip(h, first, last).astype(float)
+    )
     scales = _values(curve, points, at)
     # The ends are set, not computed: rounding must not move them.
     begun, ended = (h == 0, (h == layers - 1) & (h > 0)) if x == "stretched" else (h <= first, h >= last)
@@ -67,21 +75,19 @@ def check_points(points: Points, layers: int, field: str = "method.points") -> N
     given = [list(point) for point in points]
     hint = "give them from left to right, such as [[0,1.2],[1,1.5]]"
     if not given or any(len(point) != 2 or not all(isfinite(v) for v in point) for point in given):
-        raise UserError(field=field, value=given, allowed="at least one pair [x, y] of numbers", hint=hint)
+        raise UserError(field, given, "at least one pair [x, y] of numbers", hint)
     xs = [x for x, _ in given]
     if any(a >= b for a, b in pairwise(xs)) or xs[0] < 0 or xs[-1] > layers - 1:
         raise UserError(
-            field=field,
-            value=given,
-            allowed=f"x strictly rising from 0 or more to {layers - 1} or less ({layers} layers)",
-            hint=hint,
+            field, given, f"x strictly rising from 0 or more to {layers - 1} or less ({layers} layers)", hint
         )
     if any(not 1 <= y <= 2 for _, y in given):
-        raise UserError(field=field, value=given, allowed="y from 1 to 2", hint=hint)
+        raise UserError(field, given, "y from 1 to 2", hint)
 
 
 def bernstein(values: Sequence[float] | Array, t: Array) -> Array:
-    """One coordinate of a Bezier curve: sum over k of C(d, k) t^k (1 - t)^(d - k) values[k], for t in 0..1."""
+    """One coordinate of a Bezier curve: sum over k of C(d, k) t^k (1 - t)^(d - k) values[k], for t in
+    0..1."""
     d, power, total = len(values) - 1, np.ones_like(t), values[0] * np.ones_like(t)
     # Horner's scheme in 1 - t: general powers of an array are slow, and bisection asks for thousands.
     for k in range(1, d + 1):

@@ -18,13 +18,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerScaling(Method):
-    """Divide positions by a scale of each layer's own, read off a curve or given one by one; all heads of a layer share it.
+    """Divide positions by a scale of each layer's own, read off a curve or given one by one; all heads of a
+    layer share it.
 
-    Queries and keys are rotated with the same scale, in the prompt and in every later step; the cache holds rotated keys, and
-    nothing is computed twice. Scales of layers without RoPE have no effect.
+    Queries and keys are rotated with the same scale, in the prompt and in every later step; the cache holds
+    rotated keys, and nothing is computed twice. Scales of layers without RoPE have no effect.
 
     Args:
-        points: Control points (x, y) of the curve, x in layers and strictly rising, y a scale; see :mod:`posbench.methods.curves`.
+        points: Control points (x, y) of the curve, x in layers and strictly rising, y a scale; see
+            :mod:`posbench.methods.curves`.
         curve: ``bezier``, ``linear`` or ``step``.
         x: ``stretched`` (Eq. 6: layers are spread over the curve) or ``absolute`` (layer h stands at x = h).
         scales: One scale for each layer instead of a curve.
@@ -40,10 +42,10 @@ class LayerScaling(Method):
     def __post_init__(self) -> None:
         if (self.points is None) == (self.scales is None):
             raise UserError(
-                field="method.points",
-                value=self.points,
-                allowed="control points, or method.scales with one scale per layer, and not both",
-                hint="find points: posbench stages=[search] search=genetic method=layer_scaling",
+                "method.points",
+                self.points,
+                "control points, or method.scales with one scale per layer, and not both",
+                "find points: posbench stages=[search] search=genetic method=layer_scaling",
             )
 
     def layer_scales(self, layers: int) -> list[float]:
@@ -61,10 +63,10 @@ class LayerScaling(Method):
         given = self.scales or ()
         if len(given) != lm.layers or min(given) <= 0:
             raise UserError(
-                field="method.scales",
-                value=list(given),
-                allowed=f"{lm.layers} numbers above 0, one for each layer of {lm.name}",
-                hint="set method.scales=null and give method.points",
+                "method.scales",
+                list(given),
+                f"{lm.layers} numbers above 0, one for each layer of {lm.name}",
+                "set method.scales=null and give method.points",
             )
 
     def neutral(self) -> Self:
@@ -78,5 +80,7 @@ class LayerScaling(Method):
         """See :meth:`Method.applied`."""
         self.check(lm)
         scales = self.layer_scales(lm.layers)
-        with rope.tables(lm.model, rope.scaled({layer: scales[layer] for layer in rope.rotated_layers(lm.model)})):
+        with rope.tables(
+            lm.model, rope.scaled({layer: scales[layer] for layer in rope.rotated_layers(lm.model)})
+        ):
             yield lm

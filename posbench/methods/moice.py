@@ -36,7 +36,8 @@ _NAME = re.compile(r"layers\.(\d+)\..*\b(gate_[123]\.weight)$")
 
 
 class Router(nn.Module):
-    """Scores of N bases from a query, the same for all heads of a layer: ``W2 (SiLU(W1 u) * W3 u)``, no biases.
+    """Scores of N bases from a query, the same for all heads of a layer: ``W2 (SiLU(W1 u) * W3 u)``, no
+    biases.
 
     Args:
         width: Coordinates of a head.
@@ -55,7 +56,8 @@ class Router(nn.Module):
 
 
 def mixture(logits: Tensor, top_k: int) -> Tensor:
-    """Weights [..., N] in float32 or better, which sum to 1: a softmax, of which the largest ``top_k`` are kept."""
+    """Weights [..., N] in float32 or better, which sum to 1: a softmax, of which the largest ``top_k`` are
+    kept."""
     weights = logits.to(torch.promote_types(logits.dtype, torch.float32)).softmax(-1)
     if top_k == logits.shape[-1]:
         return weights
@@ -67,9 +69,9 @@ def mixture(logits: Tensor, top_k: int) -> Tensor:
 def auxiliary_loss(logits: Tensor, top_k: int) -> Tensor:
     """The loss that asks for balanced experts, ``N sum_e P_e sum_k f_ke``, a scalar.
 
-    P_e is the mean probability of expert e, f_ke the share of rows whose k-th choice is e. With ``top_k`` = N, the released
-    setting, every expert is among the choices of every row: the inner sum is 1 for each e, the loss is the constant N, and its
-    gradient is zero. It then says nothing to the router.
+    P_e is the mean probability of expert e, f_ke the share of rows whose k-th choice is e. With ``top_k`` =
+    N, the released setting, every expert is among the choices of every row: the inner sum is 1 for each e,
+    the loss is the constant N, and its gradient is zero. It then says nothing to the router.
 
     Args:
         logits: Router logits of all layers, tokens and heads, [rows, N].
@@ -142,22 +144,24 @@ def mixing(
 
 @dataclass(frozen=True, kw_only=True)
 class MoICE(Method):
-    """Run attention once per RoPE base and mix the outputs with weights that a router gives to every token and head.
+    """Run attention once per RoPE base and mix the outputs with weights that a router gives to every token
+    and head.
 
-    The router sees the query rotated with the first base; a softmax over the N bases gives the weights, of which the largest
-    ``top_k`` are kept and rescaled to sum 1. Keys stay un-rotated in the cache and are rotated N times at every step. All N
-    attentions are computed whatever ``top_k`` is. :meth:`posbench.model.lm.LM.last_attention` sees the attention of the last base, not
-    the mixture.
+    The router sees the query rotated with the first base; a softmax over the N bases gives the weights, of
+    which the largest ``top_k`` are kept and rescaled to sum 1. Keys stay un-rotated in the cache and are
+    rotated N times at every step. All N attentions are computed whatever ``top_k`` is.
+    :meth:`posbench.model.lm.LM.last_attention` sees the attention of the last base, not the mixture.
 
     Args:
-        weights: A safetensors file with the trained router (``python -m posbench.search.moice_train`` writes one; a checkpoint
-            of the released program is read too), or ``uniform``: no router, all bases count the same.
+        weights: A safetensors file with the trained router (``python -m posbench.search.moice_train`` writes
+            one; a checkpoint of the released program is read too), or ``uniform``: no router, all bases count
+            the same.
         bases: The N bases theta; null (None) is the model's own.
         top_k: Bases that a token and head keeps, 1 to N.
 
     Source: Lin et al., NeurIPS 2024 (MoICE); released program p1nksnow/MoICE, e14b5a3.
-    Differs from source: left padding is right (the released program gives all rows the positions of the first); any attention
-    kernel serves (released: flash attention alone).
+    Differs from source: left padding is right (the released program gives all rows the positions of the
+    first); any attention kernel serves (released: flash attention alone).
     """
 
     weights: str | None = None
@@ -169,31 +173,30 @@ class MoICE(Method):
         rope.check(lm, "moice", plain=True, by_hand=True)
         if not self.bases or any(base is not None and base <= 1 for base in self.bases):
             raise UserError(
-                field="method.bases",
-                value=list(self.bases),
-                allowed="numbers above 1, or null for the model's own base",
-                hint="set method.bases=[10000,17500,18000,19000,20000,22500,25000]",
+                "method.bases",
+                list(self.bases),
+                "numbers above 1, or null for the model's own base",
+                "set method.bases=[10000,17500,18000,19000,20000,22500,25000]",
             )
         count = len(self.bases)
         if not 1 <= self.top_k <= count:
             raise UserError(
-                field="method.top_k",
-                value=self.top_k,
-                allowed=f"1 to {count}, the number of bases",
-                hint=f"set method.top_k={count}",
+                "method.top_k", self.top_k, f"1 to {count}, the number of bases", f"set method.top_k={count}"
             )
         if self.weights is None:
             raise UserError(
-                field="method.weights",
-                value=None,
-                allowed=f"a safetensors file with a trained router, or {UNIFORM}",
-                hint=f"python -m posbench.search.moice_train --model {lm.name} trains one; method.weights={UNIFORM} needs none",
+                "method.weights",
+                None,
+                f"a safetensors file with a trained router, or {UNIFORM}",
+                f"python -m posbench.search.moice_train --model {lm.name} trains one; method.weights={UNIFORM} needs none",
             )
         if self.weights == UNIFORM and self.top_k < count:
             raise UserError(
-                field="method.top_k", value=self.top_k, allowed=f"{count} with method.weights={UNIFORM}, as no base is preferred",
-                hint=f"set method.top_k={count}",
-            )  # fmt: skip
+                "method.top_k",
+                self.top_k,
+                f"{count} with method.weights={UNIFORM}, as no base is preferred",
+                f"set method.top_k={count}",
+            )
 
     def neutral(self) -> Self:
         """The model's own base, as often as there are bases: whatever the weights, their sum is 1."""
@@ -209,7 +212,8 @@ class MoICE(Method):
 
 
 def new_routers(model: PreTrainedModel, experts: int) -> dict[int, Router]:
-    """Routers with random weights, one for each layer that rotates, as the released program starts: normal, std 0.02."""
+    """Routers with random weights, one for each layer that rotates, as the released program starts: normal,
+    std 0.02."""
     config = arch.text_config(model)
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     routers = {layer: Router(width, experts) for layer in rope.rotated_layers(model)}
@@ -235,7 +239,8 @@ def load_routers(lm: LM, path: str, experts: int) -> dict[int, Router]:
 
     Args:
         lm: The model.
-        path: The safetensors file; other tensors in it are left alone. ``posbench://NAME/FILE`` is a file of an embedded model.
+        path: The safetensors file; other tensors in it are left alone. ``posbench://NAME/FILE`` is a file of
+            an embedded model.
         experts: Number of bases.
 
     Raises:
@@ -244,7 +249,7 @@ def load_routers(lm: LM, path: str, experts: int) -> dict[int, Router]:
 
     def refuse(allowed: str) -> UserError:
         hint = f"train one: python -m posbench.search.moice_train --model {lm.name} --out FILE"
-        return UserError(field="method.weights", value=path, allowed=allowed, hint=hint)
+        return UserError("method.weights", path, allowed, hint)
 
     file, found = Path(paths.model_path(path)), dict[int, dict[str, Tensor]]()
     try:

@@ -22,8 +22,8 @@ class PositionInterpolation(Method):
     Args:
         scale: The divisor s; 1 changes nothing, above 1 positions move together.
 
-    Source: Chen et al. 2023 (Position Interpolation); the uniform baseline of Ms-PoE (scale 1.5) and of LPES (the mean of its
-    scales).
+    Source: Chen et al. 2023 (Position Interpolation); the uniform baseline of Ms-PoE (scale 1.5) and of LPES
+    (the mean of its scales).
     """
 
     scale: float
@@ -32,7 +32,7 @@ class PositionInterpolation(Method):
         """See :meth:`Method.check`."""
         rope.check(lm, "position_interpolation")
         if self.scale <= 0:
-            raise UserError(field="method.scale", value=self.scale, allowed="a number above 0", hint="set method.scale=1.5")
+            raise UserError("method.scale", self.scale, "a number above 0", "set method.scale=1.5")
 
     def neutral(self) -> Self:
         """Scale 1."""

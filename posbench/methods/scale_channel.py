@@ -1,10 +1,10 @@
 """Scale one hidden-state channel for the last token's attention (Yu et al. 2025, Section 3.3, Eq. 2-3).
 
-Earlier tokens never see the scaled queries and keys, so their states do not depend on the channel, the factor or
-the layers. The prompt is therefore prefilled without the method, the cached keys get the rank-1 term
-``(s - 1) h_p RoPE(W_K[:, p])``, and only the last tokens run with scaled inputs to the query and key projections.
-Where keys are no linear function of the input (norms or clamps behind the projection, quantised or adapted weights) the
-prefilled keys are projected again instead, from the stored attention input.
+Earlier tokens never see the scaled queries and keys, so their states do not depend on the channel, the factor
+or the layers. The prompt is therefore prefilled without the method, the cached keys get the rank-1 term ``(s
+- 1) h_p RoPE(W_K[:, p])``, and only the last tokens run with scaled inputs to the query and key projections.
+Where keys are no linear function of the input (norms or clamps behind the projection, quantised or adapted
+weights) the prefilled keys are projected again instead, from the stored attention input.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class Prefix:
     Attributes:
         cache: Keys and values of the P tokens, never changed by :meth:`fork`.
         channels: The C recorded channels of the attention input.
-        inputs: Per layer, the attention input at these channels, [B, P, C]; all of it, [B, P, D], in layers whose keys
-            are not linear in it.
+        inputs: Per layer, the attention input at these channels, [B, P, C]; all of it, [B, P, D], in layers
+            whose keys are not linear in it.
         rotary: Per layer, (cos, sin) of the P positions; None in models without rotary embedding.
     """
 
@@ -59,7 +59,8 @@ class Prefix:
     _parts: tuple[tuple[int, ...], dict[int, Tensor]] = field(default_factory=lambda: ((), {}), repr=False)
 
     def fork(self, model: PreTrainedModel, method: ScaleChannel) -> DynamicCache:
-        """A cache with scaled keys in the method's layers; everything else is shared with this prefix, not copied."""
+        """A cache with scaled keys in the method's layers; everything else is shared with this prefix, not
+        copied."""
         cache = fork(self.cache)
         for index in method.layer_indices if self.inputs else ():
             layer = cache.layers[index]
@@ -70,12 +71,15 @@ class Prefix:
                 keys = torch.add(layer.keys, _as_cached(part, layer.keys), alpha=method.factor - 1)
             else:
                 projected = arch.project_keys(model, index, method.scale(self.inputs[index]))
-                keys = _as_cached(arch.finish_keys(model, index, projected, self.rotary[index])[..., newest, :], layer.keys)
+                keys = _as_cached(
+                    arch.finish_keys(model, index, projected, self.rotary[index])[..., newest, :], layer.keys
+                )
             layer.keys = keys.to(layer.keys.dtype)
         return cache
 
     def _key_part(self, model: PreTrainedModel, layer: int, channels: tuple[int, ...]) -> Tensor:
-        """What the channels contribute to the rotated keys, ``h_p RoPE(W_K[:, p])``, [B, G, P, d], float32 or better."""
+        """What the channels contribute to the rotated keys, ``h_p RoPE(W_K[:, p])``, [B, G, P, d], float32 or
+        better."""
         if self._parts[0] != channels:
             # Candidates differ in factor and layers first: one set of channels at a time keeps memory small.
             self._parts = (channels, {})
@@ -130,32 +134,37 @@ def prefill(
     attentions = arch.attention_modules(model)
     with ExitStack() as stack:
         for layer in layers:
-            stack.callback(attentions[layer].register_forward_pre_hook(record(layer), with_kwargs=True).remove)
+            stack.callback(
+                attentions[layer].register_forward_pre_hook(record(layer), with_kwargs=True).remove
+            )
         out = forward(past_key_values=cache, use_cache=True, **inputs)
     return prefix, out
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScaleChannel(Method):
-    """Multiply channels of the attention input (after the layer's first norm) by a factor, for the last tokens only.
+    """Multiply channels of the attention input (after the layer's first norm) by a factor, for the last
+    tokens only.
 
-    In the chosen layers the queries of the last prompt token and of every generated token, and the keys of all
-    positions, are computed from the scaled input; values, the residual stream and the attention of earlier tokens
-    stay as they are. The cache keeps the scaled keys.
+    In the chosen layers the queries of the last prompt token and of every generated token, and the keys of
+    all positions, are computed from the scaled input; values, the residual stream and the attention of
+    earlier tokens stay as they are. The cache keeps the scaled keys.
 
-    Inside the block stock ``lm.model(...)`` and ``lm.model.generate(...)`` (with a cache) see the method. A call
-    with an empty cache is a prompt; later calls on its cache are generated or teacher-forced tokens and are scaled.
-    Without a cache each call is a prompt of its own, so ``generate(use_cache=False)`` is another method.
+    Inside the block stock ``lm.model(...)`` and ``lm.model.generate(...)`` (with a cache) see the method. A
+    call with an empty cache is a prompt; later calls on its cache are generated or teacher-forced tokens and
+    are scaled. Without a cache each call is a prompt of its own, so ``generate(use_cache=False)`` is another
+    method.
 
     Args:
         channel: One channel or several, 0-based, below the hidden size.
         factor: The multiplier s; 1 changes nothing.
         layers: First and last layer, inclusive and 0-based as in the paper's Table 4.
-        last: Rows of the prompt with scaled attention: 1 (paper), n, or ``"all"`` (also None), the ablations of Table 6.
+        last: Rows of the prompt with scaled attention: 1 (paper), n, or ``"all"`` (also None), the ablations
+            of Table 6.
 
     Source: Yu et al. 2025, Eq. 2-3.
-    Differs from source: the authors' program projects queries and keys a second time in every layer; this one adds
-    the same amount as a rank-1 term (equal in exact arithmetic), and serves batches with left padding.
+    Differs from source: the authors' program projects queries and keys a second time in every layer; this one
+    adds the same amount as a rank-1 term (equal in exact arithmetic), and serves batches with left padding.
     """
 
     channel: int | tuple[int, ...]
@@ -195,12 +204,11 @@ class ScaleChannel(Method):
         if (getattr(arch.text_config(lm.model), "rope_parameters", None) or {}).get("rope_type") == "dynamic":
             log.warning(
                 "%s has rope_type dynamic: past its trained length the frequencies change with every token, and a prompt that is "
-                "prefilled in two parts, as here and in generation, differs from one pass", lm.name,
-            )  # fmt: skip
-        if not (self.last in (None, "all") or (isinstance(self.last, int) and self.last >= 1)):
-            raise UserError(
-                field="method.last", value=self.last, allowed="1, a larger whole number, or all", hint="set method.last=1"
+                "prefilled in two parts, as here and in generation, differs from one pass",
+                lm.name,
             )
+        if not (self.last in (None, "all") or (isinstance(self.last, int) and self.last >= 1)):
+            raise UserError("method.last", self.last, "1, a larger whole number, or all", "set method.last=1")
 
     @contextmanager
     def applied(self, lm: LM) -> Iterator[LM]:
@@ -218,7 +226,9 @@ class ScaleChannel(Method):
             cache = call.pop("past_key_values", None)
             if cache is not None and cache.get_seq_length() > 0:
                 if getattr(cache, _MARK, None) != block:
-                    raise ValueError("this cache was filled outside the scale_channel block: run the prompt inside it")
+                    raise ValueError(
+                        "this cache was filled outside the scale_channel block: run the prompt inside it"
+                    )
                 return self.continue_with(model, forward, past_key_values=cache, **call)
             return self._prompt(model, forward, cache, block, call)
 
@@ -251,7 +261,9 @@ class ScaleChannel(Method):
         if cache is None:
             cache = DynamicCache(config=model.config)
         if not all(isinstance(layer, DynamicLayer) for layer in cache.layers):
-            raise ValueError(f"scale_channel needs a DynamicCache, got {type(cache).__name__}: drop cache_implementation")
+            raise ValueError(
+                f"scale_channel needs a DynamicCache, got {type(cache).__name__}: drop cache_implementation"
+            )
         tokens = call["input_ids"] if call.get("input_ids") is not None else call["inputs_embeds"]
         total = tokens.shape[1]
         rows = total if self.last in (None, "all") else min(int(self.last), total)  # type: ignore[arg-type]
@@ -262,17 +274,27 @@ class ScaleChannel(Method):
             # Row counts below 1 cannot be asked for: the one spare row is dropped again below.
             wanted = max(keep - rows, 1) if isinstance(keep, int) and keep else 0
             prefix, out = prefill(
-                model, forward, self.channels, self.layer_indices, past_key_values=cache, logits_to_keep=wanted, **part
+                model,
+                forward,
+                self.channels,
+                self.layer_indices,
+                past_key_values=cache,
+                logits_to_keep=wanted,
+                **part,
             )
             cache.layers = prefix.fork(model, self).layers
             outputs.append(out)
         part = {k: _rows(k, v, slice(head, total), total) for k, v in call.items()}
         outputs.append(
             self.continue_with(
-                model, forward, past_key_values=cache, use_cache=True,
-                logits_to_keep=min(keep, rows) if isinstance(keep, int) else 0, **part,
+                model,
+                forward,
+                past_key_values=cache,
+                use_cache=True,
+                logits_to_keep=min(keep, rows) if isinstance(keep, int) else 0,
+                **part,
             )
-        )  # fmt: skip
+        )
         setattr(cache, _MARK, block)
         logits = torch.cat([out.logits for out in outputs], dim=1)
         if not isinstance(keep, int):
@@ -281,10 +303,15 @@ class ScaleChannel(Method):
             logits = logits[:, -keep:]
         hidden = None
         if outputs[-1].hidden_states is not None:
-            hidden = tuple(torch.cat(states, dim=1) for states in zip(*(out.hidden_states for out in outputs), strict=True))
+            hidden = tuple(
+                torch.cat(states, dim=1)
+                for states in zip(*(out.hidden_states for out in outputs), strict=True)
+            )
         loss = None
         if labels is not None:
-            loss = model.loss_function(logits=logits, labels=labels, vocab_size=arch.text_config(model).vocab_size)
+            loss = model.loss_function(
+                logits=logits, labels=labels, vocab_size=arch.text_config(model).vocab_size
+            )
         wants_cache = arch.text_config(model).use_cache if use_cache is None else use_cache
         result = CausalLMOutputWithPast(
             loss=loss, logits=logits, past_key_values=cache if wants_cache else None, hidden_states=hidden
@@ -312,10 +339,10 @@ def check_channels(lm: LM, name: str, channels: Sequence[int]) -> None:
     width = arch.text_config(lm.model).hidden_size
     if not channels or any(not 0 <= c < width for c in channels) or len(set(channels)) != len(channels):
         raise UserError(
-            field=name,
-            value=list(channels),
-            allowed=f"different channels from 0 to {width - 1} (hidden size {width} of model {lm.name})",
-            hint=f"find one with: posbench stages=[search] model={lm.name} method=scale_channel",
+            name,
+            list(channels),
+            f"different channels from 0 to {width - 1} (hidden size {width} of model {lm.name})",
+            f"find one with: posbench stages=[search] model={lm.name} method=scale_channel",
         )
 
 
@@ -324,8 +351,8 @@ def check_layers(lm: LM, name: str, layers: Sequence[int]) -> None:
     count = lm.layers
     if len(layers) != 2 or not 0 <= layers[0] <= layers[1] < count:
         raise UserError(
-            field=name,
-            value=list(layers),
-            allowed=f"[first, last] with 0 <= first <= last <= {count - 1} ({count} layers in model {lm.name})",
-            hint="layers are 0-based and inclusive",
+            name,
+            list(layers),
+            f"[first, last] with 0 <= first <= last <= {count - 1} ({count} layers in model {lm.name})",
+            "layers are 0-based and inclusive",
         )

@@ -25,14 +25,15 @@ class Family:
         attention: Attribute of a decoder layer that holds the attention module.
         query: Attribute of the attention module that projects queries.
         key: Attribute of the attention module that projects keys; the same as ``query`` where they are fused.
-        fused: Rows of a fused projection with H query and G key heads: ``blocks`` is all queries, all keys, all values;
-            ``groups`` is, for each key head, its H / G queries, the key, the value.
+        fused: Rows of a fused projection with H query and G key heads: ``blocks`` is all queries, all keys,
+            all values; ``groups`` is, for each key head, its H / G queries, the key, the value.
         key_norm: Attribute of the attention module that normalises keys before the rotation.
         norm_over: What that norm sees at once: one ``head``, or the whole ``projection``.
         clip: Attribute with the bound to which the projection's output is clamped; None or 0 means no bound.
         rope_if: Attribute that is None or 0 in layers without rotary embedding; None where all layers alike.
         position: How the model knows positions, beside its causal mask.
-        interface: Whether attention runs through the library's attention functions, which posbench can listen to.
+        interface: Whether attention runs through the library's attention functions, which posbench can listen
+            to.
     """
 
     name: str
@@ -127,8 +128,19 @@ def support_table() -> tuple[list[str], list[list[str]]]:
     for f in FAMILIES:
         projection = f"fused, in {f.fused}" if f.fused else "apart"
         norm = f", keys normed per {f.norm_over}" if f.key_norm else ""
-        keys = "projected again" if f.key_norm else "rank-1" + (", projected again if clipped" if f.clip else "")
-        rows.append([f.name, ", ".join(f"`{t}`" for t in f.model_types), f.position, projection + norm, keys, f.traits])
+        keys = (
+            "projected again" if f.key_norm else "rank-1" + (", projected again if clipped" if f.clip else "")
+        )
+        rows.append(
+            [
+                f.name,
+                ", ".join(f"`{t}`" for t in f.model_types),
+                f.position,
+                projection + norm,
+                keys,
+                f.traits,
+            ]
+        )
     return ["family", "`model_type`", "positions", "queries and keys", "prefilled keys", "also covered"], rows
 
 
@@ -155,7 +167,7 @@ def family_of_type(model_type: str | None) -> Family:
     for reason, types in UNSUPPORTED.items():
         if model_type in types:
             hint = f"choose a model of a listed family: this one cannot be supported, {reason}"
-    raise UserError(field="model architecture", value=model_type, allowed=known, hint=hint)
+    raise UserError("model architecture", model_type, known, hint)
 
 
 def text_config(model: PreTrainedModel) -> PreTrainedConfig:
@@ -181,18 +193,22 @@ def attention_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
 
 
 def rotary_of(kwargs: dict[str, Any]) -> tuple[Tensor, Tensor] | None:
-    """(cos, sin) that an attention module's call rotates with, each [B or 1, T, up to d]; None where it does not rotate."""
+    """(cos, sin) that an attention module's call rotates with, each [B or 1, T, up to d]; None where it does
+    not rotate."""
     # Falcon hands both over and rotates only without ALiBi.
     return None if kwargs.get("alibi") is not None else kwargs.get("position_embeddings")
 
 
-def on_query_key_input(model: PreTrainedModel, layer: int, change: Callable[[Tensor], Tensor]) -> list[RemovableHandle]:
+def on_query_key_input(
+    model: PreTrainedModel, layer: int, change: Callable[[Tensor], Tensor]
+) -> list[RemovableHandle]:
     """Make the queries and keys of a layer, and not its values, see a changed input.
 
     Args:
         model: The causal LM.
         layer: Layer, 0-based.
-        change: Maps the attention input [B, T, D] to what queries and keys are projected from; must not write to it.
+        change: Maps the attention input [B, T, D] to what queries and keys are projected from; must not write
+            to it.
 
     Returns:
         The hooks; the layer is as before once all are removed.
@@ -200,7 +216,10 @@ def on_query_key_input(model: PreTrainedModel, layer: int, change: Callable[[Ten
     family, attention = family_of(model), attention_modules(model)[layer]
     query, key = getattr(attention, family.query), getattr(attention, family.key)
     if family.fused is None:
-        return [p.register_forward_pre_hook(lambda module, args: (change(args[0]), *args[1:])) for p in (query, key)]
+        return [
+            p.register_forward_pre_hook(lambda module, args: (change(args[0]), *args[1:]))
+            for p in (query, key)
+        ]
 
     def twice(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
         # forward(), not a call of the module: that would come back here.
@@ -234,21 +253,25 @@ def key_columns(model: PreTrainedModel, layer: int, channels: Sequence[int]) -> 
 
 
 def project_keys(model: PreTrainedModel, layer: int, hidden: Tensor) -> Tensor:
-    """Keys as the layer's projection gives them, before norm and rotation: [B, T, G * d] from the input [B, T, D]."""
+    """Keys as the layer's projection gives them, before norm and rotation: [B, T, G * d] from the input [B,
+    T, D]."""
     key = getattr(attention_modules(model)[layer], family_of(model).key)
     projected = key(hidden)
     rows = _key_rows(model, layer, projected.shape[-1])
     return projected if rows is None else projected[..., rows.to(projected.device)]
 
 
-def finish_keys(model: PreTrainedModel, layer: int, projected: Tensor, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
+def finish_keys(
+    model: PreTrainedModel, layer: int, projected: Tensor, rotary: tuple[Tensor, Tensor] | None
+) -> Tensor:
     """What the layer does to projected keys before it caches them: clamp, normalise, split in heads, rotate.
 
     Args:
         model: The causal LM.
         layer: Layer, 0-based.
         projected: [B, T, G * d].
-        rotary: (cos, sin) as the model handed them to this attention module, each [B or 1, T, up to d]; None without.
+        rotary: (cos, sin) as the model handed them to this attention module, each [B or 1, T, up to d]; None
+            without.
 
     Returns:
         [B, G, T, d].
@@ -283,7 +306,9 @@ def _heads(model: PreTrainedModel, layer: int) -> tuple[int, int]:
     """Query heads and key heads of a layer."""
     config, attention = text_config(model), attention_modules(model)[layer]
     heads = config.num_attention_heads
-    return heads, getattr(attention, "num_kv_heads", None) or getattr(config, "num_key_value_heads", None) or heads
+    return heads, getattr(attention, "num_kv_heads", None) or getattr(
+        config, "num_key_value_heads", None
+    ) or heads
 
 
 def _fused_rows(model: PreTrainedModel, layer: int, width: int) -> tuple[Tensor, Tensor]:
@@ -313,11 +338,13 @@ def remove_rope(model: PreTrainedModel) -> None:
     # A Falcon with ALiBi holds a rotary embedding that it does not use.
     if rotary is None or getattr(model.config, "alibi", False):
         raise UserError(
-            field="model.rope",
-            value="none",
-            allowed=f"checkpoint (this {model.config.model_type} model has no rotary embedding to remove)",
-            hint="set model.rope=checkpoint",
+            "model.rope",
+            "none",
+            f"checkpoint (this {model.config.model_type} model has no rotary embedding to remove)",
+            "set model.rope=checkpoint",
         )
     # A hook keeps the shape, dtype and device of whatever the family's own module returns.
-    rotary.register_forward_hook(lambda module, args, out: (torch.ones_like(out[0]), torch.zeros_like(out[1])))
+    rotary.register_forward_hook(
+        lambda module, args, out: (torch.ones_like(out[0]), torch.zeros_like(out[1]))
+    )
     setattr(rotary, REMOVED, True)

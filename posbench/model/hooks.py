@@ -11,7 +11,8 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMa
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 Attend = Callable[..., Any]
-"""An attention function of the library: (module, query, key, value, mask, **settings) to (output [B, T, H, d], weights)."""
+"""An attention function of the library: (module, query, key, value, mask, **settings) to (output [B, T, H,
+d], weights)."""
 
 _NAME = "posbench"
 _functions: dict[int, list[Attend]] = {}
@@ -49,8 +50,9 @@ def attending(model: PreTrainedModel, function: Attend) -> Iterator[None]:
 
     Args:
         model: A model whose family runs attention through the library's functions.
-        function: Takes what an :data:`Attend` takes and, as ``following``, the next function or the kernel. The function of an
-            inner block comes nearer to the kernel, so that a listener sees the queries and keys that a method made.
+        function: Takes what an :data:`Attend` takes and, as ``following``, the next function or the kernel.
+            The function of an inner block comes nearer to the kernel, so that a listener sees the queries and
+            keys that a method made.
     """
     config = model.config.get_text_config()
     stack = _functions.setdefault(id(config), [])

@@ -12,12 +12,7 @@ import torch
 import torch.nn.functional as F
 from jinja2 import TemplateError
 from torch import Tensor, nn
-from transformers import (
-    GenerationConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-    StoppingCriteriaList,
-)
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteriaList
 from transformers.integrations.sdpa_attention import repeat_kv
 
 from posbench import paths
@@ -29,7 +24,8 @@ from posbench.tasks.base import Truncation
 log = logging.getLogger(__name__)
 
 CHAT_TEMPLATES = {file.stem: file for file in sorted((paths.PACKAGE / "model" / "templates").glob("*.jinja"))}
-"""Templates that checkpoints were trained with and do not carry themselves, by the name that ``model.chat_template`` takes."""
+"""Templates that checkpoints were trained with and do not carry themselves, by the name that
+``model.chat_template`` takes."""
 
 WORDS_AT_ONCE = 250
 """Words that ``truncation=words`` removes in one step, as L-Eval does."""
@@ -41,7 +37,8 @@ class Encoded:
 
     Attributes:
         ids: Token ids, special tokens included.
-        offsets: Per token, the (start, end) characters of the *task's* prompt it covers; (0, 0) for added tokens.
+        offsets: Per token, the (start, end) characters of the *task's* prompt it covers; (0, 0) for added
+            tokens.
         text: What the tokens spell, as rendered for the model.
         dropped: Tokens of the prompt that were removed to fit.
     """
@@ -84,7 +81,8 @@ class LM:
         return int(arch.text_config(self.model).num_hidden_layers)
 
     def render(self, prompt: str, *, chat: bool = True, system: str = "", prefill: str = "") -> str:
-        """The text the model reads: the prompt, inside the chat template where the rule asks for it, and ``prefill``.
+        """The text the model reads: the prompt, inside the chat template where the rule asks for it, and
+        ``prefill``.
 
         Without a template the system message stands in front of the prompt, with an empty line between.
         """
@@ -104,7 +102,8 @@ class LM:
             try:
                 return str(tokenizer.apply_chat_template(messages, **settings)), True
             except TemplateError:
-                # Gemma and early Mistral templates know no system role; their authors put it in front of the question.
+                # Gemma and early Mistral templates know no system role; their authors put it in front of the
+                # question.
                 log.debug("%s: the chat template takes no system message", self.name)
         return str(tokenizer.apply_chat_template([{"role": "user", "content": joined}], **settings)), True
 
@@ -125,7 +124,8 @@ class LM:
             prompt: The task's prompt.
             truncation: What to do when it does not fit; see :class:`posbench.tasks.Task`.
             reserve: Tokens to keep free for the answer.
-            most: Tokens of the prompt, special tokens counted and chat template not; None: as many as the window takes.
+            most: Tokens of the prompt, special tokens counted and chat template not; None: as many as the
+                window takes.
             document: Character span of the prompt that ``truncation=document`` and ``words`` shorten.
             separator: Text put where the document was cut.
             **form: See :meth:`render`.
@@ -141,21 +141,29 @@ class LM:
             hint = "shorten the task (for kv_retrieval: task.pairs), or allow it with task.truncation=middle"
             if len(ids) <= room and most:
                 limit = f"at most {most} tokens before any chat template (task.max_prompt_tokens)"
-                raise UserError(field="prompt length", value=len(bare), allowed=limit, hint=hint)
+                raise UserError("prompt length", len(bare), limit, hint)
             self._refuse(len(ids), room, reserve, hint)
         before, cut = len(bare), 0
         while over > 0:
             cut += over
             parts = self._shortened(prompt, cut, truncation, document, separator)
-            # Half of what is left has to go and still it does not fit: template and question alone are too long.
+            # Half of what is left has to go and still it does not fit: template and question alone are too
+            # long.
             if not parts or cut >= before:
-                self._refuse(len(ids), room, reserve, "shorten the task, or take a model with a larger context window")
+                self._refuse(
+                    len(ids), room, reserve, "shorten the task, or take a model with a larger context window"
+                )
             ids, offsets, text = self._encode_parts(parts, form)
             over = len(ids) - room
-        return Encoded(ids, offsets, text, before - len(self._bare("".join(part for part, _ in parts))) if cut else 0)
+        return Encoded(
+            ids, offsets, text, before - len(self._bare("".join(part for part, _ in parts))) if cut else 0
+        )
 
-    def _encode_parts(self, parts: list[tuple[str, int]], form: dict[str, Any]) -> tuple[list[int], list[tuple[int, int]], str]:
-        """Ids, offsets and rendered text of a prompt made of parts, each with its place in the task's prompt (-1: none)."""
+    def _encode_parts(
+        self, parts: list[tuple[str, int]], form: dict[str, Any]
+    ) -> tuple[list[int], list[tuple[int, int]], str]:
+        """Ids, offsets and rendered text of a prompt made of parts, each with its place in the task's prompt
+        (-1: none)."""
         tokenizer, prompt = self._tokenizer(), "".join(part for part, _ in parts)
         text, templated = self._render(prompt, form.get("chat", True), form.get("system", ""))
         text += form.get("prefill", "")
@@ -187,8 +195,14 @@ class LM:
             ids = self._bare(prompt)
             half = (len(ids) - cut) // 2
             # LongBench decodes both halves and tokenises the result again; so do we, for the same text.
-            head, tail = (str(tokenizer.decode(part, skip_special_tokens=True)) for part in (ids[:half], ids[len(ids) - half :]))
-            places = (0 if prompt.startswith(head) else -1, len(prompt) - len(tail) if prompt.endswith(tail) else -1)
+            head, tail = (
+                str(tokenizer.decode(part, skip_special_tokens=True))
+                for part in (ids[:half], ids[len(ids) - half :])
+            )
+            places = (
+                0 if prompt.startswith(head) else -1,
+                len(prompt) - len(tail) if prompt.endswith(tail) else -1,
+            )
             return [(head, places[0]), (tail, places[1])] if half > 0 else []
         first, last = document or (0, len(prompt))
         text = prompt[first:last]
@@ -207,15 +221,17 @@ class LM:
 
     def _refuse(self, length: int, room: int, reserve: int, hint: str) -> NoReturn:
         window = f"context window {self.context_window} of {self.name}, {reserve} kept"
-        raise UserError(field="prompt length", value=length, allowed=f"at most {max(room, 0)} tokens ({window})", hint=hint)
+        raise UserError("prompt length", length, f"at most {max(room, 0)} tokens ({window})", hint)
 
     def pad(self, rows: Sequence[Sequence[int]]) -> dict[str, Tensor]:
-        """Left-pad token rows to one batch: ``input_ids``, ``attention_mask`` and ``position_ids``, each [B, T]."""
+        """Left-pad token rows to one batch: ``input_ids``, ``attention_mask`` and ``position_ids``, each [B,
+        T]."""
         width = max(len(row) for row in rows)
         fill = self._pad_id()
         ids = torch.tensor([[fill] * (width - len(row)) + list(row) for row in rows], device=self.device)
         mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows], device=self.device)
-        # A bare forward counts positions from the first column, padding included; generate() counts from the mask.
+        # A bare forward counts positions from the first column, padding included; generate() counts from the
+        # mask.
         return {"input_ids": ids, "attention_mask": mask, "position_ids": (mask.cumsum(-1) - 1).clamp(min=0)}
 
     @torch.inference_mode()
@@ -229,13 +245,16 @@ class LM:
         repetition_penalty: float = 1.0,
         batch_size: int = 8,
     ) -> list[str]:
-        """Greedy continuations, from these settings alone (the checkpoint's generation config is not consulted).
+        """Greedy continuations, from these settings alone (the checkpoint's generation config is not
+        consulted).
 
         Args:
             rows: Prompts as token ids or as text.
             max_new_tokens: Tokens to generate at most.
-            min_new_tokens: Tokens before which neither the end of sequence nor a stop text of one token may come.
-            stop: Texts that end a reply and are cut off. One that is a single token ends it as that token, as in LongBench.
+            min_new_tokens: Tokens before which neither the end of sequence nor a stop text of one token may
+                come.
+            stop: Texts that end a reply and are cut off. One that is a single token ends it as that token, as
+                in LongBench.
             repetition_penalty: See :class:`posbench.tasks.Task`.
             batch_size: Rows per batch; see :func:`batches`.
 
@@ -255,14 +274,20 @@ class LM:
             num_beams=1,
             max_new_tokens=max_new_tokens,
             min_new_tokens=min_new_tokens or None,
-            eos_token_id=[*(ends if isinstance(ends, list) else [] if ends is None else [ends]), *single.values()] or None,
+            eos_token_id=[
+                *(ends if isinstance(ends, list) else [] if ends is None else [ends]),
+                *single.values(),
+            ]
+            or None,
             pad_token_id=self._pad_id(),
             repetition_penalty=repetition_penalty if repetition_penalty != 1 else None,
         )
         replies = [""] * len(encoded)
         for batch in batches([len(row) for row in encoded], batch_size):
             for index, reply in zip(
-                batch, self._generate_batch([encoded[i] for i in batch], settings, texts_of_several), strict=True
+                batch,
+                self._generate_batch([encoded[i] for i in batch], settings, texts_of_several),
+                strict=True,
             ):
                 for text in texts_of_several:
                     reply = reply.split(text, 1)[0]
@@ -271,7 +296,9 @@ class LM:
                 replies[index] = reply
         return replies
 
-    def _generate_batch(self, rows: list[list[int]], settings: GenerationConfig, stop: Sequence[str]) -> list[str]:
+    def _generate_batch(
+        self, rows: list[list[int]], settings: GenerationConfig, stop: Sequence[str]
+    ) -> list[str]:
         tokenizer, inputs = self._tokenizer(), self.pad(rows)
         inputs.pop("position_ids")
         width = inputs["input_ids"].shape[1]
@@ -289,7 +316,8 @@ class LM:
 
     @torch.inference_mode()
     def logits(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-        """Next-token logits of every row, [B, T, V], for token ids [B, T] and an optional left-padding mask [B, T]."""
+        """Next-token logits of every row, [B, T, V], for token ids [B, T] and an optional left-padding mask
+        [B, T]."""
         mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
         positions = (mask.cumsum(-1) - 1).clamp(min=0)
         return self.model(input_ids=input_ids, attention_mask=mask, position_ids=positions).logits
@@ -302,8 +330,8 @@ class LM:
     def continuation_ids(self, encoded: Encoded, text: str) -> list[int]:
         """Token ids of a text that follows a prompt.
 
-        The pair is tokenised as one text where the prompt's tokens survive that; otherwise each on its own. (A
-        SentencePiece tokenizer turns " A" alone into two tokens, and after "Answer:" into one.)
+        The pair is tokenised as one text where the prompt's tokens survive that; otherwise each on its own.
+        (A SentencePiece tokenizer turns " A" alone into two tokens, and after "Answer:" into one.)
         """
         tokenizer, head = self._tokenizer(), encoded.ids
         for special in (True, False):
@@ -314,7 +342,11 @@ class LM:
 
     @torch.inference_mode()
     def continuations(
-        self, prompts: Sequence[Sequence[int]], choices: Sequence[Sequence[Sequence[int]]], *, batch_size: int = 8
+        self,
+        prompts: Sequence[Sequence[int]],
+        choices: Sequence[Sequence[Sequence[int]]],
+        *,
+        batch_size: int = 8,
     ) -> list[list[tuple[float, bool]]]:
         """Log-likelihood of every choice after its prompt; a prompt runs once for all its choices.
 
@@ -324,7 +356,8 @@ class LM:
             batch_size: Prompts per batch.
 
         Returns:
-            Per prompt and choice: total log-likelihood in nats, and whether greedy decoding would produce the choice.
+            Per prompt and choice: total log-likelihood in nats, and whether greedy decoding would produce the
+            choice.
         """
         found: list[list[tuple[float, bool]]] = [[] for _ in prompts]
         for batch in batches([len(row) for row in prompts], batch_size):
@@ -334,7 +367,9 @@ class LM:
             for number in range(max(len(choices[i]) for i in batch)):
                 rows = [list(choices[i][number]) if number < len(choices[i]) else [0] for i in batch]
                 width = max(map(len, rows))
-                targets = torch.tensor([row + [-100] * (width - len(row)) for row in rows], device=self.device)
+                targets = torch.tensor(
+                    [row + [-100] * (width - len(row)) for row in rows], device=self.device
+                )
                 logits = first
                 if width > 1:
                     given = targets[:, :-1]
@@ -346,7 +381,11 @@ class LM:
                         past_key_values=fork(out.past_key_values),
                     ).logits
                     logits = torch.cat([first, later.float()], dim=1)
-                nats = F.cross_entropy(logits.transpose(1, 2), targets, reduction="none", ignore_index=-100).double().sum(1)
+                nats = (
+                    F.cross_entropy(logits.transpose(1, 2), targets, reduction="none", ignore_index=-100)
+                    .double()
+                    .sum(1)
+                )
                 greedy = ((logits.argmax(-1) == targets) | (targets < 0)).all(1)
                 for row, i in enumerate(batch):
                     if number < len(choices[i]):
@@ -357,8 +396,8 @@ class LM:
     def answer_loss(self, prompts: Sequence[str], answers: Sequence[str], *, batch_size: int = 8) -> Tensor:
         """Mean cross-entropy (nats per token) of each answer after its prompt, [N].
 
-        The prompt runs first and the answer is fed on its cache, so that a method that treats the last prompt token
-        apart (scale_channel) sees the same sequence of calls as in generation.
+        The prompt runs first and the answer is fed on its cache, so that a method that treats the last prompt
+        token apart (scale_channel) sees the same sequence of calls as in generation.
         """
         pairs = [self.answer_ids(p, a) for p, a in zip(prompts, answers, strict=True)]
         losses = torch.zeros(len(pairs))
@@ -371,18 +410,23 @@ class LM:
             out = self.model(**prompt, attention_mask=mask[:, :start], use_cache=True, logits_to_keep=1)
             logits = [out.logits[:, -1:]]
             if targets.shape[1] > 1:
-                logits.append(self.model(**answer, attention_mask=mask, past_key_values=out.past_key_values).logits)
+                logits.append(
+                    self.model(**answer, attention_mask=mask, past_key_values=out.past_key_values).logits
+                )
             losses[list(batch)] = self.answer_nats(torch.cat(logits, dim=1), targets).cpu()
         return losses
 
-    def pad_with_answers(self, pairs: Sequence[tuple[list[int], list[int]]]) -> tuple[dict[str, Tensor], Tensor]:
+    def pad_with_answers(
+        self, pairs: Sequence[tuple[list[int], list[int]]]
+    ) -> tuple[dict[str, Tensor], Tensor]:
         """Prompts padded on the left and their answers, but for the last token, padded on the right.
 
         Args:
             pairs: Prompt and answer token ids, B of them; answers of at most A tokens.
 
         Returns:
-            The forward's inputs, each [B, T + A - 1], and the answer tokens [B, A], -100 where an answer has ended.
+            The forward's inputs, each [B, T + A - 1], and the answer tokens [B, A], -100 where an answer has
+            ended.
         """
         inputs, width = self.pad([prompt for prompt, _ in pairs]), max(len(answer) for _, answer in pairs)
         fill = [answer + [-100] * (width - len(answer)) for _, answer in pairs]
@@ -392,11 +436,14 @@ class LM:
         return {
             "input_ids": torch.cat([inputs["input_ids"], given.where(given >= 0, self._pad_id())], dim=1),
             "attention_mask": torch.cat([inputs["attention_mask"], (given >= 0).long()], dim=1),
-            "position_ids": torch.cat([inputs["position_ids"], inputs["position_ids"][:, -1:] + steps], dim=1),
+            "position_ids": torch.cat(
+                [inputs["position_ids"], inputs["position_ids"][:, -1:] + steps], dim=1
+            ),
         }, targets
 
     def answer_nats(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """Mean cross-entropy per answer token, [B], from the logits [B, A, V] that predict the answer tokens [B, A]."""
+        """Mean cross-entropy per answer token, [B], from the logits [B, A, V] that predict the answer tokens
+        [B, A]."""
         nats = F.cross_entropy(logits.float().transpose(1, 2), targets, reduction="none", ignore_index=-100)
         return nats.sum(1) / (targets >= 0).sum(1)
 
@@ -405,9 +452,10 @@ class LM:
         """Collect the attention weights of the last token in each forward inside the block.
 
         Yields:
-            Dict layer -> weights [B, H, T] of the latest forward (post-softmax, float32 or better). A sliding-window layer
-            that no longer holds all keys gives the newest T' < T. Memory is linear in T where the family allows it. Under
-            attention_buckets there are B * N rows, those of the N bases next to each other.
+            Dict layer -> weights [B, H, T] of the latest forward (post-softmax, float32 or better). A
+            sliding-window layer that no longer holds all keys gives the newest T' < T. Memory is linear in T
+            where the family allows it. Under attention_buckets there are B * N rows, those of the N bases
+            next to each other.
         """
         weights: dict[int, Tensor] = {}
         if arch.family_of(self.model).interface:
@@ -429,7 +477,8 @@ class LM:
 
     @contextmanager
     def eager(self) -> Iterator[None]:
-        """Make families outside the library's attention functions compute, and return, all attention weights themselves."""
+        """Make families outside the library's attention functions compute, and return, all attention weights
+        themselves."""
 
         def without_bias(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Any]:
             return args, kwargs | {"alibi": torch.zeros_like(kwargs["alibi"])}
@@ -437,7 +486,8 @@ class LM:
         config = self.model.config
         with ExitStack() as stack:
             if config.model_type == "falcon" and config.alibi and config._attn_implementation != "eager":
-                # Falcon's mask holds the bias already, and its eager attention alone would add it a second time.
+                # Falcon's mask holds the bias already, and its eager attention alone would add it a second
+                # time.
                 for module in arch.attention_modules(self.model):
                     stack.callback(module.register_forward_pre_hook(without_bias, with_kwargs=True).remove)
             stack.enter_context(replaced(config, "_attn_implementation_internal", "eager"))
@@ -448,7 +498,13 @@ class LM:
         """Compute the last row once more in front of the kernel in use."""
 
         def attend(
-            module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, following: Any, **rest: Any
+            module: Any,
+            query: Tensor,
+            key: Tensor,
+            value: Tensor,
+            mask: Tensor | None,
+            following: Any,
+            **rest: Any,
         ) -> Any:
             weights[module.layer_idx] = last_row(query, key, mask, **rest)
             return following(module, query, key, value, mask, **rest)
@@ -458,7 +514,7 @@ class LM:
 
     def _tokenizer(self) -> PreTrainedTokenizerBase:
         if self.tokenizer is None:
-            raise UserError(field="tokenizer", value=None, allowed="a tokenizer", hint="pass posbench.load(model, tokenizer=...)")
+            raise UserError("tokenizer", None, "a tokenizer", "pass posbench.load(model, tokenizer=...)")
         return self.tokenizer
 
     def _pad_id(self) -> int:
@@ -490,7 +546,8 @@ def attention_weights(
     Args:
         query: [B, H, Tq, d], the newest of T tokens.
         key: [B, G, T, d].
-        mask: None (causal), boolean or additive [B, 1, Tq, >= T], or the padding mask [B, >= T] that flash kernels take.
+        mask: None (causal), boolean or additive [B, 1, Tq, >= T], or the padding mask [B, >= T] that flash
+            kernels take.
         rows: R of the queries.
         scaling: Factor of the scores; d^-0.5 if None.
         softcap: Bound of the scores through tanh (Gemma 2).
@@ -513,7 +570,9 @@ def attention_weights(
         at = torch.arange(total, device=query.device)
         distance = at[total - query.shape[2] :][rows, None] - at
         hidden = (distance < 0) | (distance >= (sliding_window or total))
-        scores = scores.masked_fill(hidden if mask is None else hidden | ~mask[:, None, None, -total:].bool(), shut)
+        scores = scores.masked_fill(
+            hidden if mask is None else hidden | ~mask[:, None, None, -total:].bool(), shut
+        )
     if s_aux is not None:
         sinks = s_aux.to(exact)[None, :, None, None].expand(*scores.shape[:3], 1)
         return torch.cat([scores, sinks], dim=-1).softmax(-1)[..., :-1]
@@ -521,7 +580,8 @@ def attention_weights(
 
 
 def batches(lengths: Sequence[int], size: int, tokens: int | None = None) -> list[list[int]]:
-    """Group prompts of similar length, longest first, so that little padding is needed and memory errors come early.
+    """Group prompts of similar length, longest first, so that little padding is needed and memory errors come
+    early.
 
     Depends on the lengths alone: a resumed run forms the same batches and so gets the same numbers.
 

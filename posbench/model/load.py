@@ -39,12 +39,16 @@ class ModelConfig:
     Attributes:
         name: Short name used in folders and tables.
         path: Hub id, local directory, or ``posbench://NAME`` for an embedded model.
-        revision: Hub branch, tag or commit; None takes the default branch, as cached if a complete copy is cached.
-        dtype: Weight type; ``auto`` is the checkpoint's own on a GPU (float32 stays float32) and float32 on a CPU.
+        revision: Hub branch, tag or commit; None takes the default branch, as cached if a complete copy is
+            cached.
+        dtype: Weight type; ``auto`` is the checkpoint's own on a GPU (float32 stays float32) and float32 on a
+            CPU.
         attention: Attention kernel; ``auto`` is sdpa where the family has it, else eager (Gemma 2, MPT).
-        rope: ``checkpoint``, or ``none`` for a checkpoint trained without position embeddings whose config does not say so.
-        chat_template: ``auto`` applies the tokenizer's template where it has one; ``none`` never does; or the name of one in
-            ``posbench/templates/chat``, for a checkpoint that was trained with a template it does not carry.
+        rope: ``checkpoint``, or ``none`` for a checkpoint trained without position embeddings whose config
+            does not say so.
+        chat_template: ``auto`` applies the tokenizer's template where it has one; ``none`` never does; or the
+            name of one in ``posbench/templates/chat``, for a checkpoint that was trained with a template it
+            does not carry.
         context_window: Tokens the model reads; None takes the checkpoint's ``max_position_embeddings``.
         threads: CPU threads; None leaves torch's choice.
         stages: Stages that run when the user names none.
@@ -75,10 +79,7 @@ class ModelConfig:
         names = ("auto", "none", *CHAT_TEMPLATES)
         if self.chat_template not in names:
             raise UserError(
-                field="model.chat_template",
-                value=self.chat_template,
-                allowed=" | ".join(names),
-                hint="set model.chat_template=auto",
+                "model.chat_template", self.chat_template, " | ".join(names), "set model.chat_template=auto"
             )
 
 
@@ -95,18 +96,20 @@ def load(
     """Load a model for posbench.
 
     Args:
-        source: A name from ``conf/model`` ("mistral7b"), a local directory, a hub id, a Hugging Face model object, or
-            a :class:`ModelConfig`.
+        source: A name from ``conf/model`` ("mistral7b"), a local directory, a hub id, a Hugging Face model
+            object, or a :class:`ModelConfig`.
         tokenizer: For a model object; without it only token-level calls work.
         name: Short name; taken from the source if None.
         device: ``auto`` (a GPU where there is one), ``cpu``, ``cuda``, ``cuda:1`` ...
-        device_map: Shards the layers instead: ``auto``, ``balanced``, ``balanced_low_0``, ``sequential``, or module
-            names to devices, ``cpu`` or ``disk`` (accelerate's ``device_map``).
-        max_memory: For a ``device_map`` in words: memory per GPU number and ``cpu``, as ``{0: "70GiB", "cpu": "100GiB"}``.
+        device_map: Shards the layers instead: ``auto``, ``balanced``, ``balanced_low_0``, ``sequential``, or
+            module names to devices, ``cpu`` or ``disk`` (accelerate's ``device_map``).
+        max_memory: For a ``device_map`` in words: memory per GPU number and ``cpu``, as ``{0: "70GiB", "cpu":
+            "100GiB"}``.
         **fields: Fields of :class:`ModelConfig` to override.
 
     Raises:
-        UserError: Unknown architecture, missing checkpoint, kernel or device, no safetensors weights, too little memory.
+        UserError: Unknown architecture, missing checkpoint, kernel or device, no safetensors weights, too
+            little memory.
     """
     if isinstance(source, PreTrainedModel):
         arch.family_of(source)
@@ -142,21 +145,25 @@ def with_blocks(data: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _load_checkpoint(
-    config: ModelConfig, device: str, device_map: str | dict[str, Any] | None, max_memory: dict[int | str, str] | None
+    config: ModelConfig,
+    device: str,
+    device_map: str | dict[str, Any] | None,
+    max_memory: dict[int | str, str] | None,
 ) -> LM:
     where = torch_device(device)
     if config.attention == "flash_attention_2" and not is_flash_attn_2_available():
         raise UserError(
-            field="model.attention",
-            value=config.attention,
-            allowed="sdpa or eager on this machine (flash-attn is not installed)",
-            hint="set model.attention=sdpa, or install the extra posbench[flash]",
+            "model.attention",
+            config.attention,
+            "sdpa or eager on this machine (flash-attn is not installed)",
+            "set model.attention=sdpa, or install the extra posbench[flash]",
         )
     # From here on there is a folder on this machine, and nothing touches the network.
     path = str(sources.local(sources.checkpoint(config.path, config.revision)))
     try:
         origin: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
-        # Read as plain data first: transformers would not name the families for a type that it does not know either.
+        # Read as plain data first: transformers would not name the families for a type that it does not know
+        # either.
         facts, _ = PreTrainedConfig.get_config_dict(path, **origin)
         if facts:
             arch.family_of_type(facts.get("model_type"))
@@ -169,30 +176,35 @@ def _load_checkpoint(
         tokenizer = AutoTokenizer.from_pretrained(path, **origin)
         dtype = config.dtype if config.dtype != "auto" else ("float32" if where.type == "cpu" else "auto")
         model = AutoModelForCausalLM.from_pretrained(
-            path, dtype=dtype, attn_implementation=kernel, use_safetensors=True,
-            device_map=device_map or {"": where}, max_memory=max_memory, **origin,
-        )  # fmt: skip
+            path,
+            dtype=dtype,
+            attn_implementation=kernel,
+            use_safetensors=True,
+            device_map=device_map or {"": where},
+            max_memory=max_memory,
+            **origin,
+        )
     except torch.OutOfMemoryError as error:
         raise UserError(
-            field="runtime.device",
-            value=str(where),
-            allowed=f"a device that holds the weights of {config.name}",
-            hint="set runtime.device_map=auto to use all GPUs and the memory, or model.dtype=bfloat16",
+            "runtime.device",
+            str(where),
+            f"a device that holds the weights of {config.name}",
+            "set runtime.device_map=auto to use all GPUs and the memory, or model.dtype=bfloat16",
         ) from error
     except (OSError, ValueError, SafetensorError) as error:
         if "does not support an attention implementation" in str(error):
             raise UserError(
-                field="model.attention",
-                value=config.attention,
-                allowed="auto or eager for this family",
-                hint="set model.attention=auto",
+                "model.attention",
+                config.attention,
+                "auto or eager for this family",
+                "set model.attention=auto",
             ) from error
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
         raise UserError(
-            field="model.path",
-            value=config.path,
-            allowed="a local directory with config.json, tokenizer files and *.safetensors, or a reachable hub id",
-            hint=f"set model.path=DIR to a local checkpoint ({reason})",
+            "model.path",
+            config.path,
+            "a local directory with config.json, tokenizer files and *.safetensors, or a reachable hub id",
+            f"set model.path=DIR to a local checkpoint ({reason})",
         ) from error
     if config.rope == "none":
         arch.remove_rope(model)
@@ -208,10 +220,10 @@ def _capped(config: PreTrainedConfig) -> bool:
 def _refuse_sdpa(kernel: str | None) -> None:
     if kernel == "sdpa":
         raise UserError(
-            field="model.attention",
-            value=kernel,
-            allowed="auto or eager: sdpa would leave out the soft-cap of this model's attention scores",
-            hint="set model.attention=auto (a model object: attn_implementation='eager')",
+            "model.attention",
+            kernel,
+            "auto or eager: sdpa would leave out the soft-cap of this model's attention scores",
+            "set model.attention=auto (a model object: attn_implementation='eager')",
         )
 
 
@@ -229,9 +241,9 @@ def torch_device(device: str) -> torch.device:
     except (RuntimeError, AssertionError) as error:
         there = f"{torch.cuda.device_count()} CUDA devices" if torch.cuda.is_available() else "no CUDA device"
         raise UserError(
-            field="runtime.device",
-            value=device,
-            allowed=f"auto, cpu, or a CUDA device of this machine (it has {there})",
-            hint="set runtime.device=auto, or leave out runtime=gpu",
+            "runtime.device",
+            device,
+            f"auto, cpu, or a CUDA device of this machine (it has {there})",
+            "set runtime.device=auto, or leave out runtime=gpu",
         ) from error
     return where

@@ -1,4 +1,5 @@
-"""A model's rotary embedding, changed inside a block: other angles per layer, or keys that are rotated by hand in attention."""
+"""A model's rotary embedding, changed inside a block: other angles per layer, or keys that are rotated by
+hand in attention."""
 
 from __future__ import annotations
 
@@ -37,7 +38,8 @@ class Call:
         hidden: A tensor of the dtype and device that the tables take.
         positions: Positions of the tokens, [B, T].
         options: Further arguments, such as the kind of layer in Gemma 3.
-        bases: Bases theta that the rows of the batch take in turn, None for the model's own; empty: the model's own in all rows.
+        bases: Bases theta that the rows of the batch take in turn, None for the model's own; empty: the
+            model's own in all rows.
     """
 
     module: nn.Module
@@ -47,7 +49,8 @@ class Call:
     bases: tuple[float | None, ...] = ()
 
     def table(self, positions: Tensor | None = None, base: float | None = None) -> Table:
-        """The tables at other positions, which may be fractional, [B, T], or with another base theta in all rows.
+        """The tables at other positions, which may be fractional, [B, T], or with another base theta in all
+        rows.
 
         Positions of each head, [B * H, T], give tables [B * H, T, r].
         """
@@ -56,7 +59,10 @@ class Call:
             rows, alone = self.hidden.shape[0], replace(self, bases=())
             # Positions that all rows share come as a single row.
             at = (at.expand(rows, -1) if at.shape[0] == 1 else at).unflatten(0, (rows, -1))
-            parts = [alone.table(at[row :: len(self.bases)].flatten(0, 1), base) for row, base in enumerate(self.bases)]
+            parts = [
+                alone.table(at[row :: len(self.bases)].flatten(0, 1), base)
+                for row, base in enumerate(self.bases)
+            ]
             cos, sin = (
                 torch.stack([part.unflatten(0, (-1, at.shape[1])) for part in kind], dim=1).flatten(0, 2)
                 for kind in zip(*parts, strict=True)
@@ -76,7 +82,8 @@ class Call:
 
 
 class _Tables(tuple[Tensor, Tensor]):
-    """Tables that remember the call they were made for, so that the method of an inner block starts from it."""
+    """Tables that remember the call they were made for, so that the method of an inner block starts from
+    it."""
 
     call: Call
 
@@ -102,7 +109,9 @@ def rotary_module(model: PreTrainedModel) -> nn.Module | None:
     """The model's rotary embedding; None in models that have none, or have removed it."""
     base = model.base_model
     # Gemma 3 with vision keeps its decoder one step further down.
-    module = getattr(base, "rotary_emb", None) or getattr(getattr(base, "language_model", None), "rotary_emb", None)
+    module = getattr(base, "rotary_emb", None) or getattr(
+        getattr(base, "language_model", None), "rotary_emb", None
+    )
     unused = getattr(model.config, "alibi", False) or getattr(module, arch.REMOVED, False)
     return None if unused else module
 
@@ -112,7 +121,9 @@ def rotated_layers(model: PreTrainedModel) -> list[int]:
     if rotary_module(model) is None:
         return []
     flag = arch.family_of(model).rope_if
-    return [i for i, attention in enumerate(arch.attention_modules(model)) if not flag or getattr(attention, flag)]
+    return [
+        i for i, attention in enumerate(arch.attention_modules(model)) if not flag or getattr(attention, flag)
+    ]
 
 
 def check(lm: LM, method: str, *, plain: bool = False, by_hand: bool = False) -> None:
@@ -125,12 +136,13 @@ def check(lm: LM, method: str, *, plain: bool = False, by_hand: bool = False) ->
         by_hand: Whether it rotates in attention, which has to run through the library's attention functions.
 
     Raises:
-        UserError: The model has no rotary embedding (ALiBi, NoPE), or not of the kind that is needed, or another method rotates.
+        UserError: The model has no rotary embedding (ALiBi, NoPE), or not of the kind that is needed, or
+            another method rotates.
     """
     family, module = arch.family_of(lm.model), rotary_module(lm.model)
 
     def refuse(allowed: str, hint: str = "method=scale_channel needs no rotary embedding") -> None:
-        raise UserError(field="method", value=method, allowed=allowed, hint=hint)
+        raise UserError("method", method, allowed, hint)
 
     if not rotated_layers(lm.model):
         refuse(f"a model with rotary position embedding (RoPE); {lm.name} ({family.name}) has none")
@@ -139,14 +151,20 @@ def check(lm: LM, method: str, *, plain: bool = False, by_hand: bool = False) ->
     applied = getattr(module, _BUSY, None)
     # One that rotates by hand would rotate what the other has rotated.
     if applied == "by hand":
-        refuse("no method of rotary embeddings inside one that rotates head by head (ms_poe, moice)", "put that one last")
+        refuse(
+            "no method of rotary embeddings inside one that rotates head by head (ms_poe, moice)",
+            "put that one last",
+        )
     if by_hand and not family.interface:
-        refuse(f"a family whose attention runs through the library's attention functions; {family.name} does not")
+        refuse(
+            f"a family whose attention runs through the library's attention functions; {family.name} does not"
+        )
 
 
 @contextmanager
 def calls_of(model: PreTrainedModel) -> Iterator[Callable[[int], Call]]:
-    """Remember the rotary embedding's evaluations; yields the function from a layer to the latest one that serves it."""
+    """Remember the rotary embedding's evaluations; yields the function from a layer to the latest one that
+    serves it."""
     module = rotary_module(model)
     assert module is not None, "check() comes first"
     latest: dict[Any, Call] = {}
@@ -166,9 +184,12 @@ def calls_of(model: PreTrainedModel) -> Iterator[Callable[[int], Call]]:
 
 @contextmanager
 def tables(
-    model: PreTrainedModel, layers: Mapping[int, Callable[[Call], Call]], make: Callable[[Call], Table] = Call.table
+    model: PreTrainedModel,
+    layers: Mapping[int, Callable[[Call], Call]],
+    make: Callable[[Call], Table] = Call.table,
 ) -> Iterator[None]:
-    """Rotate in some layers with other tables. An inner block changes what the outer ones have made of the call.
+    """Rotate in some layers with other tables. An inner block changes what the outer ones have made of the
+    call.
 
     Args:
         model: The model; see :func:`check`.
@@ -198,7 +219,9 @@ def tables(
 
         attentions = arch.attention_modules(model)
         for layer, change in layers.items():
-            stack.callback(attentions[layer].register_forward_pre_hook(hook_of(layer, change), with_kwargs=True).remove)
+            stack.callback(
+                attentions[layer].register_forward_pre_hook(hook_of(layer, change), with_kwargs=True).remove
+            )
         yield
 
 
@@ -233,11 +256,13 @@ class HandRotation:
         query_positions: [B, T].
         key_positions: [B, S].
         call: The evaluation of the rotary embedding, for tables at any positions and base.
-        attend: Kernel from rotated queries [B, H, T, d] and keys [B, G or H, S, d] to the output [B, T, H, d].
-        last_row: Attention weights of the last query, [B, H, S], from queries and keys shaped as for ``attend``.
+        attend: Kernel from rotated queries [B, H, T, d] and keys [B, G or H, S, d] to the output [B, T, H,
+            d].
+        last_row: Attention weights of the last query, [B, H, S], from queries and keys shaped as for
+            ``attend``.
         memory: Whatever the function left here at the cache's last step in this layer; empty at a prompt.
-        unchanged: Whether the cached keys are those of that step: not so after a beam search has reordered its rows, after a
-            crop, or when another method has corrected them.
+        unchanged: Whether the cached keys are those of that step: not so after a beam search has reordered
+            its rows, after a crop, or when another method has corrected them.
         model: The model.
     """
 
@@ -260,12 +285,15 @@ class HandRotation:
             return arch.rotate(self.model, self.layer, x, (cos, sin))
         # The family's own function rotates all heads alike: heads become rows.
         flat = x.flatten(0, 1).unsqueeze(1)
-        return arch.rotate(self.model, self.layer, flat, (cos.flatten(0, 1), sin.flatten(0, 1))).reshape(x.shape)
+        return arch.rotate(self.model, self.layer, flat, (cos.flatten(0, 1), sin.flatten(0, 1))).reshape(
+            x.shape
+        )
 
     def rotate_by_each(self, x: Tensor, tables: Iterable[Table]) -> Iterator[Tensor]:
         """Rotate queries or keys [B, H, T, d] with one table [B, T, r] after another: ``x cos + x' sin``.
 
-        A rotation is linear in cos and sin, so that x', which is x turned by a right angle, serves all tables.
+        A rotation is linear in cos and sin, so that x', which is x turned by a right angle, serves all
+        tables.
         """
         turned: Tensor | None = None
         for table in tables:
@@ -290,7 +318,8 @@ class _Held:
 
 @contextmanager
 def by_hand(model: PreTrainedModel, layers: Mapping[int, ByHand]) -> Iterator[None]:
-    """Keep keys un-rotated in the cache of some layers, and let a function rotate queries and keys at every step.
+    """Keep keys un-rotated in the cache of some layers, and let a function rotate queries and keys at every
+    step.
 
     Args:
         model: The model; see :func:`check`.
@@ -320,7 +349,13 @@ def by_hand(model: PreTrainedModel, layers: Mapping[int, ByHand]) -> Iterator[No
             return hook
 
         def attend(
-            module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, following: Attend, **rest: Any
+            module: Any,
+            query: Tensor,
+            key: Tensor,
+            value: Tensor,
+            mask: Tensor | None,
+            following: Attend,
+            **rest: Any,
         ) -> Any:
             layer = module.layer_idx
             if layer not in layers:

@@ -1,8 +1,10 @@
-"""What a prompt's tokens may see, where they seem to stand, and what one channel holds: changed for a span of tokens per prompt.
+"""What a prompt's tokens may see, where they seem to stand, and what one channel holds: changed for a span of
+tokens per prompt.
 
-A batch is padded on the left to its longest prompt, as :meth:`posbench.model.lm.LM.pad` and ``generate`` do. Each block serves one
-batch: its prompts in their order, then any number of calls on their caches. Leaving a block, also by an exception, restores the
-model.
+A batch is padded on the left to its longest prompt, as :meth:`posbench.model.lm.LM.pad` and ``generate`` do.
+Each block serves one
+batch: its prompts in their order, then any number of calls on their caches. Leaving a block, also by an
+exception, restores the model.
 
 Letters: B prompts, T columns of the batch, S keys that a layer holds, D channels, L layers.
 """
@@ -26,7 +28,8 @@ if TYPE_CHECKING:
     from posbench.model.lm import LM
 
 Span = tuple[int, int]
-"""First token of a span in its prompt, padding not counted, and the token behind its last one; (0, 0) holds none."""
+"""First token of a span in its prompt, padding not counted, and the token behind its last one; (0, 0) holds
+none."""
 
 Site = Literal["attention_input", "residual"]
 
@@ -35,7 +38,8 @@ Site = Literal["attention_input", "residual"]
 def cropped(
     lm: LM, lengths: Sequence[int], spans: Sequence[Span], layers: Collection[int], *, keep_first: bool = True
 ) -> Iterator[None]:
-    """Let the tokens of a span see nothing before it: they attend, causally, to the span alone and to the first token.
+    """Let the tokens of a span see nothing before it: they attend, causally, to the span alone and to the
+    first token.
 
     Args:
         lm: The model.
@@ -44,8 +48,9 @@ def cropped(
         layers: Layers whose mask is cropped, 0-based.
         keep_first: Whether the first token stays visible, which keeps the attention sink in place.
 
-    Whatever else the model's own mask shuts (padding, a window) stays shut. In the cropped layers the kernel gets a mask of
-    booleans [B, 1, T, T], one layer at a time, where it would otherwise know causality by itself: a byte per pair of tokens.
+    Whatever else the model's own mask shuts (padding, a window) stays shut. In the cropped layers the kernel
+    gets a mask of booleans [B, 1, T, T], one layer at a time, where it would otherwise know causality by
+    itself: a byte per pair of tokens.
 
     Raises:
         UserError: The kernel takes no such mask (FlashAttention).
@@ -86,19 +91,25 @@ def cropped(
 
 
 def can_move(lm: LM) -> bool:
-    """Whether :func:`moved` knows the model: it rotates in some layer, in attention that runs through the library's functions."""
+    """Whether :func:`moved` knows the model: it rotates in some layer, in attention that runs through the
+    library's functions."""
     return bool(rope.rotated_layers(lm.model)) and arch.family_of(lm.model).interface
 
 
 @contextmanager
 def moved(
-    lm: LM, lengths: Sequence[int], spans: Sequence[Span], targets: Sequence[Span], layers: Collection[int] | None = None
+    lm: LM,
+    lengths: Sequence[int],
+    spans: Sequence[Span],
+    targets: Sequence[Span],
+    layers: Collection[int] | None = None,
 ) -> Iterator[None]:
     """Let the last token see the tokens of a span at the positions of another one.
 
-    Token i of the span stands where token i of the target stands, or its last token where the target is shorter. This concerns
-    the rows of the last prompt token and of all tokens behind it (generated ones: each is the last one when it is read).
-    Earlier rows see every key at its own position, and masks stay as they are.
+    Token i of the span stands where token i of the target stands, or its last token where the target is
+    shorter. This concerns the rows of the last prompt token and of all tokens behind it (generated ones: each
+    is the last one when it is read). Earlier rows see every key at its own position, and masks stay as they
+    are.
 
     Args:
         lm: The model.
@@ -108,17 +119,18 @@ def moved(
         layers: Layers, 0-based; None is all. Those without rotary embedding stay as they are.
 
     Raises:
-        UserError: The model has no rotary embedding (ALiBi, NoPE), its attention does not run through the library's functions,
-            or a method rotates head by head (ms_poe, moice).
+        UserError: The model has no rotary embedding (ALiBi, NoPE), its attention does not run through the
+            library's functions, or a method rotates head by head (ms_poe, moice).
 
-    Source: Yu et al. 2025, Section 2.2, Appendix D.3 and Figure 9. The rule for spans of unequal length is ours.
+    Source: Yu et al. 2025, Section 2.2, Appendix D.3 and Figure 9. The rule for spans of unequal length is
+        ours.
     """
     if not can_move(lm):
         raise UserError(
-            field="position ids of a span",
-            value=lm.name,
-            allowed="a model with rotary position embedding (RoPE), with attention through the library's functions",
-            hint="crop the mask instead, or take model=tiny",
+            "position ids of a span",
+            lm.name,
+            "a model with rotary position embedding (RoPE), with attention through the library's functions",
+            "crop the mask instead, or take model=tiny",
         )
     rope.check(lm, "position ids of a span", by_hand=True)
     _check_kernel(lm, "moved position ids")
@@ -143,13 +155,21 @@ def moved(
                 if table is None or past():
                     return
                 if table[0].shape[1] < needed:
-                    raise ValueError("the spans and their targets have to lie in the part of the prompt that comes first")
+                    raise ValueError(
+                        "the spans and their targets have to lie in the part of the prompt that comes first"
+                    )
                 turns[layer] = _turn(table, _for_rows(source, arch.attention_input(args, kwargs)), low)
 
             return hook
 
         def attend(
-            module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, following: Attend, **rest: Any
+            module: Any,
+            query: Tensor,
+            key: Tensor,
+            value: Tensor,
+            mask: Tensor | None,
+            following: Attend,
+            **rest: Any,
         ) -> Any:
             rows, total = query.shape[2], key.shape[2]
             last = min(max(past() + rows - (width - 1), 0), rows)
@@ -163,7 +183,9 @@ def moved(
             if mask is not None:
                 mask = mask[:, :, -last:]
             elif last > 1:
-                mask = torch.ones(last, total, dtype=torch.bool, device=query.device).tril(total - last)[None, None]
+                mask = torch.ones(last, total, dtype=torch.bool, device=query.device).tril(total - last)[
+                    None, None
+                ]
             # The call that counts comes last: a listener keeps the latest.
             again, new = following(module, query[:, :, -last:], keys, value, mask, **rest)
             both = None if new is None else torch.cat([weights[:, :, :-last], new], dim=2)
@@ -175,9 +197,11 @@ def moved(
 
 
 def _turn(table: rope.Table, source: Tensor, low: int) -> rope.Table:
-    """cos and sin, each [B, C, r] in float32, that turn keys of the C columns from ``low`` on to the positions of the columns
-    ``source`` [B, C]; exactly 1 and 0 where a column is its own source."""
-    cos, sin = (part.to(torch.promote_types(part.dtype, torch.float32)).expand(len(source), -1, -1) for part in table)
+    """cos and sin, each [B, C, r] in float32, that turn keys of the C columns from ``low`` on to the
+    positions of the columns ``source`` [B, C]; exactly 1 and 0 where a column is its own source."""
+    cos, sin = (
+        part.to(torch.promote_types(part.dtype, torch.float32)).expand(len(source), -1, -1) for part in table
+    )
     at = source[..., None].expand(-1, -1, cos.shape[-1])
     to = cos.gather(1, at), sin.gather(1, at)
     cos, sin = (part[:, low : low + source.shape[1]] for part in (cos, sin))
@@ -187,7 +211,8 @@ def _turn(table: rope.Table, source: Tensor, low: int) -> rope.Table:
 
 
 def _turned(model: PreTrainedModel, layer: int, key: Tensor, turn: rope.Table, low: int) -> Tensor:
-    """A copy of rotated keys [B, G, S, d] with the columns from ``low`` on turned further; those below 0 are gone."""
+    """A copy of rotated keys [B, G, S, d] with the columns from ``low`` on turned further; those below 0 are
+    gone."""
     skip, out = max(-low, 0), key.clone()
     cos, sin = (part[:, skip:].to(key.device) for part in turn)
     columns = slice(max(low, 0), max(low, 0) + cos.shape[1])
@@ -213,10 +238,12 @@ def subtracted(
         spans: The changed span of each prompt, [B].
         channel: Channel, 0-based.
         values: What to subtract, by 0-based layer.
-        site: ``attention_input`` changes what queries, keys and values of a layer are projected from, after its first norm, each
-            layer on its own; ``residual`` changes the stream before the layer, so that it adds up over the layers.
+        site: ``attention_input`` changes what queries, keys and values of a layer are projected from, after
+            its first norm, each layer on its own; ``residual`` changes the stream before the layer, so that
+            it adds up over the layers.
 
-    Source: Yu et al. 2025, Appendix D.5 and Figure 10, which does not say which of the two "hidden states" are.
+    Source: Yu et al. 2025, Appendix D.5 and Figure 10, which does not say which of the two "hidden states"
+        are.
     """
     family, model = arch.family_of(lm.model), lm.model
     _, start, stop = _columns(lengths, spans)
@@ -246,8 +273,11 @@ def subtracted(
 
 
 @contextmanager
-def channel_input(lm: LM, channels: Sequence[int], site: Site = "attention_input") -> Iterator[dict[int, Tensor]]:
-    """Collect some channels of every layer's input in each forward inside the block, as the outer blocks leave them.
+def channel_input(
+    lm: LM, channels: Sequence[int], site: Site = "attention_input"
+) -> Iterator[dict[int, Tensor]]:
+    """Collect some channels of every layer's input in each forward inside the block, as the outer blocks
+    leave them.
 
     Yields:
         Dict layer -> [B, T, C] of the latest forward, for C channels.
@@ -268,7 +298,8 @@ def channel_input(lm: LM, channels: Sequence[int], site: Site = "attention_input
 
 
 def _columns(lengths: Sequence[int], spans: Sequence[Span]) -> tuple[Tensor, Tensor, Tensor]:
-    """Columns of the first token of each prompt, of the first token of its span and of the token behind it, each [B, 1]."""
+    """Columns of the first token of each prompt, of the first token of its span and of the token behind it,
+    each [B, 1]."""
     if len(lengths) != len(spans):
         raise ValueError(f"{len(spans)} spans for {len(lengths)} prompts")
     for length, (start, stop) in zip(lengths, spans, strict=True):
@@ -281,7 +312,8 @@ def _columns(lengths: Sequence[int], spans: Sequence[Span]) -> tuple[Tensor, Ten
 
 
 def _for_rows(values: Tensor, hidden: Tensor) -> Tensor:
-    """Values [B, ...] for a call whose batch may hold every prompt several times, next to each other; on its device."""
+    """Values [B, ...] for a call whose batch may hold every prompt several times, next to each other; on its
+    device."""
     times, rest = divmod(hidden.shape[0], len(values))
     if rest:
         raise ValueError(f"a batch of {hidden.shape[0]} rows inside a block for {len(values)} prompts")
@@ -289,7 +321,10 @@ def _for_rows(values: Tensor, hidden: Tensor) -> Tensor:
 
 
 def _on_each(
-    stack: ExitStack, modules: Sequence[nn.Module], layers: Collection[int], hook: Callable[[int], Callable[..., Any]]
+    stack: ExitStack,
+    modules: Sequence[nn.Module],
+    layers: Collection[int],
+    hook: Callable[[int], Callable[..., Any]],
 ) -> None:
     """Hooks before the modules of some layers, until the stack is closed."""
     for layer in layers:
@@ -316,8 +351,8 @@ def _past(model: PreTrainedModel) -> Iterator[Callable[[], int]]:
 def _check_kernel(lm: LM, what: str) -> None:
     if "flash" in str(arch.text_config(lm.model)._attn_implementation):
         raise UserError(
-            field="model.attention",
-            value="flash_attention_2",
-            allowed=f"sdpa or eager: {what} needs a mask of its own",
-            hint="set model.attention=sdpa",
+            "model.attention",
+            "flash_attention_2",
+            f"sdpa or eager: {what} needs a mask of its own",
+            "set model.attention=sdpa",
         )

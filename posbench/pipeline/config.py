@@ -34,11 +34,14 @@ class Runtime:
 
     Attributes:
         device: ``auto``, ``cpu``, ``cuda`` ...
-        device_map: Shards the model's layers over all visible GPUs, then memory, then disk; None puts all on ``device``.
-            ``auto`` and ``balanced`` share evenly, ``balanced_low_0`` spares the first GPU, ``sequential`` fills in order.
-        max_memory: For ``device_map``: memory per GPU number and ``cpu``, such as ``{0: 70GiB, cpu: 100GiB}``.
+        device_map: Shards the model's layers over all visible GPUs, then memory, then disk; None puts all on
+            ``device``. ``auto`` and ``balanced`` share evenly, ``balanced_low_0`` spares the first GPU,
+            ``sequential`` fills in order.
+        max_memory: For ``device_map``: memory per GPU number and ``cpu``, such as ``{0: 70GiB, cpu:
+            100GiB}``.
         batch_size: Prompts per forward at most (moves rounding, so it is part of a run's identity).
-        batch_tokens: Tokens per forward at most, padding and reply counted; None: no such limit. Out of memory halves a batch.
+        batch_tokens: Tokens per forward at most, padding and reply counted; None: no such limit. Out of
+            memory halves a batch.
         threads: CPU threads; None leaves torch's choice.
         outputs: Folder that receives the runs.
         intervene_examples: Examples per gold position whose attention is measured.
@@ -59,17 +62,17 @@ class Runtime:
         for name in ("batch_size", "batch_tokens", "intervene_examples", "resamples", "threads"):
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise UserError(
-                    field=f"runtime.{name}",
-                    value=getattr(self, name),
-                    allowed="a whole number from 1 up",
-                    hint=f"set runtime.{name}=1",
+                    f"runtime.{name}",
+                    getattr(self, name),
+                    "a whole number from 1 up",
+                    f"set runtime.{name}=1",
                 )
         if self.device_map and self.device not in ("auto", "cuda"):
             raise UserError(
-                field="runtime.device_map",
-                value=self.device_map,
-                allowed=f"null with runtime.device={self.device}: it spreads over all visible GPUs",
-                hint="set runtime.device=auto, and choose GPUs with CUDA_VISIBLE_DEVICES",
+                "runtime.device_map",
+                self.device_map,
+                f"null with runtime.device={self.device}: it spreads over all visible GPUs",
+                "set runtime.device=auto, and choose GPUs with CUDA_VISIBLE_DEVICES",
             )
         memory = self.max_memory or {}
         sound = all(
@@ -78,10 +81,10 @@ class Runtime:
         )
         if memory and not (self.device_map and sound):
             raise UserError(
-                field="runtime.max_memory",
-                value=memory,
-                allowed="null, or with a runtime.device_map: GPU numbers and cpu, each with a size in KiB, MiB or GiB",
-                hint="set runtime.device_map=auto runtime.max_memory={0:70GiB,cpu:100GiB}",
+                "runtime.max_memory",
+                memory,
+                "null, or with a runtime.device_map: GPU numbers and cpu, each with a size in KiB, MiB or GiB",
+                "set runtime.device_map=auto runtime.max_memory={0:70GiB,cpu:100GiB}",
             )
 
 
@@ -148,7 +151,9 @@ class Config:
         parts: dict[str, Method] = {}
         for name, (cls, fields_) in self._parts().items():
             with in_words_of_the_whole(name):
-                parts[name] = self._method(cls, self._filled(fields_, found) if name == self.part else fields_, name)
+                parts[name] = self._method(
+                    cls, self._filled(fields_, found) if name == self.part else fields_, name
+                )
         return build(Composed, self.method_fields | {"parts": parts}, "method")
 
     def _filled(self, fields_: dict[str, Any], found: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -177,9 +182,13 @@ class Config:
     def _parts(self) -> dict[str, tuple[type[Method], dict[str, Any]]]:
         """Class and parameters of each part of a composed method."""
         given = self.method_fields.get("parts")
-        if not isinstance(given, Mapping) or not given or not all(isinstance(part, Mapping) for part in given.values()):
+        if (
+            not isinstance(given, Mapping)
+            or not given
+            or not all(isinstance(part, Mapping) for part in given.values())
+        ):
             raise UserError(
-                field="method.parts", value=given, allowed="methods by name", hint="write method=[layer_scaling,scale_channel]"
+                "method.parts", given, "methods by name", "write method=[layer_scaling,scale_channel]"
             )
         found = {}
         for name, part in given.items():
@@ -191,10 +200,10 @@ class Config:
         missing = [k for k, v in values.items() if v is None and k in required(cls)]
         if missing:
             raise UserError(
-                field=f"method.{missing[0]}",
-                value=None,
-                allowed=f"a value (model {self.model.name} has no {name} block with it)",
-                hint=self._where_from(cls, name, missing[0]),
+                f"method.{missing[0]}",
+                None,
+                f"a value (model {self.model.name} has no {name} block with it)",
+                self._where_from(cls, name, missing[0]),
             )
         return build(cls, values, "method")
 
@@ -206,7 +215,8 @@ class Config:
         return f"find one: posbench stages=[search] model={model} method={name}"
 
     def trial(self) -> Method:
-        """The method with legal stand-ins for what the search will find, so that everything else can be checked first."""
+        """The method with legal stand-ins for what the search will find, so that everything else can be
+        checked first."""
         standin = self.search.finds if "search" in self.stages else {}
         given = self._parts()[self.part][1] if self.part else self.method_fields
         return self.method({k: v for k, v in standin.items() if given.get(k) is None})
@@ -223,7 +233,7 @@ def plain(config: DictConfig) -> dict[str, Any]:
     except OmegaConfBaseException as error:
         key = str(getattr(error, "full_key", "") or "config")
         reason = str(error).strip().splitlines()[0]
-        raise UserError(field=key, value="???", allowed="a value", hint=f"set {key}=... ({reason})") from error
+        raise UserError(key, "???", "a value", f"set {key}=... ({reason})") from error
 
 
 def check(raw: dict[str, Any], typed: Sequence[str] = ()) -> Config:
@@ -241,14 +251,11 @@ def check(raw: dict[str, Any], typed: Sequence[str] = ()) -> Config:
     unknown = set(raw) - set(known)
     if unknown:
         name = sorted(unknown)[0]
-        raise UserError(field=name, value=raw[name], allowed=", ".join(known), hint="remove it")
+        raise UserError(name, raw[name], ", ".join(known), "remove it")
     for group in ("model", "task", "method", "search", "runtime"):
         if not isinstance(raw.get(group), Mapping):
             raise UserError(
-                field=group,
-                value=raw.get(group),
-                allowed="a choice of that group",
-                hint=f"posbench ls {group}s shows the choices",
+                group, raw.get(group), "a choice of that group", f"posbench ls {group}s shows the choices"
             )
     model, task = _model_and_task(raw)
     study, study_name = _study(raw, typed)
@@ -274,27 +281,34 @@ def check(raw: dict[str, Any], typed: Sequence[str] = ()) -> Config:
     )
     if "search" in stages and not (config.part or serves(search, method_class)):
         if "stages" in typed or "search" in typed:
-            part = issubclass(method_class, Composed) and any(serves(search, cls) for cls in config.method_classes)
+            part = issubclass(method_class, Composed) and any(
+                serves(search, cls) for cls in config.method_classes
+            )
             served = f"{search.serves}, {search.place}"
             raise UserError(
-                field="stages" if "stages" in typed else "search",
-                value=list(stages) if "stages" in typed else type(search).__name__,
-                allowed=f"no search for method {name} by {type(search).__name__}, which finds parameters of {served}",
-                hint="search that method alone, then type here what it finds, with stages=[evaluate,report]"
+                "stages" if "stages" in typed else "search",
+                list(stages) if "stages" in typed else type(search).__name__,
+                f"no search for method {name} by {type(search).__name__}, which finds parameters of {served}",
+                "search that method alone, then type here what it finds, with stages=[evaluate,report]"
                 if part
                 else "leave search out of stages, or take the search that serves the method: posbench ls searches",
             )
         config = replace(config, stages=tuple(stage for stage in stages if stage != "search"))
-    for where, text in (("model", model.name), ("task", task.name), ("method", name), ("study", study_name or "none")):
+    for where, text in (
+        ("model", model.name),
+        ("task", task.name),
+        ("method", name),
+        ("study", study_name or "none"),
+    ):
         # They become folder names.
         if not re.fullmatch(r"\w[\w.-]*", str(text)):
-            raise UserError(field=f"{where}.name", value=text, allowed="letters, digits, . _ -", hint=f"set {where}.name=...")
+            raise UserError(f"{where}.name", text, "letters, digits, . _ -", f"set {where}.name=...")
     if model.context_window is not None and model.context_window < 1:
         raise UserError(
-            field="model.context_window",
-            value=model.context_window,
-            allowed="a whole number from 1 up, or null",
-            hint="set it to null",
+            "model.context_window",
+            model.context_window,
+            "a whole number from 1 up, or null",
+            "set it to null",
         )
     config.trial()
     if config.experiment and config.experiment.reference:
@@ -303,24 +317,23 @@ def check(raw: dict[str, Any], typed: Sequence[str] = ()) -> Config:
 
 
 def _study(raw: dict[str, Any], typed: Sequence[str]) -> tuple[Study | None, str]:
-    """The study of a config and its name; sets ``stages`` and ``method`` to what a study runs where the user typed neither."""
+    """The study of a config and its name; sets ``stages`` and ``method`` to what a study runs where the user
+    typed neither."""
     stages = raw.get("stages") or []
     if raw.get("study") is None:
         if "study" in stages:
-            raise UserError(field="study", value=None, allowed="a study", hint="posbench ls studies shows the choices")
+            raise UserError("study", None, "a study", "posbench ls studies shows the choices")
         return None, ""
     study, name = study_of(raw["study"])
     if "study" not in stages:
         if "stages" in typed:
-            raise UserError(
-                field="stages", value=list(stages), allowed="stages with study in them", hint="set stages=[study,report]"
-            )
+            raise UserError("stages", list(stages), "stages with study in them", "set stages=[study,report]")
         raw["stages"] = ["study", "report"]
     given = [key for key in typed if key.split(".")[0] in ("model", "task", "method")]
     if not study.needs_model and given:
         allowed = f"no {given[0]}: study {name} looks at none"
         group = given[0].split(".")[0]
-        raise UserError(field=group, value=raw[group].get("name", group), allowed=allowed, hint="leave it out")
+        raise UserError(group, raw[group].get("name", group), allowed, "leave it out")
     if not study.uses_method and not any(key.split(".")[0] == "method" for key in given):
         raw["method"] = dict(UNMODIFIED)
     return study, name
@@ -333,7 +346,7 @@ def study_of(data: Mapping[str, Any]) -> tuple[Study, str]:
         UserError: There is no such study, or a field is wrong.
     """
     if not isinstance(data, Mapping):
-        raise UserError(field="study", value=data, allowed="a choice of that group", hint="posbench ls studies shows the choices")
+        raise UserError("study", data, "a choice of that group", "posbench ls studies shows the choices")
     cls, values = target(data, Study, "study")
     name = str(values.pop("name", cls.__module__.rsplit(".", 1)[-1]))
     return build(cls, values, "study"), name
@@ -357,7 +370,7 @@ def needs(raw: Mapping[str, Any]) -> tuple[Source, ...]:
 def _model_and_task(raw: Mapping[str, Any]) -> tuple[ModelConfig, Task]:
     if raw["model"].get("path") is None:
         raise UserError(
-            field="model.path", value=None, allowed="a local directory or a hub id", hint="posbench model=hf model.path=DIR"
+            "model.path", None, "a local directory or a hub id", "posbench model=hf model.path=DIR"
         )
     return build(ModelConfig, with_blocks(raw["model"]), "model"), _instance(raw["task"], Task, "task")
 
@@ -369,10 +382,10 @@ class _Stages:
     def __post_init__(self) -> None:
         if not self.stages or list(self.stages) != [stage for stage in STAGES if stage in self.stages]:
             raise UserError(
-                field="stages",
-                value=list(self.stages),
-                allowed=f"some of {', '.join(STAGES)}, each once, in this order",
-                hint="set stages=[evaluate,report]",
+                "stages",
+                list(self.stages),
+                f"some of {', '.join(STAGES)}, each once, in this order",
+                "set stages=[evaluate,report]",
             )
 
 
@@ -388,14 +401,14 @@ def target(data: Mapping[str, Any], kind: type, where: str) -> tuple[type[Any], 
         cls = hydra.utils.get_class(str(target))
     except Exception as error:
         raise UserError(
-            field=f"{where}._target_", value=target, allowed="the import path of a class", hint=f"check conf/{where}/*.yaml"
+            f"{where}._target_", target, "the import path of a class", f"check conf/{where}/*.yaml"
         ) from error
     if not issubclass(cls, kind):
         raise UserError(
-            field=f"{where}._target_",
-            value=target,
-            allowed=f"a subclass of {kind.__module__}.{kind.__name__}",
-            hint="see CONTRIBUTING.md",
+            f"{where}._target_",
+            target,
+            f"a subclass of {kind.__module__}.{kind.__name__}",
+            "see CONTRIBUTING.md",
         )
     return cls, values
 

@@ -73,7 +73,11 @@ def execute(config: Config, *, command: str, console: Console) -> Path:
     if "search" in config.stages or (config.study and config.study.uses_search):
         moves |= {"search": config.raw["search"], "pinned": config.raw["pinned"]}
     moves["measured"] = [config.runtime.intervene_examples, config.runtime.resamples]
-    parts = [config.model.name, config.study_name, config.method_name] if uses_model(config) else [config.study_name]
+    parts = (
+        [config.model.name, config.study_name, config.method_name]
+        if uses_model(config)
+        else [config.study_name]
+    )
     name = "__".join([*filter(None, parts), digest(moves)])
     key = {
         "posbench": posbench.__version__,
@@ -82,7 +86,11 @@ def execute(config: Config, *, command: str, console: Console) -> Path:
         "task_version": config.task.version,
     }
     outputs = Path(config.runtime.outputs).expanduser()
-    console.rule(f"[bold]{config.model.name}  {subject}  {config.method_name}" if uses_model(config) else f"[bold]{subject}")
+    console.rule(
+        f"[bold]{config.model.name}  {subject}  {config.method_name}"
+        if uses_model(config)
+        else f"[bold]{subject}"
+    )
     lm = preflight(config, console) if find(outputs, suite, key, name) is None else None
     facts = provenance(config, command, who)
     with claim(outputs, suite, key, name, config.raw, facts) as out:
@@ -97,11 +105,18 @@ def execute(config: Config, *, command: str, console: Console) -> Path:
             run.lm = lm
         try:
             for stage in config.stages:
-                module = f"posbench.search.{config.search.stage}" if stage == "search" else f"posbench.pipeline.stages.{stage}"
+                module = (
+                    f"posbench.search.{config.search.stage}"
+                    if stage == "search"
+                    else f"posbench.pipeline.stages.{stage}"
+                )
                 importlib.import_module(module).run(run)
                 out.mark(stage, done=True)
         except BaseException as error:
-            out.finish("incomplete" if isinstance(error, IncompleteRun) else "failed", f"{type(error).__name__}: {error}")
+            out.finish(
+                "incomplete" if isinstance(error, IncompleteRun) else "failed",
+                f"{type(error).__name__}: {error}",
+            )
             raise
         out.finish("done")
         if "report" not in config.stages:
@@ -111,7 +126,11 @@ def execute(config: Config, *, command: str, console: Console) -> Path:
 
 def uses_model(config: Config) -> bool:
     """Whether a run looks at a model at all; some studies do not."""
-    return config.study is None or config.study.needs_model or bool({"search", "intervene", "evaluate"} & set(config.stages))
+    return (
+        config.study is None
+        or config.study.needs_model
+        or bool({"search", "intervene", "evaluate"} & set(config.stages))
+    )
 
 
 def preflight(config: Config, console: Console) -> LM | None:
@@ -124,7 +143,7 @@ def preflight(config: Config, console: Console) -> LM | None:
     """
     if config.stages == ("report",):
         raise UserError(
-            field="stages", value=["report"], allowed="report after another stage", hint="posbench report DIR redraws a run"
+            "stages", ["report"], "report after another stage", "posbench report DIR redraws a run"
         )
     if not uses_model(config):
         assert config.study is not None
@@ -143,18 +162,21 @@ def preflight(config: Config, console: Console) -> LM | None:
         longest = max(task.evaluation(), key=lambda e: len(e.prompt))
         encoded = encode(lm, task, longest)
         _check_overflow(lm, encoded.ids)
-        if len({tuple(lm.continuation_ids(encoded, choice)) for choice in longest.choices}) < len(longest.choices):
+        if len({tuple(lm.continuation_ids(encoded, choice)) for choice in longest.choices}) < len(
+            longest.choices
+        ):
             raise UserError(
-                field="model",
-                value=lm.name,
-                allowed=f"a tokenizer that tells the choices of {task.name} apart: {', '.join(map(repr, longest.choices))}",
-                hint="take a model that reads this text; the embedded ones know the words of kv_retrieval only",
+                "model",
+                lm.name,
+                f"a tokenizer that tells the choices of {task.name} apart: {', '.join(map(repr, longest.choices))}",
+                "take a model that reads this text; the embedded ones know the words of kv_retrieval only",
             )
     return lm
 
 
 def _check_overflow(lm: LM, ids: list[int]) -> None:
-    """Refuse float16 where it overflows on the longest prompt: the answers would be noise, and nothing else would say so.
+    """Refuse float16 where it overflows on the longest prompt: the answers would be noise, and nothing else
+    would say so.
 
     Raises:
         UserError: The next-token logits are not finite.
@@ -165,15 +187,16 @@ def _check_overflow(lm: LM, ids: list[int]) -> None:
         finite = torch.isfinite(lm.model(**lm.pad([ids]), logits_to_keep=1, use_cache=False).logits).all()
     if not finite:
         raise UserError(
-            field="model.dtype",
-            value="float16",
-            allowed=f"bfloat16 or float32: {lm.name} overflows in float16",
-            hint="set model.dtype=bfloat16",
+            "model.dtype",
+            "float16",
+            f"bfloat16 or float32: {lm.name} overflows in float16",
+            "set model.dtype=bfloat16",
         )
 
 
 def identity(config: Config) -> dict[str, Any]:
-    """What, beside the method and the task, can move a number: weights, kernel, precision, batch size, device kind."""
+    """What, beside the method and the task, can move a number: weights, kernel, precision, batch size, device
+    kind."""
     model, kind = config.model, torch_device(config.runtime.device).type
     return {
         "weights": fingerprint(model) if uses_model(config) else None,
@@ -191,13 +214,16 @@ def identity(config: Config) -> dict[str, Any]:
 
 
 def fingerprint(model: ModelConfig) -> str:
-    """Identity of a checkpoint: content of a local folder's small files and edges of its weights, or hub id and commit."""
+    """Identity of a checkpoint: content of a local folder's small files and edges of its weights, or hub id
+    and commit."""
     source = sources.checkpoint(model.path, model.revision)
     if source.kind == "model":
         return f"{source.id}@{sources.commit(source)}"
     folder = sources.local(source)
     total = hashlib.sha256()
-    for file in sorted(p for p in folder.iterdir() if p.is_file() and p.suffix != ".md" and not p.name.startswith(".")):
+    for file in sorted(
+        p for p in folder.iterdir() if p.is_file() and p.suffix != ".md" and not p.name.startswith(".")
+    ):
         total.update(f"{file.name} {file.stat().st_size}".encode())
         with open(file, "rb") as stream:
             total.update(stream.read(1 << 20))
@@ -208,7 +234,8 @@ def fingerprint(model: ModelConfig) -> str:
 
 
 def source_digest(config: Config) -> str:
-    """Hash of the package's code and of the user's own method and task: results of two codes never meet in one folder."""
+    """Hash of the package's code and of the user's own method and task: results of two codes never meet in
+    one folder."""
     total = hashlib.sha256()
     parts = [config.task, config.search, *([config.study] if config.study else [])]
     own = {inspect.getsourcefile(cls) for cls in (*config.method_classes, *map(type, parts))}
@@ -230,8 +257,16 @@ def provenance(config: Config, command: str, who: Mapping[str, Any]) -> dict[str
         "packages": {name: _version(name) for name in PACKAGES},
         "hardware": hardware(),
         "identity": dict(who),
-        "model": {"path": config.model.path, "revision": config.model.revision, "source": config.model.source},
-        "task": {"version": config.task.version, "source": config.task.source, "licence": config.task.licence},
+        "model": {
+            "path": config.model.path,
+            "revision": config.model.revision,
+            "source": config.model.source,
+        },
+        "task": {
+            "version": config.task.version,
+            "source": config.task.source,
+            "licence": config.task.licence,
+        },
     }
 
 
@@ -243,7 +278,8 @@ def _version(name: str) -> str | None:
 
 
 def _git() -> str | None:
-    """Commit of the checkout this package runs from, marked when it has changes; None for an installed wheel."""
+    """Commit of the checkout this package runs from, marked when it has changes; None for an installed
+    wheel."""
     if not (paths.PACKAGE.parent / ".git").exists():
         return None
     ask = ["git", "-C", str(paths.PACKAGE.parent), "describe", "--always", "--dirty", "--abbrev=12"]

@@ -1,7 +1,8 @@
-"""Figures from tidy frames: each function takes a DataFrame and returns a matplotlib `Figure`; `save` writes it.
+"""Figures from tidy frames: each function takes a DataFrame and returns a matplotlib `Figure`; `save` writes
+it.
 
-Nothing here reads a model, touches pyplot's global state, or averages over rows that a reader would want to see apart.
-Colours are Okabe-Ito; lines also differ by marker, so that every figure survives a grey printer.
+Nothing here reads a model, touches pyplot's global state, or averages over rows that a reader would want to
+see apart. Colours are Okabe-Ito; lines also differ by marker, so that every figure survives a grey printer.
 The unmodified model (method `none`) is always black and dashed.
 """
 
@@ -29,10 +30,20 @@ from posbench.stats.tables import BIAS
 UNMODIFIED = "none"
 COLUMN, PAGE = 3.4, 7.0  # figure widths in inches: one column, two columns
 STYLE: dict[str, Any] = {
-    "font.size": 7.5, "axes.labelsize": 7.5, "axes.titlesize": 7.5, "legend.fontsize": 7, "xtick.labelsize": 7,
-    "ytick.labelsize": 7, "lines.linewidth": 1.2, "lines.markersize": 3.5, "axes.spines.top": False,
-    "axes.spines.right": False, "axes.linewidth": 0.6, "legend.frameon": False, "pdf.fonttype": 42,
-}  # fmt: skip
+    "font.size": 7.5,
+    "axes.labelsize": 7.5,
+    "axes.titlesize": 7.5,
+    "legend.fontsize": 7,
+    "xtick.labelsize": 7,
+    "ytick.labelsize": 7,
+    "lines.linewidth": 1.2,
+    "lines.markersize": 3.5,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.linewidth": 0.6,
+    "legend.frameon": False,
+    "pdf.fonttype": 42,
+}
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 MARKERS = "osD^vPX*"
 DEPTH_LABEL = "gold position (% of the context)"
@@ -63,7 +74,7 @@ def need(frame: pd.DataFrame, what: str, *columns: str) -> None:
     if missing or frame.empty:
         problem = f"columns missing: {', '.join(missing)}" if missing else "no row"
         hint = "run the stage that writes these rows first"
-        raise UserError(field=what, value=problem, allowed=f"rows with {', '.join(columns)}", hint=hint)
+        raise UserError(what, problem, f"rows with {', '.join(columns)}", hint)
 
 
 def need_one(frame: pd.DataFrame, what: str, *columns: str) -> None:
@@ -72,7 +83,7 @@ def need_one(frame: pd.DataFrame, what: str, *columns: str) -> None:
         values: list[Any] = list(frame[column].unique()) if column in frame else []
         if len(values) > 1:
             found = ", ".join(map(str, values))
-            raise UserError(field=f"{what} {column}", value=found, allowed="one", hint="draw one figure for each")
+            raise UserError(f"{what} {column}", found, "one", "draw one figure for each")
 
 
 def line_style(index: int, unmodified: bool = False, of: int = 0) -> dict[str, Any]:
@@ -89,15 +100,22 @@ def line_style(index: int, unmodified: bool = False, of: int = 0) -> dict[str, A
     ordered = colormaps["viridis"](0.88 * index / max(of - 1, 1)) if of else None
     # Colours come a second time as dashed lines.
     again = not ordered and index >= len(COLOURS)
-    return {"color": ordered or COLOURS[index % len(COLOURS)], "linestyle": "--" if again else "-", "marker": marker}
+    return {
+        "color": ordered or COLOURS[index % len(COLOURS)],
+        "linestyle": "--" if again else "-",
+        "marker": marker,
+    }
 
 
 def _band(axes: Axes, rows: pd.DataFrame, label: str, style: dict[str, Any]) -> None:
-    """One accuracy line over depth with its interval; rows need depth (0..1), value, ci_low, ci_high (0..1)."""
+    """One accuracy line over depth with its interval; rows need depth (0..1), value, ci_low, ci_high
+    (0..1)."""
     rows = rows.sort_values("depth")
     x = 100 * rows["depth"]
     axes.plot(x, 100 * rows["value"], label=label, **style)
-    axes.fill_between(x, 100 * rows["ci_low"], 100 * rows["ci_high"], color=style["color"], alpha=0.15, linewidth=0)
+    axes.fill_between(
+        x, 100 * rows["ci_low"], 100 * rows["ci_high"], color=style["color"], alpha=0.15, linewidth=0
+    )
 
 
 def percent_axes(axes: Axes, ylabel: str = "accuracy (%)", xlabel: str = DEPTH_LABEL) -> None:
@@ -136,7 +154,8 @@ def at_positions(metrics: pd.DataFrame, metric: str = "") -> pd.DataFrame:
 
     The metric is the task's own, or `difference` for its paired differences, or a name.
 
-    A task that does not say how many items its prompts hold has no depth; the largest position then counts as 1.
+    A task that does not say how many items its prompts hold has no depth; the largest position then counts as
+    1.
     """
     rows = _of(metrics, metric)
     rows = rows[rows["position"].astype(str) != "all"]
@@ -145,7 +164,8 @@ def at_positions(metrics: pd.DataFrame, metric: str = "") -> pd.DataFrame:
 
 
 def overall(metrics: pd.DataFrame, metric: str = "") -> pd.DataFrame:
-    """Rows of one metric over all gold positions (position `all`); see :func:`at_positions` for the metric."""
+    """Rows of one metric over all gold positions (position `all`); see :func:`at_positions` for the
+    metric."""
     rows = _of(metrics, metric)
     return rows[rows["position"].astype(str) == "all"]
 
@@ -155,8 +175,8 @@ def accuracy_by_position(metrics: pd.DataFrame, chance: float | None = None) -> 
     """The task's score over the gold position, one line per method with its 95 % band.
 
     Args:
-        metrics: metrics.csv rows; model, method, task, position, depth, metric, value, ci_low, ci_high, seed are used.
-            Where model, task or seed vary, each combination is its own line.
+        metrics: metrics.csv rows; model, method, task, position, depth, metric, value, ci_low, ci_high, seed
+            are used. Where model, task or seed vary, each combination is its own line.
         chance: accuracy of guessing (0..1), drawn as a dotted line.
 
     Returns:
@@ -198,7 +218,19 @@ def by_subset(subsets: pd.DataFrame) -> Figure:
     Raises:
         UserError: a column is missing, or several models or tasks are mixed.
     """
-    need(subsets, "subsets", "model", "method", "task", "subset", "kind", "metric", "value", "ci_low", "ci_high")
+    need(
+        subsets,
+        "subsets",
+        "model",
+        "method",
+        "task",
+        "subset",
+        "kind",
+        "metric",
+        "value",
+        "ci_low",
+        "ci_high",
+    )
     need_one(subsets, "subsets", "model", "task")
     rows = _of(subsets, "")
     names = list(dict.fromkeys(zip(rows["kind"], rows["subset"], strict=True)))
@@ -207,11 +239,22 @@ def by_subset(subsets: pd.DataFrame) -> Figure:
     axes = figure.subplots()
     for index, method in enumerate(methods):
         here = rows[rows["method"] == method].set_index(["kind", "subset"]).reindex(names)
-        value, low, high = (100 * here[column].to_numpy(dtype=float) for column in ("value", "ci_low", "ci_high"))
+        value, low, high = (
+            100 * here[column].to_numpy(dtype=float) for column in ("value", "ci_low", "ci_high")
+        )
         y = np.arange(len(names)) + 0.3 * (index - (len(methods) - 1) / 2)
-        style = line_style(max(index - (UNMODIFIED in methods), 0), method == UNMODIFIED) | {"linestyle": "none"}
+        style = line_style(max(index - (UNMODIFIED in methods), 0), method == UNMODIFIED) | {
+            "linestyle": "none"
+        }
         error = np.clip([value - low, high - value], 0, None)
-        axes.errorbar(value, y, xerr=error, label="unmodified" if method == UNMODIFIED else method, elinewidth=0.8, **style)
+        axes.errorbar(
+            value,
+            y,
+            xerr=error,
+            label="unmodified" if method == UNMODIFIED else method,
+            elinewidth=0.8,
+            **style,
+        )
     first = sum(kind == "subset" for kind, _ in names)
     if first < len(names):
         axes.axhline(first - 0.5, color="0.5", linewidth=0.6)
@@ -238,7 +281,8 @@ def gold_attention(attention: pd.DataFrame) -> pd.DataFrame:
 
 
 def strongest_layer(gold: pd.DataFrame) -> int:
-    """The layer (0-based) with the largest mean attention to the gold pair in the unmodified model, if it is there."""
+    """The layer (0-based) with the largest mean attention to the gold pair in the unmodified model, if it is
+    there."""
     unmodified = gold[gold["method"] == UNMODIFIED]
     layer: Any = (gold if unmodified.empty else unmodified).groupby("layer")["attention"].mean().idxmax()
     return int(layer)
@@ -246,7 +290,11 @@ def strongest_layer(gold: pd.DataFrame) -> int:
 
 def layer_title(layers: Sequence[int], chosen: bool) -> str:
     """Which layers a panel averages, and that posbench chose them where it did."""
-    listed = ", ".join(map(str, layers)) if len(layers) < 8 else f"{layers[0]}, {layers[1]}, ... {layers[-1]} ({len(layers)})"
+    listed = (
+        ", ".join(map(str, layers))
+        if len(layers) < 8
+        else f"{layers[0]}, {layers[1]}, ... {layers[-1]} ({len(layers)})"
+    )
     name = f"layer {layers[0]}" if len(layers) == 1 else f"mean of layers {listed}"
     return f"{name} (strongest when unmodified)" if chosen else name
 
@@ -256,14 +304,14 @@ def attention_by_position(attention: pd.DataFrame, layers: Sequence[int] | None 
     """Attention of the last prompt token to the gold pair: as curves, and as the change in every layer.
 
     Args:
-        attention: attention.csv rows of one model and task (method, gold_position, layer, pair, attention), attention
-            being the mean weight per token of the pair over heads and examples.
-        layers: 0-based layers to average in the left panel; by default the one layer whose attention to the gold pair
-            is largest in the unmodified model. The title names it.
+        attention: attention.csv rows of one model and task (method, gold_position, layer, pair, attention),
+            attention being the mean weight per token of the pair over heads and examples.
+        layers: 0-based layers to average in the left panel; by default the one layer whose attention to the
+            gold pair is largest in the unmodified model. The title names it.
 
     Returns:
-        A double-column figure. Left: one line per method. Right, one panel per method: layer x gold position, method
-        minus unmodified, a dash in each cell that went down. With one method only, its own attention.
+        A double-column figure. Left: one line per method. Right, one panel per method: layer x gold position,
+        method minus unmodified, a dash in each cell that went down. With one method only, its own attention.
 
     Raises:
         UserError: a column is missing, no row has pair = gold_position, or several models or tasks are mixed.
@@ -289,27 +337,36 @@ def attention_by_position(attention: pd.DataFrame, layers: Sequence[int] | None 
         index += not unmodified
     left.set(xlabel=DEPTH_LABEL, ylabel=ATTENTION_LABEL, title=layer_title(shown, layers is None))
     from_zero(left)
-    left.legend(*left.get_legend_handles_labels(), loc="lower left", bbox_to_anchor=(0, 1.1), ncols=2, borderaxespad=0)
+    left.legend(
+        *left.get_legend_handles_labels(), loc="lower left", bbox_to_anchor=(0, 1.1), ncols=2, borderaxespad=0
+    )
     for axes, (method, grid) in zip(others, grids.items(), strict=True):
         _heat(figure, axes, grid if base is None else grid - base, method, change=base is not None)
     return figure
 
 
 def _heat(figure: Figure, axes: Axes, grid: pd.DataFrame, method: str, change: bool) -> None:
-    """Heat map of layer (rows) x depth (columns); a change is drawn around 0 with falling cells marked by a dash."""
+    """Heat map of layer (rows) x depth (columns); a change is drawn around 0 with falling cells marked by a
+    dash."""
     values = grid.to_numpy(dtype=float)
     top = float(np.nanmax(np.abs(values))) or 1.0
     cmap = "PuOr_r" if change else "viridis"
-    image = axes.imshow(values, cmap=cmap, vmin=-top if change else 0, vmax=top, aspect="auto", origin="lower")
+    image = axes.imshow(
+        values, cmap=cmap, vmin=-top if change else 0, vmax=top, aspect="auto", origin="lower"
+    )
     if change:
         rows, columns = np.nonzero(values < -1e-3 * top)  # rounding is no change
         axes.plot(columns, rows, linestyle="none", marker="_", color="black", markersize=4)
     step = max(1, len(grid.index) // 8)
     axes.set_yticks(range(0, len(grid.index), step), [str(layer) for layer in grid.index[::step]])
     step = max(1, len(grid.columns) // 6)
-    axes.set_xticks(range(0, len(grid.columns), step), [f"{100 * depth:.0f}" for depth in grid.columns[::step]])
+    axes.set_xticks(
+        range(0, len(grid.columns), step), [f"{100 * depth:.0f}" for depth in grid.columns[::step]]
+    )
     name = "unmodified" if method == UNMODIFIED else method
-    axes.set(xlabel=DEPTH_LABEL, ylabel="layer", title=f"{name}\nminus unmodified (dash: less)" if change else name)
+    axes.set(
+        xlabel=DEPTH_LABEL, ylabel="layer", title=f"{name}\nminus unmodified (dash: less)" if change else name
+    )
     bar = figure.colorbar(image, ax=axes, label="attention to the gold item" + (", change" if change else ""))
     bar.ax.ticklabel_format(axis="y", scilimits=(-3, 3))
 
@@ -319,13 +376,13 @@ def channel_curves(channels: pd.DataFrame, channel: int | str) -> Figure:
     """Value of one channel over the token position, one line per layer, one panel per site.
 
     Args:
-        channels: channels.csv rows (channel, site, layer, position in tokens, value as a mean over random strings, and its
-            sliding mean, which the search's filter sees).
+        channels: channels.csv rows (channel, site, layer, position in tokens, value as a mean over random
+            strings, and its sliding mean, which the search's filter sees).
         channel: the channel to draw.
 
     Returns:
-        A figure; layers run from dark (first) to light (last). If the first token's values dwarf all others, the axis
-        is fitted to the others and the panel says so.
+        A figure; layers run from dark (first) to light (last). If the first token's values dwarf all others,
+        the axis is fitted to the others and the panel says so.
 
     Raises:
         UserError: a column is missing or the channel has no row.
@@ -399,7 +456,9 @@ def candidate_losses(search: pd.DataFrame, most: int = 30) -> Figure:
         "loss_unmodified",
         "selected",
     )
-    search = search.assign(won=search["selected"].astype(str).str.lower().isin(("true", "1"))).sort_values("loss")
+    search = search.assign(won=search["selected"].astype(str).str.lower().isin(("true", "1"))).sort_values(
+        "loss"
+    )
     best = search[(np.arange(len(search)) < most) | search["won"]]
     figure = new_figure(COLUMN, 0.9 + 0.125 * max(len(best), 4))
     axes = figure.subplots()
@@ -410,14 +469,20 @@ def candidate_losses(search: pd.DataFrame, most: int = 30) -> Figure:
     ):
         mask = (best["won"] == won).to_numpy()
         if mask.any():
-            style: dict[str, Any] = {"marker": marker, "color": colour, "markerfacecolor": colour if won else "white"}
+            style: dict[str, Any] = {
+                "marker": marker,
+                "color": colour,
+                "markerfacecolor": colour if won else "white",
+            }
             axes.plot(best["loss"][mask], row[mask], linestyle="none", label=label, **style)
     for value in best["loss_unmodified"].unique():
         axes.axvline(value, color="black", linestyle=(0, (4, 2)), linewidth=1, label="unmodified")
     axes.set_yticks(row, [candidate_label(candidate) for _, candidate in best.iterrows()])
     axes.set(ylim=(len(best) - 0.4, -0.6), xlabel="loss (nats per answer token)")
     shown = min(most, len(search))
-    title = f"best {shown} of {len(search)} candidates" + (", and the selected one" if len(best) > shown else "")
+    title = f"best {shown} of {len(search)} candidates" + (
+        ", and the selected one" if len(best) > shown else ""
+    )
     figure.suptitle(title, fontsize=STYLE["axes.titlesize"])
     axes.grid(axis="y", color="0.9", linewidth=0.5)
     axes.set_axisbelow(True)

@@ -17,8 +17,8 @@ def convergence(generations: pd.DataFrame) -> Figure:
     """Best and mean fitness of the parents per generation.
 
     Args:
-        generations: generations.csv rows: generation, best, mean, unmodified (fitness, 0..1). Several searches where a column
-            ``search`` names them: then one line each, the best only.
+        generations: generations.csv rows: generation, best, mean, unmodified (fitness, 0..1). Several
+            searches where a column ``search`` names them: then one line each, the best only.
 
     Returns:
         A single-column figure; y is the fitness in %.
@@ -46,11 +46,13 @@ def convergence(generations: pd.DataFrame) -> Figure:
 
 @styled
 def curve(parts: pd.DataFrame, search: pd.DataFrame) -> Figure:
-    """What was found: control points and curve, the scale of every layer, and the accuracy that it gives (LPES, Figure 2).
+    """What was found: control points and curve, the scale of every layer, and the accuracy that it gives
+    (LPES, Figure 2).
 
     Args:
         parts: curve.csv rows: part (``point``, ``curve``, ``layer``), x, y.
-        search: search.csv rows of the candidates: beginning, middle, end, fitness (0..1), unmodified, selected.
+        search: search.csv rows of the candidates: beginning, middle, end, fitness (0..1), unmodified,
+            selected.
 
     Returns:
         A double-column figure of three panels; without control points the left one is left out.
@@ -66,7 +68,9 @@ def curve(parts: pd.DataFrame, search: pd.DataFrame) -> Figure:
     if len(points):
         axes = panels.pop(0)
         axes.plot(drawn["x"], drawn["y"], color=COLOURS[0], label="curve")
-        axes.plot(points["x"], points["y"], color=COLOURS[1], marker="s", linestyle=":", label="control points")
+        axes.plot(
+            points["x"], points["y"], color=COLOURS[1], marker="s", linestyle=":", label="control points"
+        )
         axes.set(xlabel="x (layers)", ylabel="y (scale)")
         axes.legend()
     axes, fitness = panels
@@ -78,7 +82,11 @@ def curve(parts: pd.DataFrame, search: pd.DataFrame) -> Figure:
     for index, (column, label) in enumerate((("unmodified", "unmodified"), ("selected", "found"))):
         row = search[search[column].astype(str).str.lower().isin(("true", "1"))].iloc[0]
         values = [100 * float(row[name]) for name in columns]
-        style = {"color": "white", "edgecolor": "black", "linestyle": "--"} if not index else {"color": COLOURS[0]}
+        style = (
+            {"color": "white", "edgecolor": "black", "linestyle": "--"}
+            if not index
+            else {"color": COLOURS[0]}
+        )
         fitness.bar(np.arange(len(columns)) + (index - 0.5) * width, values, width, label=label, **style)
     fitness.set_xticks(range(len(columns)), columns)
     fitness.set(ylabel="calibration accuracy (%)", ylim=(0, 103))

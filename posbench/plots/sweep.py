@@ -36,7 +36,8 @@ from posbench.plots.base import (
 
 CENTRE, LEAN = "centre of attention", "score of the first minus the second half of the gold positions"
 SPREAD = "position bias"
-"""Statistics of ``trend.csv``: 0 is the first item and 1 the last; a share; see :func:`posbench.stats.tables.position_bias`."""
+"""Statistics of ``trend.csv``: 0 is the first item and 1 the last; a share; see
+:func:`posbench.stats.tables.position_bias`."""
 
 
 def with_setting(summary: pd.DataFrame, axis: str | Sequence[str]) -> tuple[pd.DataFrame, list[str], str]:
@@ -47,12 +48,15 @@ def with_setting(summary: pd.DataFrame, axis: str | Sequence[str]) -> tuple[pd.D
         axis: the swept column, or several, whose labels are then combined.
 
     Returns:
-        The rows with a text column `setting`, the settings in drawing order (numeric if all are numbers, otherwise
-        as they come; those of the modified rows where there are any), and a label for the axis.
+        The rows with a text column `setting`, the settings in drawing order (numeric if all are numbers,
+        otherwise as they come; those of the modified rows where there are any), and a label for the axis.
     """
     columns = [axis] if isinstance(axis, str) else list(axis)
     need(summary, "summary", *columns, "method")
-    parts = [summary[c].map(lambda v: f"{v:g}" if isinstance(v, float) and not pd.isna(v) else str(v)) for c in columns]
+    parts = [
+        summary[c].map(lambda v: f"{v:g}" if isinstance(v, float) and not pd.isna(v) else str(v))
+        for c in columns
+    ]
     parts = [part.where(summary[c].notna(), "(default)") for part, c in zip(parts, columns, strict=True)]
     setting = parts[0]
     if len(columns) > 1:
@@ -75,13 +79,18 @@ def unmodified_of(rows: pd.DataFrame, setting: str) -> pd.DataFrame:
 
 
 def _setting_lines(axes: Axes, rows: pd.DataFrame, settings: list[str], y: str, scale: float) -> None:
-    """One line over depth per setting; the unmodified model once if it is the same in all, else dashed beside each."""
+    """One line over depth per setting; the unmodified model once if it is the same in all, else dashed beside
+    each."""
     modified, base = rows[rows["method"] != UNMODIFIED], rows[rows["method"] == UNMODIFIED]
     if modified.empty:
         modified, base = base, modified
     same = base[["depth", y]].drop_duplicates().sort_values("depth")
     # Equal in every run: each point occurs once per run that has a baseline.
-    shared = len(same) > 0 and (base.groupby(["depth", y]).size() == base["run"].nunique()).all() if "run" in base else True
+    shared = (
+        len(same) > 0 and (base.groupby(["depth", y]).size() == base["run"].nunique()).all()
+        if "run" in base
+        else True
+    )
     shared = shared and same["depth"].is_unique
     for index, setting in enumerate(settings):
         style = line_style(index, of=len(settings))
@@ -90,7 +99,9 @@ def _setting_lines(axes: Axes, rows: pd.DataFrame, settings: list[str], y: str, 
         if not shared:
             own = unmodified_of(rows, setting).sort_values("depth")
             label = "unmodified (same colour)" if index == 0 else None
-            axes.plot(100 * own["depth"], scale * own[y], label=label, color=style["color"], linestyle=(0, (4, 2)))
+            axes.plot(
+                100 * own["depth"], scale * own[y], label=label, color=style["color"], linestyle=(0, (4, 2))
+            )
     if len(same) and shared:
         axes.plot(100 * same["depth"], scale * same[y], label="unmodified", **line_style(0, True))
 
@@ -116,17 +127,27 @@ def factor_sweep(summary: pd.DataFrame, axis: str | Sequence[str] = "method.fact
     if points["setting"].duplicated().any():
         twice = str(points.loc[points["setting"].duplicated(), "setting"].iloc[0])
         hint = "name every swept column in axis"
-        raise UserError(field=label, value=f"{twice} (several runs)", allowed="one run for each setting", hint=hint)
+        raise UserError(label, f"{twice} (several runs)", "one run for each setting", hint)
     figure = new_figure(PAGE, max(2.6, 0.8 + 0.16 * len(settings)))
     left, right = figure.subplots(1, 2)
     numbers = pd.to_numeric(pd.Series(settings), errors="coerce")
     numeric = bool(numbers.notna().all())
     x = numbers.to_numpy(dtype=float) if numeric else np.arange(len(settings), dtype=float)
-    base = [overall(unmodified_of(rows, s)).head(1).assign(setting=s) for s in settings] if len(modified) < len(rows) else []
+    base = (
+        [overall(unmodified_of(rows, s)).head(1).assign(setting=s) for s in settings]
+        if len(modified) < len(rows)
+        else []
+    )
     levels = pd.concat(base).set_index("setting").reindex(settings) if base else pd.DataFrame()
     distinct = levels[["value", "ci_low", "ci_high"]].dropna(how="all").drop_duplicates() if base else levels
     aside = 0.0 if numeric or len(distinct) < 2 else 0.1  # keeps equal points of two methods apart
-    _error_bars(left, x + aside, points.set_index("setting").reindex(settings), "-" if numeric else "none", line_style(0))
+    _error_bars(
+        left,
+        x + aside,
+        points.set_index("setting").reindex(settings),
+        "-" if numeric else "none",
+        line_style(0),
+    )
     if len(distinct) == 1:
         value, low, high = 100 * distinct.iloc[0]
         left.axhline(value, color="black", linestyle=(0, (4, 2)))
@@ -166,7 +187,8 @@ def attention_sweep(
     Args:
         frames: attention.csv rows of several runs, with the swept columns and, where known, `run`.
         axis: the swept column, or all of them when several were swept.
-        layers: 0-based layers to average; by default the strongest one of the unmodified model. The title names it.
+        layers: 0-based layers to average; by default the strongest one of the unmodified model. The title
+            names it.
 
     Returns:
         A figure of one column plus its legend.
@@ -190,30 +212,40 @@ def attention_sweep(
 
 @styled
 def trend(rows: pd.DataFrame) -> Figure:
-    """How the lean of a model follows a swept number: centre of attention, first minus second half, position bias.
+    """How the lean of a model follows a swept number: centre of attention, first minus second half, position
+    bias.
 
     Args:
         rows: trend.csv rows of one key: group, axis, statistic, number, value, low, high.
 
     Returns:
-        A figure with one panel per statistic that is there, one line per group with its 95 % band, dashed the unmodified model.
+        A figure with one panel per statistic that is there, one line per group with its 95 % band, dashed the
+        unmodified model.
     """
     need(rows, "trend", "group", "axis", "statistic", "number", "value", "low", "high")
     panels = [(name, label) for name, label in PANELS.items() if (rows["statistic"] == name).any()]
     groups = list(rows["group"].unique())
     figure = new_figure(PAGE if len(panels) > 1 else COLUMN, 2.6)
-    for axes, (name, (label, scale, level)) in zip(np.atleast_1d(figure.subplots(1, len(panels))), panels, strict=True):
+    for axes, (name, (label, scale, level)) in zip(
+        np.atleast_1d(figure.subplots(1, len(panels))), panels, strict=True
+    ):
         axes.axhline(level, color="0.5", linestyle=":", linewidth=1)
         for index, group in enumerate(groups):
             here = rows[(rows["statistic"] == name) & (rows["group"] == group)]
             style = line_style(index)
             base = here[here["number"].astype(str) == UNMODIFIED]
-            line = here.drop(base.index).assign(number=lambda f: f["number"].astype(float)).sort_values("number")
+            line = (
+                here.drop(base.index).assign(number=lambda f: f["number"].astype(float)).sort_values("number")
+            )
             axes.plot(line["number"], scale * line["value"], label=group, **style)
             low, high = (scale * line[column].astype(float) for column in ("low", "high"))
             axes.fill_between(line["number"], low, high, color=style["color"], alpha=0.15, linewidth=0)
             for value in base["value"]:
-                plain = {"color": style["color"] if len(groups) > 1 else "black", "linestyle": (0, (4, 2)), "linewidth": 1}
+                plain = {
+                    "color": style["color"] if len(groups) > 1 else "black",
+                    "linestyle": (0, (4, 2)),
+                    "linewidth": 1,
+                }
                 axes.axhline(scale * value, label="unmodified" if index == 0 else None, **plain)
         axes.set(xlabel=rows["axis"].iloc[0], ylabel=label)
     legend_below(figure, figure.axes[0])

@@ -1,4 +1,5 @@
-"""From a run folder to figures, one self-contained HTML page and a terminal table; reads folders, never models."""
+"""From a run folder to figures, one self-contained HTML page and a terminal table; reads folders, never
+models."""
 
 from __future__ import annotations
 
@@ -30,7 +31,17 @@ from posbench.studies.base import FINDING_COLUMNS
 
 FINDING_TEXTS = ("claim", "statistic", "verdict", "note")
 TEXT_COLUMNS = ("run", "model", "method", "task", "position", "metric", "channel", "site", *FINDING_TEXTS)
-SEARCH = ("channel", "factor", "layer_first", "layer_last", "loss", "loss_unmodified", "n", "monotone_layers", "smoothness")
+SEARCH = (
+    "channel",
+    "factor",
+    "layer_first",
+    "layer_last",
+    "loss",
+    "loss_unmodified",
+    "n",
+    "monotone_layers",
+    "smoothness",
+)
 ATTENTION = ("model", "method", "task", "gold_position", "layer", "pair", "attention")
 BIAS_TEXT = (
     "In points, 95 % bootstrap intervals over questions, the same questions for all methods. Position bias: standard deviation "
@@ -56,7 +67,16 @@ NEEDED = {
     "channels": ("channel", "site", "layer", "position", "value", "sliding_mean"),
     "generations": ("generation", "best", "mean", "worst", "evaluations", "candidates", "unmodified"),
     "curve": ("part", "x", "y"),
-    "search (scales)": ("fitness", "beginning", "middle", "end", "scored", "complete", "unmodified", "selected"),
+    "search (scales)": (
+        "fitness",
+        "beginning",
+        "middle",
+        "end",
+        "scored",
+        "complete",
+        "unmodified",
+        "selected",
+    ),
     "search (epochs)": ("epoch", "loss"),
 }
 
@@ -78,8 +98,9 @@ def render_run(folder: Path) -> Path:
     """Draw every figure that a run folder's CSVs allow, and write report.html.
 
     Args:
-        folder: A run folder; metrics.csv, attention.csv, search.csv, channels.csv, found.yaml, provenance.json and
-            reference.json and experiment.json are each optional, and what they would show is left out with them.
+        folder: A run folder; metrics.csv, attention.csv, search.csv, channels.csv, found.yaml,
+            provenance.json and reference.json and experiment.json are each optional, and what they would show
+            is left out with them.
 
     Returns:
         Path of report.html.
@@ -101,10 +122,19 @@ def render_run(folder: Path) -> Path:
         text = ran + f"{what.capitalize()} in % and paired difference in points, each with its 95 % interval."
         text = " ".join(filter(None, (text, shortened(folder))))
         positions = bool(len(at_positions(metrics)))
-        sections.append(Section(f"{what.capitalize()} by gold position" if positions else what.capitalize(), text, header, rows))
+        sections.append(
+            Section(
+                f"{what.capitalize()} by gold position" if positions else what.capitalize(),
+                text,
+                header,
+                rows,
+            )
+        )
         if positions:
             caption = f"{what.capitalize()} over the position of the answer. Bands: 95 % intervals."
-            sections[-1].figures.append(_figure(folder, "accuracy", plots.accuracy_by_position(metrics), caption))
+            sections[-1].figures.append(
+                _figure(folder, "accuracy", plots.accuracy_by_position(metrics), caption)
+            )
         header, rows = tables.bias_table(metrics)
         if rows:
             sections.append(Section("Position bias", BIAS_TEXT, header, rows))
@@ -112,28 +142,38 @@ def render_run(folder: Path) -> Path:
         others = tables.other_scores(metrics)
         if len(others):
             header, rows = tables.subset_table(others, own="")
-            sections.append(Section("Other scores", "In their own unit, over all examples that have them.", header, rows))
+            sections.append(
+                Section("Other scores", "In their own unit, over all examples that have them.", header, rows)
+            )
     if subsets is not None:
         header, rows = tables.subset_table(subsets)
         text = "The task's own metric in % and points, others in their own unit; 95 % intervals over questions within subsets."
-        figure = _figure(folder, "subsets", plots.by_subset(subsets), "Every subset, and below the line every average.")
+        figure = _figure(
+            folder, "subsets", plots.by_subset(subsets), "Every subset, and below the line every average."
+        )
         sections.append(Section("By subset", text, header, rows, [figure]))
     if attention is not None:
-        caption = (
-            "Left: attention of the last prompt token to the item with the answer. Right: what the method changes in each layer."
-        )
+        caption = "Left: attention of the last prompt token to the item with the answer. Right: what the method changes in each layer."
         if attention["method"].nunique() == 1:
-            caption = (
-                "Attention of the last prompt token to the item with the answer: strongest layer (left) and every layer (right)."
-            )
+            caption = "Attention of the last prompt token to the item with the answer: strongest layer (left) and every layer (right)."
         sections.append(
-            Section("Attention", figures=[_figure(folder, "attention", plots.attention_by_position(attention), caption)])
+            Section(
+                "Attention",
+                figures=[_figure(folder, "attention", plots.attention_by_position(attention), caption)],
+            )
         )
     if search is not None and "fitness" in search:
         sections.append(_curve_search(folder, search))
     elif search is not None and "epoch" in search:
-        header, rows = list(search), [[f"{value:.4g}" for value in row] for row in search.itertuples(index=False)]
-        sections.append(Section("Search", "Mean loss and the scales at the end of every epoch.", header, rows, folded=True))
+        header, rows = (
+            list(search),
+            [[f"{value:.4g}" for value in row] for row in search.itertuples(index=False)],
+        )
+        sections.append(
+            Section(
+                "Search", "Mean loss and the scales at the end of every epoch.", header, rows, folded=True
+            )
+        )
     elif search is not None:
         sections.append(_search(folder, search))
     if channels is not None:
@@ -143,10 +183,14 @@ def render_run(folder: Path) -> Path:
             "Residual: 0 is the embedding, the last one comes after the final norm."
         )
         drawn = [(c, plots.channel_curves(channels, c)) for c in channels["channel"].unique()]
-        figures = [_figure(folder, f"channel_{_slug(c)}", figure, f"Channel {c}. {caption}") for c, figure in drawn]
+        figures = [
+            _figure(folder, f"channel_{_slug(c)}", figure, f"Channel {c}. {caption}") for c, figure in drawn
+        ]
         sections.append(Section("Positional channel", figures=figures))
     if (folder / "found.yaml").is_file():
-        sections.append(Section("Found constants", "Paste into the model's YAML.", block=_text(folder / "found.yaml")))
+        sections.append(
+            Section("Found constants", "Paste into the model's YAML.", block=_text(folder / "found.yaml"))
+        )
     prompts = _json(folder / "prompts.json") or {}
     for subset, first in prompts.get("first", {}).items():
         every = f"all {prompts['prompts']} prompts: {prompts['sha256'][:16]}"
@@ -160,7 +204,9 @@ def render_run(folder: Path) -> Path:
     provenance = _json(folder / "provenance.json") or {}
     sections += _origin(folder, provenance)
     findings = read_csv(folder / "findings.csv")
-    sentence = tables.headline(metrics) if findings is None or metrics is not None else tables.verdicts(findings)
+    sentence = (
+        tables.headline(metrics) if findings is None or metrics is not None else tables.verdicts(findings)
+    )
     return _write(folder, _html(folder.name, sentence, _warning(folder), sections))
 
 
@@ -169,7 +215,8 @@ def render_sweep(folder: Path) -> Path:
 
     Args:
         folder: Holds summary.csv (run, the swept columns, then the columns of metrics.csv); optionally
-            attention_summary.csv (the same in front of the columns of attention.csv) and reference.json (a list of rows).
+            attention_summary.csv (the same in front of the columns of attention.csv) and reference.json (a
+            list of rows).
 
     Returns:
         Path of report.html.
@@ -178,16 +225,20 @@ def render_sweep(folder: Path) -> Path:
         UserError: The folder or summary.csv is missing, or a file cannot be read.
     """
     _check_folder(folder, "a sweep folder (it holds summary.csv)", ("summary.csv",))
-    summary, attention, subsets = (read_csv(folder / f"{n}.csv") for n in ("summary", "attention_summary", "subsets_summary"))
+    summary, attention, subsets = (
+        read_csv(folder / f"{n}.csv") for n in ("summary", "attention_summary", "subsets_summary")
+    )
     if summary is None:
-        raise UserError(field="summary.csv", value="no row", allowed="rows of at least one run", hint="run the sweep first")
+        raise UserError("summary.csv", "no row", "rows of at least one run", "run the sweep first")
     accuracy = overall(summary[summary["method"] != UNMODIFIED])
     accuracy = overall(summary) if accuracy.empty else accuracy
     axes = tables.swept_columns(summary)
     if sweep_plots.with_setting(accuracy, axes)[0]["setting"].duplicated().any():
         axes.append("run")
     header, rows, sentence = tables.sweep_table(summary, axes)
-    caption = "Left: score over all positions with 95 % intervals. Right: score over the position of the answer."
+    caption = (
+        "Left: score over all positions with 95 % intervals. Right: score over the position of the answer."
+    )
     figures = [_figure(folder, "sweep", sweep_plots.factor_sweep(summary, axes), caption)]
     if attention is not None:
         caption = "Attention of the last prompt token to the item with the answer over its position, for each setting."
@@ -196,7 +247,9 @@ def render_sweep(folder: Path) -> Path:
     sections = [Section("Settings", text, header, rows, figures)]
     trend, findings = read_csv(folder / "trend.csv"), read_csv(folder / "findings.csv")
     if trend is not None and findings is not None:
-        caption = "Bands: 95 % bootstrap intervals over questions. Dotted: no lean. Dashed: the unmodified model."
+        caption = (
+            "Bands: 95 % bootstrap intervals over questions. Dotted: no lean. Dashed: the unmodified model."
+        )
         drawn = _figure(folder, "trend", sweep_plots.trend(trend), caption)
         sections.append(Section("Lean", TREND_TEXT, *tables.findings_table(findings), [drawn]))
     sections += _experiment(folder, tables.with_subsets(summary, subsets))
@@ -228,7 +281,9 @@ def _study(folder: Path) -> list[Section]:
     # A study brings its model library along, which no other page needs.
     from posbench.pipeline.config import study_of
 
-    study, _ = study_of(_read(folder / "config.yaml", lambda p: yaml.safe_load(p.read_text()), "YAML")["study"])
+    study, _ = study_of(
+        _read(folder / "config.yaml", lambda p: yaml.safe_load(p.read_text()), "YAML")["study"]
+    )
     title = (type(study).__doc__ or facts["study"]).split("\n")[0].rstrip(".")
     section = Section(title)
     findings = read_csv(folder / "findings.csv")
@@ -240,7 +295,9 @@ def _study(folder: Path) -> list[Section]:
     experiment = _json(folder / "experiment.json") or {}
     title = f"{experiment['title']}." if experiment else ""
     claims = "; ".join(experiment.get("claims", []))
-    section.text = " ".join(filter(None, [title, f"The paper reads: {claims}." if claims else "", f"Numbers: {files}."]))
+    section.text = " ".join(
+        filter(None, [title, f"The paper reads: {claims}." if claims else "", f"Numbers: {files}."])
+    )
     return [section]
 
 
@@ -271,7 +328,10 @@ def _search(folder: Path, search: pd.DataFrame) -> Section:
         counts = [str(row["n"]), str(row["monotone_layers"]), f"{row['smoothness']:.3g}"]
         rows.append([plots.candidate_label(row), *losses, *counts, "yes" if index in won.index else ""])
     figure = _figure(
-        folder, "candidates", plots.candidate_losses(search), "Loss of the best candidates; dashed: unmodified model."
+        folder,
+        "candidates",
+        plots.candidate_losses(search),
+        "Loss of the best candidates; dashed: unmodified model.",
     )
     return Section("Search", text, header, rows, [figure])
 
@@ -313,7 +373,9 @@ def _origin(folder: Path, provenance: Mapping[str, Any]) -> list[Section]:
     if (folder / "config.yaml").is_file():
         sections.append(Section("Config", block=_text(folder / "config.yaml"), folded=True))
     if provenance.get("command"):
-        sections.append(Section("How to reproduce", "The command of this run:", block=str(provenance["command"])))
+        sections.append(
+            Section("How to reproduce", "The command of this run:", block=str(provenance["command"]))
+        )
     facts = [[k, v] for k, v in _flat(provenance) if k != "command"]
     return [*sections, Section("Provenance", header=["what", "value"], rows=facts)] if facts else sections
 
@@ -341,12 +403,14 @@ def _warning(folder: Path) -> str:
 
 def _check_folder(folder: Path, allowed: str, names: Sequence[str]) -> None:
     if not any((folder / name).is_file() for name in names):
-        hint = "posbench prints the folder of each run" if folder.is_dir() else "no such folder; check the path"
-        raise UserError(field="DIR", value=str(folder), allowed=allowed, hint=hint)
+        hint = (
+            "posbench prints the folder of each run" if folder.is_dir() else "no such folder; check the path"
+        )
+        raise UserError("DIR", str(folder), allowed, hint)
 
 
 def _unreadable(path: Path, error: Exception, allowed: str) -> UserError:
-    return UserError(field=path.name, value=str(path), allowed=allowed, hint=f"repeat the run that wrote it ({error})")
+    return UserError(path.name, str(path), allowed, f"repeat the run that wrote it ({error})")
 
 
 def _read(path: Path, parse: Callable[[Path], Any], allowed: str) -> Any:
@@ -360,7 +424,8 @@ def _read(path: Path, parse: Callable[[Path], Any], allowed: str) -> Any:
 
 
 def read_csv(path: Path) -> pd.DataFrame | None:
-    """A CSV with text columns kept as text (`none` and `null` are names, not gaps); None if absent or without rows."""
+    """A CSV with text columns kept as text (`none` and `null` are names, not gaps); None if absent or without
+    rows."""
 
     def parse(path: Path) -> pd.DataFrame:
         names = pd.read_csv(path, nrows=0).columns
@@ -368,13 +433,18 @@ def read_csv(path: Path) -> pd.DataFrame | None:
         if path.stem == "channels":
             text.pop("position")  # a token position here, not a gold position or ``all``
         frame = pd.read_csv(path, dtype=text, keep_default_na=False, na_values=["", "nan"])
-        # A swept `method` stands beside the `method` column of the metrics: the later one is the metrics' own.
+        # A swept `method` stands beside the `method` column of the metrics: the later one is the metrics'
+        # own.
         twice = [c.removesuffix(".1") for c in names if c.endswith(".1") and c.removesuffix(".1") in names]
         return frame.rename(columns={c: f"{c} (swept)" for c in twice} | {f"{c}.1": c for c in twice})
 
     frame = _read(path, parse, f"a CSV with {', '.join(NEEDED[path.stem])}")
     # The searches for scales leave other columns than the search for a channel.
-    kinds = {"fitness": "search (scales)", "epoch": "search (epochs)"} if path.stem == "search" and frame is not None else {}
+    kinds = (
+        {"fitness": "search (scales)", "epoch": "search (epochs)"}
+        if path.stem == "search" and frame is not None
+        else {}
+    )
     needed = NEEDED[next((name for column, name in kinds.items() if column in frame), path.stem)]
     if frame is not None and not set(needed) <= set(frame):
         missing = ValueError(f"columns missing: {', '.join(c for c in needed if c not in frame)}")

@@ -23,28 +23,41 @@ def summarise(jobs: Sequence[dict[str, Any]], console: Console) -> Path | None:
     """Collect the finished runs of a multirun into ``sweep__<axes>__<hash>/`` beside them.
 
     Args:
-        jobs: Per job its ``overrides`` (list of ``key=value``), run ``folder`` (None if it failed) and exit ``status``.
+        jobs: Per job its ``overrides`` (list of ``key=value``), run ``folder`` (None if it failed) and exit
+            ``status``.
         console: Where the table goes.
 
     Returns:
         The sweep folder, or None when no job finished.
     """
     settings = [dict(o.split("=", 1) for o in job["overrides"] if "=" in o) for job in jobs]
-    varied = [k for k in dict.fromkeys(k for s in settings for k in s) if len({s.get(k) for s in settings}) > 1]
-    axes = [axis for axis in varied if axis not in COLUMNS]  # model, method and task are columns of every table already
+    varied = [
+        k for k in dict.fromkeys(k for s in settings for k in s) if len({s.get(k) for s in settings}) > 1
+    ]
+    axes = [
+        axis for axis in varied if axis not in COLUMNS
+    ]  # model, method and task are columns of every table already
     finished = [(s, Path(job["folder"])) for s, job in zip(settings, jobs, strict=True) if job["folder"]]
     for setting, job in zip(settings, jobs, strict=True):
         if not job["folder"]:
-            console.print(f"failed: {' '.join(f'{k}={v}' for k, v in setting.items())} (exit status {job['status']})")
+            console.print(
+                f"failed: {' '.join(f'{k}={v}' for k, v in setting.items())} (exit status {job['status']})"
+            )
     if not finished:
         return None
     first = finished[0][1]
     name = "_".join(a.replace(".", "-").replace("/", "-") for a in varied) or "runs"
     folder = first.parent / f"sweep__{name}__{digest([str(p) for _, p in finished])}"
     folder.mkdir(parents=True, exist_ok=True)
-    kept = {"metrics.csv": "summary.csv"} | {f"{n}.csv": f"{n}_summary.csv" for n in ("attention", "subsets", "findings")}
+    kept = {"metrics.csv": "summary.csv"} | {
+        f"{n}.csv": f"{n}_summary.csv" for n in ("attention", "subsets", "findings")
+    }
     for file, out in kept.items():
-        frames = [_labelled(path / file, _label(path), setting, axes) for setting, path in finished if (path / file).is_file()]
+        frames = [
+            _labelled(path / file, _label(path), setting, axes)
+            for setting, path in finished
+            if (path / file).is_file()
+        ]
         if frames:
             write_csv(folder / out, pd.concat(frames, ignore_index=True))
     _share_experiment(folder, [path for _, path in finished])
@@ -57,13 +70,18 @@ def summarise(jobs: Sequence[dict[str, Any]], console: Console) -> Path | None:
         summary = report.read_csv(folder / "summary.csv")
         if summary is not None:
             header, rows, sentence = tables.sweep_table(summary, tables.swept_columns(summary))
-            table = Table(*header[:-1], caption="average over gold positions in %, difference in points, [95 % interval]")
+            table = Table(
+                *header[:-1],
+                caption="average over gold positions in %, difference in points, [95 % interval]",
+            )
             for row in rows:
                 table.add_row(*map(tables.short, row[:-1]))
             console.print(table)
             console.print(sentence)
             show_findings(folder, console)
-            show_reference(tables.with_subsets(summary, report.read_csv(folder / "subsets_summary.csv")), folder, console)
+            show_reference(
+                tables.with_subsets(summary, report.read_csv(folder / "subsets_summary.csv")), folder, console
+            )
         console.print(f"sweep: {report.render_sweep(folder)}", soft_wrap=True)
     elif (folder / "findings_summary.csv").is_file():
         console.print(f"verdicts of all runs: {folder / 'findings_summary.csv'}", soft_wrap=True)
@@ -71,7 +89,8 @@ def summarise(jobs: Sequence[dict[str, Any]], console: Console) -> Path | None:
 
 
 def _share_experiment(folder: Path, runs: Sequence[Path]) -> None:
-    """Give the sweep its experiment's title, and each run's own part of the paper's numbers: same model, same setting."""
+    """Give the sweep its experiment's title, and each run's own part of the paper's numbers: same model, same
+    setting."""
     told = [run for run in runs if (run / "experiment.json").is_file()]
     if not told:
         return

@@ -37,7 +37,8 @@ def headline(metrics: pd.DataFrame | None) -> str:
         metrics: metrics.csv rows, or None when nothing was scored.
 
     Returns:
-        Text. A method is said to raise or lower the average only if the 95 % interval of the difference excludes zero.
+        Text. A method is said to raise or lower the average only if the 95 % interval of the difference
+        excludes zero.
     """
     if metrics is None or overall(metrics).empty:
         return "Nothing was scored in this run."
@@ -53,11 +54,16 @@ def headline(metrics: pd.DataFrame | None) -> str:
             base = base[base["method"] == UNMODIFIED].sort_values("depth")
             mean = f"{_pct(average.at[UNMODIFIED, 'value'])} on average (n = {average.at[UNMODIFIED, 'n']})"
             if len(base) > 2:
-                ends, worst = (base["value"].iloc[0] + base["value"].iloc[-1]) / 2, base["value"].iloc[1:-1].min()
+                ends, worst = (
+                    (base["value"].iloc[0] + base["value"].iloc[-1]) / 2,
+                    base["value"].iloc[1:-1].min(),
+                )
                 curve = f"{_pct(ends)} at the ends and {_pct(worst)} at its worst inner position"
                 mean = f"{curve}, {mean}" if len(average) == 1 else curve
             parts.append(f"The unmodified model {verb} {mean}")
-        parts += [_verdict(rows, average, str(method), verb) for method in average.index if method != UNMODIFIED]
+        parts += [
+            _verdict(rows, average, str(method), verb) for method in average.index if method != UNMODIFIED
+        ]
         header, table = bias_table(rows)
         if table:
             cells = [f"{name} {cell}" for name, cell in zip(header[1:], table[0][1:], strict=True) if cell]
@@ -77,9 +83,12 @@ def shortened(rows: Iterable[Mapping[str, Any]]) -> str:
 
 
 def applied(method: Mapping[str, Any]) -> str:
-    """The method as it ran, from ``method.json``: its name, every parameter, and where published constants come from."""
+    """The method as it ran, from ``method.json``: its name, every parameter, and where published constants
+    come from."""
     parts = method.get("parts", {"": {k: v for k, v in method.items() if k not in ("name", "source")}})
-    words = {name: ", ".join(f"{k} {v}" for k, v in part.items() if v is not None) for name, part in parts.items()}
+    words = {
+        name: ", ".join(f"{k} {v}" for k, v in part.items() if v is not None) for name, part in parts.items()
+    }
     values = "; ".join(f"{name} ({text})" if name else text for name, text in words.items())
     return f"{method['name']}: {values}" + (f"; constants: {method['source']}" if "source" in method else "")
 
@@ -103,15 +112,22 @@ def _verdict(rows: pd.DataFrame, average: Any, method: str, verb: str) -> str:
 def verdicts(findings: pd.DataFrame) -> str:
     """How a study's claims fared, in one sentence."""
     counts = findings["verdict"].value_counts()
-    return "Claims of the paper: " + ", ".join(f"{counts[name]} {name}" for name in VERDICTS if name in counts) + "."
+    return (
+        "Claims of the paper: "
+        + ", ".join(f"{counts[name]} {name}" for name in VERDICTS if name in counts)
+        + "."
+    )
 
 
 def findings_table(findings: pd.DataFrame) -> tuple[list[str], list[list[str]]]:
-    """Claims, the statistics they are held against, and verdicts as text: a header, and one row for each finding."""
+    """Claims, the statistics they are held against, and verdicts as text: a header, and one row for each
+    finding."""
     rows = []
     for row in findings.fillna({"note": "", "model": ""}).itertuples():
         interval = f" [{row.low:.3g}, {row.high:.3g}]" if row.low == row.low else ""
-        rows.append([row.claim, row.statistic, f"{row.value:.3g}{interval}", str(row.n), row.verdict, str(row.note)])
+        rows.append(
+            [row.claim, row.statistic, f"{row.value:.3g}{interval}", str(row.n), row.verdict, str(row.note)]
+        )
     return ["claim", "statistic", "value", "n", "verdict", "note"], rows
 
 
@@ -122,11 +138,16 @@ def position_table(metrics: pd.DataFrame) -> tuple[list[str], list[list[str]]]:
         metrics: metrics.csv rows.
 
     Returns:
-        Columns: position (depth in %), score of each method in % with its interval, difference of each modified one
-        in points with its interval, n. Where model, task or seed vary, they stand in front of the position.
+        Columns: position (depth in %), score of each method in % with its interval, difference of each
+        modified one in points with its interval, n. Where model, task or seed vary, they stand in front of
+        the position.
     """
     own = own_metric(metrics)
-    kind = metrics["metric"].where(metrics["metric"] != own, "score").where(metrics["metric"] != own + "_difference", "change")
+    kind = (
+        metrics["metric"]
+        .where(metrics["metric"] != own, "score")
+        .where(metrics["metric"] != own + "_difference", "change")
+    )
     rows = metrics.assign(kind=kind)[kind.isin(["score", "change"])]
     many = [c for c in GROUP if rows[c].nunique() > 1]
     methods = sorted(rows["method"].unique(), key=lambda m: m != UNMODIFIED)
@@ -136,7 +157,12 @@ def position_table(metrics: pd.DataFrame) -> tuple[list[str], list[list[str]]]:
     table = []
     for key, group in rows.groupby(GROUP, sort=False, dropna=False):
         front = [str(v) for c, v in zip(GROUP, key, strict=True) if c in many]
-        depth = at_positions(group).sort_values("depth").drop_duplicates("position").set_index("position")["depth"]
+        depth = (
+            at_positions(group)
+            .sort_values("depth")
+            .drop_duplicates("position")
+            .set_index("position")["depth"]
+        )
         for position in [*depth.index, "all"]:
             here = group[group["position"].astype(str) == str(position)]
             cells = {(r.method, r.kind): r for r in here.itertuples()}
@@ -148,19 +174,22 @@ def position_table(metrics: pd.DataFrame) -> tuple[list[str], list[list[str]]]:
 
 
 def bias_table(metrics: pd.DataFrame) -> tuple[list[str], list[list[str]]]:
-    """What the curves over gold positions amount to, as text: a header, and one row for each statistic that there is.
+    """What the curves over gold positions amount to, as text: a header, and one row for each statistic that
+    there is.
 
     Args:
         metrics: metrics.csv rows.
 
     Returns:
-        Columns: statistic, each method and the difference of each modified one, in points with their intervals. Where model,
-        task or seed vary, they stand in front.
+        Columns: statistic, each method and the difference of each modified one, in points with their
+        intervals. Where model, task or seed vary, they stand in front.
     """
     rows = metrics[metrics["metric"].str.removesuffix("_difference").isin(BIAS)]
     many = [c for c in GROUP if rows[c].nunique() > 1]
     methods = sorted(rows["method"].unique(), key=lambda m: m != UNMODIFIED)
-    changed = [m for m in methods if ((rows["method"] == m) & rows["metric"].str.endswith("_difference")).any()]
+    changed = [
+        m for m in methods if ((rows["method"] == m) & rows["metric"].str.endswith("_difference")).any()
+    ]
     header = [*many, "statistic", *("unmodified" if m == UNMODIFIED else str(m) for m in methods)]
     header += ["difference" if len(changed) == 1 else f"{m}: difference" for m in changed]
     table = []
@@ -176,7 +205,8 @@ def bias_table(metrics: pd.DataFrame) -> tuple[list[str], list[list[str]]]:
 
 
 def other_scores(metrics: pd.DataFrame) -> pd.DataFrame:
-    """The scores over all examples beside the task's own, as :func:`subset_table` takes them; empty where there are none."""
+    """The scores over all examples beside the task's own, as :func:`subset_table` takes them; empty where
+    there are none."""
     own = own_metric(metrics)
     metric = metrics["metric"].str.removesuffix("_difference")
     rest = (metric != own) & ~metric.isin(BIAS)
@@ -184,7 +214,9 @@ def other_scores(metrics: pd.DataFrame) -> pd.DataFrame:
     return rows.assign(subset="all", kind="average")
 
 
-def subset_table(subsets: pd.DataFrame, kind: str = "", own: str | None = None) -> tuple[list[str], list[list[str]]]:
+def subset_table(
+    subsets: pd.DataFrame, kind: str = "", own: str | None = None
+) -> tuple[list[str], list[list[str]]]:
     """Subsets and averages as text: a header, and one row per subset or average and metric.
 
     Args:
@@ -193,13 +225,15 @@ def subset_table(subsets: pd.DataFrame, kind: str = "", own: str | None = None) 
         own: The task's own metric; None takes it from the rows, and empty says that it is not among them.
 
     Returns:
-        Columns: subset, metric (if there are several), value of each method with its interval, difference of each modified one,
-        n. The task's own metric is in % and points, the others are in their own unit.
+        Columns: subset, metric (if there are several), value of each method with its interval, difference of
+        each modified one, n. The task's own metric is in % and points, the others are in their own unit.
     """
     rows = subsets[subsets["kind"] == kind] if kind else subsets
     own = own_metric(subsets).iloc[0] if own is None else own
     methods = sorted(rows["method"].unique(), key=lambda m: m != UNMODIFIED)
-    changed = [m for m in methods if ((rows["method"] == m) & rows["metric"].str.endswith("_difference")).any()]
+    changed = [
+        m for m in methods if ((rows["method"] == m) & rows["metric"].str.endswith("_difference")).any()
+    ]
     header = ["subset", "metric", *("unmodified" if m == UNMODIFIED else str(m) for m in methods)]
     header += ["difference" if len(changed) == 1 else f"{m}: difference" for m in changed] + ["n"]
     table = []
@@ -209,7 +243,10 @@ def subset_table(subsets: pd.DataFrame, kind: str = "", own: str | None = None) 
         cells = {(r.method, r.metric): r for r in here.itertuples()}
         scale = 100 if name == own else 1
         line = [_cell(cells.get((m, name)), "{:.1f}" if scale == 100 else "{:.3f}", scale) for m in methods]
-        line += [_cell(cells.get((m, f"{name}_difference")), "{:+.1f}" if scale == 100 else "{:+.3f}", scale) for m in changed]
+        line += [
+            _cell(cells.get((m, f"{name}_difference")), "{:+.1f}" if scale == 100 else "{:+.3f}", scale)
+            for m in changed
+        ]
         table.append([where, name, *line, str(cells[methods[0], name].n)])
     if own and len({line[1] for line in table}) == 1:
         header, table = [header[0], *header[2:]], [[line[0], *line[2:]] for line in table]
@@ -223,11 +260,14 @@ def summary_table(metrics: pd.DataFrame) -> Table:
         metrics: metrics.csv rows.
 
     Returns:
-        A rich table: gold position (depth in %), score in % and difference in points with their 95 % intervals.
+        A rich table: gold position (depth in %), score in % and difference in points with their 95 %
+        intervals.
     """
     header, rows = position_table(metrics)
     title = ", ".join(str(metrics[c].iloc[0]) for c in ("model", "task") if metrics[c].nunique() == 1)
-    table = Table(title=Text(title), caption=f"{metric_name(metrics)} in %, difference in points, [95 % interval]")
+    table = Table(
+        title=Text(title), caption=f"{metric_name(metrics)} in %, difference in points, [95 % interval]"
+    )
     for name in header:
         table.add_column(Text(name), justify="right", overflow="fold")
     tall = len(header) > 5  # several methods: the interval goes below its number
@@ -238,9 +278,12 @@ def summary_table(metrics: pd.DataFrame) -> Table:
 
 
 def short(cell: str) -> str:
-    """A cell with its interval in whole points, for 80 columns; metrics.csv and report.html keep the decimals."""
+    """A cell with its interval in whole points, for 80 columns; metrics.csv and report.html keep the
+    decimals."""
     # A list of numbers, such as a swept setting, is no interval.
-    return re.sub(r"(?<=\d) \[(-?[\d.]+), (-?[\d.]+)\]$", lambda m: f" [{float(m[1]):.0f}, {float(m[2]):.0f}]", cell)
+    return re.sub(
+        r"(?<=\d) \[(-?[\d.]+), (-?[\d.]+)\]$", lambda m: f" [{float(m[1]):.0f}, {float(m[2]):.0f}]", cell
+    )
 
 
 def reference_text(facts: Mapping[str, Any], reference: list[dict[str, Any]], compared: bool) -> str:
@@ -264,21 +307,31 @@ def reference_text(facts: Mapping[str, Any], reference: list[dict[str, Any]], co
     return " ".join(part for part in text if part)
 
 
-def reference_table(metrics: pd.DataFrame, reference: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
-    """A paper's numbers beside ours as text, for the models that ran: header and rows, none where no model matches."""
+def reference_table(
+    metrics: pd.DataFrame, reference: list[dict[str, Any]]
+) -> tuple[list[str], list[list[str]]]:
+    """A paper's numbers beside ours as text, for the models that ran: header and rows, none where no model
+    matches."""
     table = compare_with_reference(metrics, reference)
     table = table[table["verdict"] != OTHER_MODEL]
     header = ["model", "method", "position", "paper %", "ours %", "difference", "verdict"]
     rows = []
     for row in table.itertuples():
-        ours = "" if pd.isna(row.ours) else f"{100 * row.ours:.1f} [{100 * row.ci_low:.1f}, {100 * row.ci_high:.1f}]"
+        ours = (
+            ""
+            if pd.isna(row.ours)
+            else f"{100 * row.ours:.1f} [{100 * row.ci_low:.1f}, {100 * row.ci_high:.1f}]"
+        )
         change = "" if pd.isna(row.difference) else points(row.difference)
-        rows.append([row.model, row.method, row.position, f"{100 * row.paper:.1f}", ours, change, row.verdict])
+        rows.append(
+            [row.model, row.method, row.position, f"{100 * row.paper:.1f}", ours, change, row.verdict]
+        )
     return header, rows
 
 
 def with_subsets(metrics: pd.DataFrame, subsets: pd.DataFrame | None) -> pd.DataFrame:
-    """metrics.csv rows and, with their name as position, those of subsets.csv: what a paper's table is compared with."""
+    """metrics.csv rows and, with their name as position, those of subsets.csv: what a paper's table is
+    compared with."""
     if subsets is None:
         return metrics
     named = subsets[subsets["subset"] != "all"].rename(columns={"subset": "position"}).drop(columns="kind")
@@ -290,19 +343,23 @@ def compare_with_reference(metrics: pd.DataFrame, reference: list[dict[str, Any]
 
     Args:
         metrics: metrics.csv or summary.csv rows.
-        reference: Rows with model, method, task, position (`all`, a 0-based index, or a depth such as `25%`), metric,
-            value (0..1). A depth matches the nearest one measured within 2.5 points. Any further key that is a column
-            of `metrics` (a swept one, say) must match too.
+        reference: Rows with model, method, task, position (`all`, a 0-based index, or a depth such as `25%`),
+            metric, value (0..1). A depth matches the nearest one measured within 2.5 points. Any further key
+            that is a column of `metrics` (a swept one, say) must match too.
 
     Returns:
-        One row per reference row and match: model, method, task, position, metric, paper, ours, ci_low, ci_high,
-        difference (ours - paper), verdict: `agrees` if the paper's number lies in our interval, else `differs`;
-        `other model, not comparable`, `not measured` or `no interval` where that cannot be said.
+        One row per reference row and match: model, method, task, position, metric, paper, ours, ci_low,
+        ci_high, difference (ours - paper), verdict: `agrees` if the paper's number lies in our interval, else
+        `differs`; `other model, not comparable`, `not measured` or `no interval` where that cannot be said.
     """
     named = ["model", "method", "task", "position", "metric"]
     out = []
     for row in reference:
-        same = {c: str(v) for c, v in row.items() if c in metrics and c not in ("position", *NUMBER_COLUMNS, "n", "depth")}
+        same = {
+            c: str(v)
+            for c, v in row.items()
+            if c in metrics and c not in ("position", *NUMBER_COLUMNS, "n", "depth")
+        }
         match = metrics
         for column, value in same.items():
             match = match[match[column].map(_plain) == _plain(value)]
@@ -314,8 +371,20 @@ def compare_with_reference(metrics: pd.DataFrame, reference: list[dict[str, Any]
         elif match.empty:
             out.append({**line, **none, "verdict": "not measured"})
         for value, low, high in match[list(NUMBER_COLUMNS)].itertuples(index=False):
-            verdict = "no interval" if pd.isna(low) or pd.isna(high) else "agrees" if low <= line["paper"] <= high else "differs"
-            ours = {"ours": value, "ci_low": low, "ci_high": high, "difference": value - line["paper"], "verdict": verdict}
+            verdict = (
+                "no interval"
+                if pd.isna(low) or pd.isna(high)
+                else "agrees"
+                if low <= line["paper"] <= high
+                else "differs"
+            )
+            ours = {
+                "ours": value,
+                "ci_low": low,
+                "ci_high": high,
+                "difference": value - line["paper"],
+                "verdict": verdict,
+            }
             out.append({**line, **ours})
     return pd.DataFrame(out, columns=[*named, "paper", "ours", "ci_low", "ci_high", "difference", "verdict"])
 
@@ -337,7 +406,8 @@ def _plain(value: Any) -> str:
 
 
 def swept_columns(summary: pd.DataFrame) -> list[str]:
-    """The swept columns of a summary: those of model, method and task that vary, and what stands between `run` and `model`."""
+    """The swept columns of a summary: those of model, method and task that vary, and what stands between
+    `run` and `model`."""
     front = list(summary.columns[: list(summary.columns).index("model")])
     swept = [c for c in front if c != "run"]
     rows = summary[summary["method"] != UNMODIFIED] if (summary["method"] != UNMODIFIED).any() else summary
@@ -346,7 +416,8 @@ def swept_columns(summary: pd.DataFrame) -> list[str]:
 
 
 def sweep_table(summary: pd.DataFrame, axes: list[str]) -> tuple[list[str], list[list[str]], str]:
-    """Header, rows and the sentence of a sweep: how average and position bias run, and how many settings change the first."""
+    """Header, rows and the sentence of a sweep: how average and position bias run, and how many settings
+    change the first."""
     rows, settings, label = sweep_plots.with_setting(summary, axes)
     table: list[list[str]] = []
     low_high: list[tuple[float, str]] = []
@@ -364,26 +435,36 @@ def sweep_table(summary: pd.DataFrame, axes: list[str]) -> tuple[list[str], list
         if cells[0] is not None:
             low_high.append((cells[0].value, setting))
         if cells[2] is not None:
-            better = "raise" if cells[2].ci_low > 0 else "lower" if cells[2].ci_high < 0 else "do not reliably change"
+            better = (
+                "raise"
+                if cells[2].ci_low > 0
+                else "lower"
+                if cells[2].ci_high < 0
+                else "do not reliably change"
+            )
             tally[better] += 1
         run = ", ".join(dict.fromkeys(map(str, here["run"]))) if "run" in here else ""
         n = "" if cells[0] is None else str(cells[0].n)
         bias = next(overall(here if modified.empty else modified, "position_bias").itertuples(), None)
         if bias is not None:
             biases.append((bias.value, setting))
-        table.append([setting, *map(_cell, [*cells, bias], ("{:.1f}", "{:.1f}", "{:+.1f}", "{:.1f}")), n, run])
+        table.append(
+            [setting, *map(_cell, [*cells, bias], ("{:.1f}", "{:.1f}", "{:+.1f}", "{:.1f}")), n, run]
+        )
     if not low_high:
         return [], [], "Nothing was scored in this sweep."
     (low, at_low), (high, at_high) = min(low_high), max(low_high)
-    sentence = (
-        f"Over {len(settings)} settings of {label}, the average runs from {_pct(low)} ({at_low}) to {_pct(high)} ({at_high})"
-    )
+    sentence = f"Over {len(settings)} settings of {label}, the average runs from {_pct(low)} ({at_low}) to {_pct(high)} ({at_high})"
     verdicts = ", ".join(f"{count} {word}" for word, count in tally.items() if count)
-    sentence += f"; of {sum(tally.values())} compared with the unmodified model, {verdicts} it" if verdicts else ""
+    sentence += (
+        f"; of {sum(tally.values())} compared with the unmodified model, {verdicts} it" if verdicts else ""
+    )
     header = [label, metric_name(summary), "unmodified", "difference", "position bias", "n", "run"]
     if biases:
         (low, at_low), (high, at_high) = min(biases), max(biases)
-        sentence += f"; the position bias from {points(low)[1:]} ({at_low}) to {points(high)[1:]} points ({at_high})"
+        sentence += (
+            f"; the position bias from {points(low)[1:]} ({at_low}) to {points(high)[1:]} points ({at_high})"
+        )
     else:
         header, table = [*header[:4], *header[5:]], [[*row[:4], *row[5:]] for row in table]
     return header, table, sentence + "."
@@ -394,7 +475,11 @@ def _cell(row: Any, form: str, scale: float = 100) -> str:
     if row is None:
         return ""
     ends = form.replace("+", "")
-    interval = "" if pd.isna(row.ci_low) else f" [{ends.format(scale * row.ci_low)}, {ends.format(scale * row.ci_high)}]"
+    interval = (
+        ""
+        if pd.isna(row.ci_low)
+        else f" [{ends.format(scale * row.ci_low)}, {ends.format(scale * row.ci_high)}]"
+    )
     return form.format(scale * row.value) + interval
 
 

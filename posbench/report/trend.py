@@ -1,4 +1,5 @@
-"""How the lean of a model follows a swept number of its method (Yu et al. 2025, Figure 6); reads run folders, never models."""
+"""How the lean of a model follows a swept number of its method (Yu et al. 2025, Figure 6); reads run folders,
+never models."""
 
 from __future__ import annotations
 
@@ -23,31 +24,44 @@ from posbench.studies.base import FINDING_COLUMNS, Finding
 Array = NDArray[np.float64]
 ATTENTION, PREDICTIONS = "attention.jsonl", "predictions.jsonl"
 TREND = ("group", "axis", "statistic", "number", "value", "low", "high", "n")
-"""Columns of ``trend.csv``: a statistic at one value (``number``) of the swept key, ``none`` for the unmodified model."""
+"""Columns of ``trend.csv``: a statistic at one value (``number``) of the swept key, ``none`` for the
+unmodified model."""
 
 
-def trends(runs: Sequence[tuple[dict[str, str], Path]], axes: Sequence[str]) -> tuple[pd.DataFrame, pd.DataFrame]:
+def trends(
+    runs: Sequence[tuple[dict[str, str], Path]], axes: Sequence[str]
+) -> tuple[pd.DataFrame, pd.DataFrame]:
     """How the lean of a model follows a swept number of its method.
 
     Args:
         runs: Per finished run its settings and folder.
-        axes: The swept keys. One of the method's keys must have three numbers or more; other keys, models and tasks make groups.
+        axes: The swept keys. One of the method's keys must have three numbers or more; other keys, models and
+            tasks make groups.
 
     Returns:
-        Rows of :data:`TREND` for every setting and for the unmodified model: the centre of attention over the items, 0 the first
-        and 1 the last, in the layer whose attention to the gold item is largest in the unmodified model; and the score of the
-        first half of the gold positions minus that of the second; and the position bias. Then the findings: rank correlations of
-        these with the number, and the factor with the best average score, with bootstrap intervals over questions. Both are empty
-        where no such key was swept.
+        Rows of :data:`TREND` for every setting and for the unmodified model: the centre of attention over the
+        items, 0 the first and 1 the last, in the layer whose attention to the gold item is largest in the
+        unmodified model; and the score of the first half of the gold positions minus that of the second; and
+        the position bias. Then the findings: rank correlations of these with the number, and the factor with
+        the best average score, with bootstrap intervals over questions. Both are empty where no such key was
+        swept.
     """
-    values = {axis: [_number(setting.get(axis)) for setting, _ in runs] for axis in axes if axis.startswith("method.")}
+    values = {
+        axis: [_number(setting.get(axis)) for setting, _ in runs]
+        for axis in axes
+        if axis.startswith("method.")
+    }
     numeric = [axis for axis, numbers in values.items() if None not in numbers and len(set(numbers)) > 2]
     groups: dict[str, dict[float, Path]] = {}
-    configs = [yaml.safe_load((path / "config.yaml").read_text()) for _, path in runs] if len(numeric) == 1 else []
+    configs = (
+        [yaml.safe_load((path / "config.yaml").read_text()) for _, path in runs] if len(numeric) == 1 else []
+    )
     tasks = {facts["task"]["name"] for facts in configs}
     for (setting, path), facts in zip(runs, configs, strict=False):
         rest = [f"{axis}={setting[axis]}" for axis in axes if axis not in numeric and axis in setting]
-        group = ", ".join([facts["model"]["name"], *([facts["task"]["name"]] if len(tasks) > 1 else []), *rest])
+        group = ", ".join(
+            [facts["model"]["name"], *([facts["task"]["name"]] if len(tasks) > 1 else []), *rest]
+        )
         groups.setdefault(group, {})[float(setting[numeric[0]])] = path
     rows: list[dict[str, Any]] = []
     found: list[dict[str, Any]] = []
@@ -55,7 +69,9 @@ def trends(runs: Sequence[tuple[dict[str, str], Path]], axes: Sequence[str]) -> 
         if len(folders) < 3:
             continue
         facts = yaml.safe_load((next(iter(folders.values())) / "config.yaml").read_text())
-        here, findings = _trend(dict(sorted(folders.items())), numeric[0], facts["method"]["name"], facts["runtime"]["resamples"])
+        here, findings = _trend(
+            dict(sorted(folders.items())), numeric[0], facts["method"]["name"], facts["runtime"]["resamples"]
+        )
         rows += [{"group": group, "axis": numeric[0], **row} for row in here]
         found += [{"model": group, **asdict(finding)} for finding in findings]
     return pd.DataFrame(rows, columns=list(TREND)), pd.DataFrame(found, columns=list(FINDING_COLUMNS))
@@ -68,7 +84,9 @@ def _number(text: str | None) -> float | None:
         return None
 
 
-def _trend(folders: dict[float, Path], axis: str, method: str, resamples: int) -> tuple[list[dict[str, Any]], list[Finding]]:
+def _trend(
+    folders: dict[float, Path], axis: str, method: str, resamples: int
+) -> tuple[list[dict[str, Any]], list[Finding]]:
     """Rows and findings of one model and task."""
     # Yu et al. (2025) say which way their factor goes; of other keys the claim is only that they have a side.
     published = method == "scale_channel" and axis == "method.factor"
@@ -78,7 +96,9 @@ def _trend(folders: dict[float, Path], axis: str, method: str, resamples: int) -
         parts.append(_attention_lean(attention, folders, axis, published, resamples))
     if scores is not None:
         parts.append(_score_lean(scores, folders, axis, published, resamples))
-    return [row for rows, _ in parts for row in rows], [finding for _, findings in parts for finding in findings]
+    return [row for rows, _ in parts for row in rows], [
+        finding for _, findings in parts for finding in findings
+    ]
 
 
 def _attention_lean(
@@ -86,7 +106,9 @@ def _attention_lean(
 ) -> tuple[list[dict[str, Any]], list[Finding]]:
     curves = resampled_curves(table, "centre", "number", resamples, 0)
     n = int(table["id"].nunique())
-    rows = [{"statistic": CENTRE, "number": number, **_mean(*curve), "n": n} for number, curve in curves.items()]
+    rows = [
+        {"statistic": CENTRE, "number": number, **_mean(*curve), "n": n} for number, curve in curves.items()
+    ]
     prompts = table.drop_duplicates("id").sort_values("id")
     wide = [table[table["number"] == number].sort_values("id")["centre"].to_numpy() for number in folders]
     each = prompts.assign(rank=rank_correlation(np.stack(wide, axis=-1), np.array(list(folders))), number=0.0)
@@ -108,7 +130,8 @@ def _mean(curve: Array, draws: Array) -> dict[str, float]:
 
 
 def _halves(curve: Array) -> Array:
-    """First half of the gold positions minus second half, [..., K] to [...]; the ends alone are often all right."""
+    """First half of the gold positions minus second half, [..., K] to [...]; the ends alone are often all
+    right."""
     half = curve.shape[-1] // 2
     return curve[..., :half].mean(-1) - curve[..., -half:].mean(-1)
 
@@ -121,7 +144,16 @@ def _score_lean(
     rows = []
     for number, (curve, draws) in curves.items():
         low, high = np.quantile(_halves(draws), [0.025, 0.975])
-        rows.append({"statistic": LEAN, "number": number, "value": float(_halves(curve)), "low": low, "high": high, "n": n})
+        rows.append(
+            {
+                "statistic": LEAN,
+                "number": number,
+                "value": float(_halves(curve)),
+                "low": low,
+                "high": high,
+                "n": n,
+            }
+        )
     spreads = {number: position_bias(*curve) for number, curve in curves.items()}
     for number, (value, draws) in spreads.items():
         low, high = np.quantile(draws, [0.025, 0.975])
@@ -129,16 +161,23 @@ def _score_lean(
     exact, drawn = (np.stack([curves[number][i] for number in folders], axis=-2) for i in (0, 1))
     low, high = np.quantile(rank_correlation(_halves(drawn), numbers), [0.025, 0.975])
     lean = _finding(
-        "C7: a larger factor favours the beginning (Yu et al. 2025, Figure 6b)" if published else f"the score leans with {axis}",
+        "C7: a larger factor favours the beginning (Yu et al. 2025, Figure 6b)"
+        if published
+        else f"the score leans with {axis}",
         f"rank correlation of the {LEAN} with {axis}",
         1 if published else 0,
-        value=float(rank_correlation(_halves(exact), numbers)), low=float(low), high=float(high), n=n,
-    )  # fmt: skip
+        value=float(rank_correlation(_halves(exact), numbers)),
+        low=float(low),
+        high=float(high),
+        n=n,
+    )
     found = [lean]
     # Below zero the paper's factor turns the bias round, so that more of it is no more bias.
     kept = numbers >= 0 if published else np.full(len(numbers), True)
     if kept.sum() > 2:
-        values, drawn_values = (np.stack([spreads[number][i] for number in numbers[kept]], axis=-1) for i in (0, 1))
+        values, drawn_values = (
+            np.stack([spreads[number][i] for number in numbers[kept]], axis=-1) for i in (0, 1)
+        )
         low, high = np.quantile(rank_correlation(drawn_values, numbers[kept]), [0.025, 0.975])
         claim = "C7: over 1 a factor amplifies the bias, below 1 it shrinks it (Yu et al. 2025, Section 4.3)"
         found.append(
@@ -146,9 +185,12 @@ def _score_lean(
                 claim if published else f"the position bias changes with {axis}",
                 f"rank correlation of the {SPREAD} with {axis}" + (" from 0 up" if published else ""),
                 1 if published else 0,
-                value=float(rank_correlation(values, numbers[kept])), low=float(low), high=float(high), n=n,
+                value=float(rank_correlation(values, numbers[kept])),
+                low=float(low),
+                high=float(high),
+                n=n,
             )
-        )  # fmt: skip
+        )
     if not published:
         return rows, found
     draws = numbers[drawn.mean(-1).argmax(-1)]
@@ -157,14 +199,19 @@ def _score_lean(
     peak = Finding(
         claim="C7: the average accuracy peaks for a factor from 0.5 to -1 (Yu et al. 2025, Section 4.3)",
         statistic="factor with the best average score",
-        value=float(numbers[exact.mean(-1).argmax()]), low=low, high=high, n=n,
+        value=float(numbers[exact.mean(-1).argmax()]),
+        low=low,
+        high=high,
+        n=n,
         verdict="holds" if inside else "does not hold" if outside else "not testable here",
         note="" if inside or outside else "the interval reaches over an end of the range",
-    )  # fmt: skip
+    )
     return rows, [*found, peak]
 
 
-def _finding(claim: str, statistic: str, sign: int, *, value: float, low: float, high: float, n: int) -> Finding:
+def _finding(
+    claim: str, statistic: str, sign: int, *, value: float, low: float, high: float, n: int
+) -> Finding:
     """A correlation and whether its interval lies on the claimed side of zero; sign 0 claims either side."""
     holds = (sign <= 0 and high < 0) or (sign >= 0 and low > 0)
     verdict: Any = "holds" if holds else "does not hold"
@@ -195,11 +242,18 @@ def _centres(folders: dict[float, Path]) -> pd.DataFrame | None:
                 continue
             weights = np.array(row["attention"][layer])
             # A sliding window may leave a layer without any weight on the items.
-            centre = float(weights @ np.linspace(0, 1, len(weights)) / weights.sum()) if weights.sum() > 0 else np.nan
-            # Without predictions nothing says where the gold item stood, and all prompts are drawn as one group.
+            centre = (
+                float(weights @ np.linspace(0, 1, len(weights)) / weights.sum())
+                if weights.sum() > 0
+                else np.nan
+            )
+            # Without predictions nothing says where the gold item stood, and all prompts are drawn as one
+            # group.
             said = known.get(row["id"], {"gold_position": 0, "cluster": ""})
             place = {"position": said["gold_position"], "cluster": said["cluster"] or row["id"]}
-            out.append({"number": UNMODIFIED if plain else number, "id": row["id"], "centre": centre, **place})
+            out.append(
+                {"number": UNMODIFIED if plain else number, "id": row["id"], "centre": centre, **place}
+            )
     table = pd.DataFrame(out)
     return table if set(folders) <= set(table["number"]) and table["centre"].notna().all() else None
 
@@ -212,11 +266,22 @@ def _scores(folders: dict[float, Path]) -> pd.DataFrame | None:
         return None
     name = own_metric(metrics).iloc[0]
     out = [
-        {"number": UNMODIFIED if row["method"] == UNMODIFIED else number, "position": row["gold_position"],
-         "cluster": row["cluster"] or row["id"], "score": row["scores"][name]}
-        for number, path in folders.items() for row in RunDir(path).rows(PREDICTIONS)
-        if "error" not in row and row["scores"] and row["gold_position"] is not None
+        {
+            "number": UNMODIFIED if row["method"] == UNMODIFIED else number,
+            "position": row["gold_position"],
+            "cluster": row["cluster"] or row["id"],
+            "score": row["scores"][name],
+        }
+        for number, path in folders.items()
+        for row in RunDir(path).rows(PREDICTIONS)
+        if "error" not in row
+        and row["scores"]
+        and row["gold_position"] is not None
         and (row["method"] != UNMODIFIED or path == first)
-    ]  # fmt: skip
+    ]
     table = pd.DataFrame(out)
-    return table if len(out) and set(folders) <= set(table["number"]) and table["position"].nunique() > 1 else None
+    return (
+        table
+        if len(out) and set(folders) <= set(table["number"]) and table["position"].nunique() > 1
+        else None
+    )

@@ -67,28 +67,39 @@ class Run:
     def methods(self) -> dict[str, Method]:
         """The unmodified model and the method under test, by the name that tables show."""
         method = self.config.method(self.found)
-        self.out.write_json("method.json", {"name": self.config.method_name, **asdict(method), **self._origin(method)})
+        self.out.write_json(
+            "method.json", {"name": self.config.method_name, **asdict(method), **self._origin(method)}
+        )
         both: dict[str, Method] = {UNMODIFIED: Unmodified()}
         if not isinstance(method, Unmodified):
             both[self.config.method_name] = method
         return both
 
     def _origin(self, method: Method) -> dict[str, str]:
-        """The ``source`` of the model's block for each method, where the method runs with the constants of that block."""
+        """The ``source`` of the model's block for each method, where the method runs with the constants of
+        that block."""
         model, sources = self.config.model, []
-        for name, part in (method.parts if isinstance(method, Composed) else {self.config.method_name: method}).items():
+        for name, part in (
+            method.parts if isinstance(method, Composed) else {self.config.method_name: method}
+        ).items():
             block = (model.scale_channel if name == "scale_channel" else model.blocks.get(name)) or {}
             ran = json.loads(json.dumps(asdict(part)))
             published = all(ran.get(key) == value for key, value in block.items() if key != "source")
             if published and "source" in block:
-                sources.append(f"{name}: {block['source']}" if isinstance(method, Composed) else str(block["source"]))
+                sources.append(
+                    f"{name}: {block['source']}" if isinstance(method, Composed) else str(block["source"])
+                )
         return {"source": "; ".join(sources)} if sources else {}
 
     @contextmanager
     def progress(self, label: str, total: int) -> Iterator[Callable[[int], None]]:
         """A progress bar with time left; yields the function that advances it."""
         bar = Progress(
-            TextColumn("{task.description:<28}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), console=self.console
+            TextColumn("{task.description:<28}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+            console=self.console,
         )
         with bar:
             task = bar.add_task(label, total=total)
@@ -99,7 +110,9 @@ def load_model(config: Config, console: Console) -> LM:
     """The model of a config, where its runtime wants it."""
     runtime = config.runtime
     with console.status(f"loading {config.model.name}"):
-        return load(config.model, device=runtime.device, device_map=runtime.device_map, max_memory=runtime.max_memory)
+        return load(
+            config.model, device=runtime.device, device_map=runtime.device_map, max_memory=runtime.max_memory
+        )
 
 
 def encode(lm: LM, task: Task, example: Example) -> Encoded:
@@ -107,7 +120,9 @@ def encode(lm: LM, task: Task, example: Example) -> Encoded:
     tokenizer = lm.tokenizer
     reserve = example.max_new_tokens or task.max_new_tokens
     if example.choices and tokenizer:
-        reserve = max(len(tokenizer(choice, add_special_tokens=False)["input_ids"]) for choice in example.choices)
+        reserve = max(
+            len(tokenizer(choice, add_special_tokens=False)["input_ids"]) for choice in example.choices
+        )
     return lm.encode(
         example.prompt,
         truncation=task.truncation,
@@ -131,9 +146,9 @@ def complete(
 ) -> list[Row]:
     """Compute every row that a file lacks, batch by batch, and return all rows.
 
-    Batches depend on the plan alone, and one with a missing row is computed whole, so that a resumed run sees the same
-    batches, and hence the same rounding, as an uninterrupted one. Out of memory, a batch and all that follow are halved; the
-    rows made so far are kept.
+    Batches depend on the plan alone, and one with a missing row is computed whole, so that a resumed run sees
+    the same batches, and hence the same rounding, as an uninterrupted one. Out of memory, a batch and all
+    that follow are halved; the rows made so far are kept.
 
     Args:
         run: The run.
@@ -167,10 +182,18 @@ def complete(
                         failed += len(missing)
                 if made is None:
                     share *= 2
-                    log.warning("%s: out of memory with %d prompts at once: smaller batches from here on", file, len(part))
+                    log.warning(
+                        "%s: out of memory with %d prompts at once: smaller batches from here on",
+                        file,
+                        len(part),
+                    )
                     waiting = [smaller for each in (part, *waiting) for smaller in _cut(each, 2)]
                     continue
-                fresh = [row for row, item in zip(made, part, strict=False) if tuple(key(item).values()) not in rows]
+                fresh = [
+                    row
+                    for row, item in zip(made, part, strict=False)
+                    if tuple(key(item).values()) not in rows
+                ]
                 run.out.append(file, fresh)
                 rows |= {tuple(row[n] for n in names): row for row in fresh if "error" not in row}
                 advance(len(part))
@@ -186,7 +209,9 @@ def _cut(batch: Sequence[Any], share: int) -> list[Sequence[Any]]:
 
 
 def _fitting(
-    part: Sequence[Any], key: Callable[[Any], Mapping[str, Any]], compute: Callable[[Sequence[Any]], list[Row]]
+    part: Sequence[Any],
+    key: Callable[[Any], Mapping[str, Any]],
+    compute: Callable[[Sequence[Any]], list[Row]],
 ) -> list[Row] | None:
     """Rows of a part; None where it is too large for the memory and can be cut.
 
@@ -241,6 +266,8 @@ def share_unmodified(run: Run, file: str, *settings: Any) -> str:
     if not any(row["method"] == UNMODIFIED for row in run.out.rows(file)):
         other = run.out.sibling_with(file, key)
         if other:
-            run.out.append(file, [row for row in other.rows(file) if row["method"] == UNMODIFIED and "error" not in row])
+            run.out.append(
+                file, [row for row in other.rows(file) if row["method"] == UNMODIFIED and "error" not in row]
+            )
             run.out.mark(file, copied_from=other.path.name)
     return key

@@ -1,4 +1,5 @@
-"""The run folder: versioned, claimed by one process, config first, rows appended with checksums, DONE last."""
+"""The run folder: versioned, claimed by one process, config first, rows appended with checksums, DONE
+last."""
 
 from __future__ import annotations
 
@@ -66,7 +67,10 @@ class RunDir:
         kept = [row for row in rows if "error" not in row]
         if damaged or len(kept) < len(rows):
             log.warning("%s: dropped %d damaged and %d errored rows", file, damaged, len(rows) - len(kept))
-            write_text(file, "".join(json.dumps({**row, "sum": _sum(row)}, ensure_ascii=False) + "\n" for row in kept))
+            write_text(
+                file,
+                "".join(json.dumps({**row, "sum": _sum(row)}, ensure_ascii=False) + "\n" for row in kept),
+            )
 
     # Stages
 
@@ -87,7 +91,8 @@ class RunDir:
             write_text(self.path / "DONE", "")
 
     def sibling_with(self, stage: str, key: str) -> RunDir | None:
-        """Another run of the same version that finished a stage under the same key: its files may be copied."""
+        """Another run of the same version that finished a stage under the same key: its files may be
+        copied."""
         for folder in sorted(self.path.parent.iterdir()):
             other = RunDir(folder)
             if folder != self.path and (folder / "status.json").is_file():
@@ -115,12 +120,18 @@ def find(outputs: Path, suite: str, version_key: Mapping[str, Any], name: str) -
 
 @contextmanager
 def claim(
-    outputs: Path, suite: str, version_key: Mapping[str, Any], name: str, config: Mapping[str, Any], provenance: Mapping[str, Any]
+    outputs: Path,
+    suite: str,
+    version_key: Mapping[str, Any],
+    name: str,
+    config: Mapping[str, Any],
+    provenance: Mapping[str, Any],
 ) -> Iterator[RunDir]:
     """Claim ``outputs/suite/vNNN/name`` for this process.
 
-    The version folder is the newest whose key equals ``version_key``, else a new one: what lies in one version was
-    scored on the same examples by the same code. A new run folder appears at once with its config and provenance.
+    The version folder is the newest whose key equals ``version_key``, else a new one: what lies in one
+    version was scored on the same examples by the same code. A new run folder appears at once with its config
+    and provenance.
 
     Args:
         outputs: Root folder.
@@ -166,7 +177,7 @@ def owned(folder: Path) -> Iterator[None]:
         lock.acquire(timeout=0)
     except Timeout as error:
         raise UserError(
-            field="run folder", value=str(folder), allowed="one process at a time", hint="wait for the other run, or stop it"
+            "run folder", str(folder), "one process at a time", "wait for the other run, or stop it"
         ) from error
     try:
         yield
@@ -182,20 +193,20 @@ def open_run(folder: Path) -> RunDir:
     """
     if not (folder / "config.yaml").is_file():
         raise UserError(
-            field="DIR",
-            value=str(folder),
-            allowed="a run folder (it holds config.yaml)",
-            hint="posbench prints the folder of each run",
+            "DIR",
+            str(folder),
+            "a run folder (it holds config.yaml)",
+            "posbench prints the folder of each run",
         )
     return RunDir(folder)
 
 
 def _unusable(outputs: Path, error: OSError) -> UserError:
     return UserError(
-        field="runtime.outputs",
-        value=str(outputs),
-        allowed="a folder that can be written",
-        hint=f"set runtime.outputs=DIR ({error.strerror or error})",
+        "runtime.outputs",
+        str(outputs),
+        "a folder that can be written",
+        f"set runtime.outputs=DIR ({error.strerror or error})",
     )
 
 
@@ -208,7 +219,9 @@ def _known_version(suite: Path, key: Mapping[str, Any]) -> Path | None:
     """The newest version folder with this key."""
     for number in reversed(_versions(suite)):
         folder = suite / f"v{number:03d}"
-        if (folder / "version.json").is_file() and json.loads((folder / "version.json").read_text()) == _plain(key):
+        if (folder / "version.json").is_file() and json.loads(
+            (folder / "version.json").read_text()
+        ) == _plain(key):
             return folder
     return None
 

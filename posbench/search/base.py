@@ -12,9 +12,9 @@ from posbench.errors import UserError
 class Search(ABC):
     """A search for parameters of a method. The dataclass fields are the keys of ``conf/search/<name>.yaml``.
 
-    ``serves`` is the class of the method whose parameters it finds; ``place`` says in words where that may stand among others;
-    ``finds`` names them, each with a value that stands for it until it is found; ``stage`` is the module of
-    :mod:`posbench.stages` that runs it.
+    ``serves`` is the class of the method whose parameters it finds; ``place`` says in words where that may
+    stand among others; ``finds`` names them, each with a value that stands for it until it is found;
+    ``stage`` is the module of :mod:`posbench.stages` that runs it.
     """
 
     serves: ClassVar[str]
@@ -23,7 +23,8 @@ class Search(ABC):
     stage: ClassVar[str]
 
     def part_of(self, parts: Mapping[str, type]) -> str | None:
-        """The part of a list of methods whose parameters it finds, with the others applied; None if it can find none.
+        """The part of a list of methods whose parameters it finds, with the others applied; None if it can
+        find none.
 
         Args:
             parts: Name and class of each, the outermost first.
@@ -36,6 +37,4 @@ class Search(ABC):
             value = getattr(self, name)
             if value is not None and value < low:
                 kind = "a whole number" if isinstance(low, int) else "a number"
-                raise UserError(
-                    field=f"search.{name}", value=value, allowed=f"{kind} from {low} up", hint=f"set search.{name}={low}"
-                )
+                raise UserError(f"search.{name}", value, f"{kind} from {low} up", f"set search.{name}={low}")

@@ -1,4 +1,5 @@
-"""Which channel, factor and layers: candidates to try, and the choice among their losses (Yu et al. 2025, Algorithm 1)."""
+"""Which channel, factor and layers: candidates to try, and the choice among their losses (Yu et al. 2025,
+Algorithm 1)."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -27,20 +28,23 @@ class ChannelSearch(Search):
 
     Args:
         candidates: ``monotone`` filters channels by Algorithm 1; ``all`` traverses every channel.
-        variant: ``paper`` or ``official`` where text and released code differ; see :mod:`posbench.search.statistics`.
-            Official also rounds losses to 4 decimals (ties go to the smoother channel) and lets the unmodified model win.
-        site: Statistics on the ``attention_input`` (after the first norm, the tensor that is scaled) or on the ``residual``
-            stream. The paper says "hidden states"; the released code takes the residual stream.
+        variant: ``paper`` or ``official`` where text and released code differ; see
+            :mod:`posbench.search.statistics`. Official also rounds losses to 4 decimals (ties go to the
+            smoother channel) and lets the unmodified model win.
+        site: Statistics on the ``attention_input`` (after the first norm, the tensor that is scaled) or on
+            the ``residual`` stream. The paper says "hidden states"; the released code takes the residual
+            stream.
         strings: Random strings to average over (paper 2000, released script 200).
         length: Tokens per string.
-        alphabet: ``characters`` draws random letters and digits and tokenises them; ``tokens`` draws random token ids,
-            for models whose vocabulary is a small lexicon.
+        alphabet: ``characters`` draws random letters and digits and tokenises them; ``tokens`` draws random
+            token ids, for models whose vocabulary is a small lexicon.
         window: Positions in the sliding mean (paper 100, Section 2.3).
         skip: First positions dropped (paper 30).
         over_layers: Smoothness over layers as a ``sum`` (Algorithm 1) or a ``mean`` (Section 3.2).
         top_k: Channels that go on to the calibration loss.
         factors: The factor grid.
-        layers: ``[first, last]``; ``auto`` tries ranges; None takes the model's published range, else the middle of the model.
+        layers: ``[first, last]``; ``auto`` tries ranges; None takes the model's published range, else the
+            middle of the model.
         layer_step: With ``auto``, ranges start and end on multiples of this; None gives about eight steps.
         batch_size: Strings or prompts per forward.
         seed: Seed of the random strings.
@@ -70,12 +74,11 @@ class ChannelSearch(Search):
     def __post_init__(self) -> None:
         self._at_least(strings=1, length=1, window=1, top_k=1, batch_size=1, layer_step=1, skip=0)
         if not self.factors:
-            raise UserError(
-                field="search.factors", value=[], allowed="at least one factor", hint="the paper tries [0.5,0,-0.5,-1]"
-            )
+            raise UserError("search.factors", [], "at least one factor", "the paper tries [0.5,0,-0.5,-1]")
 
     def part_of(self, parts: Mapping[str, type]) -> str | None:
-        """See :class:`Search`; the last part, whose prefill all candidates share, and not where a row stands for several."""
+        """See :class:`Search`; the last part, whose prefill all candidates share, and not where a row stands
+        for several."""
         names = [cls.__name__ for cls in parts.values()]
         return list(parts)[-1] if names[-1] == self.serves and "AttentionBuckets" not in names else None
 
@@ -83,14 +86,19 @@ class ChannelSearch(Search):
         """Run the filter on averaged states.
 
         Args:
-            averages: ``attention_input`` [L, P, D] and ``residual`` [L + 1, P, D] (embedding, block outputs, final norm).
+            averages: ``attention_input`` [L, P, D] and ``residual`` [L + 1, P, D] (embedding, block outputs,
+                final norm).
             monotone_only: See :func:`posbench.search.statistics.paper`; the official variant always is.
         """
         if self.variant == "official":
             return statistics.official(averages[self.site])
         curves = averages["attention_input"] if self.site == "attention_input" else averages["residual"][1:]
         return statistics.paper(
-            curves, window=self.window, skip=self.skip, aggregate=self.over_layers, monotone_only=monotone_only
+            curves,
+            window=self.window,
+            skip=self.skip,
+            aggregate=self.over_layers,
+            monotone_only=monotone_only,
         )
 
     def layer_ranges(self, count: int, published: tuple[int, int] | None) -> list[tuple[int, int]]:
@@ -104,8 +112,11 @@ class ChannelSearch(Search):
         # The paper's own 32-layer models use 10-25; other depths take the same share of the model.
         return [published or (round(count * 10 / 32), min(round(count * 25 / 32), count - 1))]
 
-    def ask(self, found: ChannelStatistics, ranges: Sequence[tuple[int, int]], channel: int | None = None) -> list[Candidate]:
-        """Every candidate, in the order in which ties are broken: smoother channels first; of one channel where it is given.
+    def ask(
+        self, found: ChannelStatistics, ranges: Sequence[tuple[int, int]], channel: int | None = None
+    ) -> list[Candidate]:
+        """Every candidate, in the order in which ties are broken: smoother channels first; of one channel
+        where it is given.
 
         Raises:
             UserError: No channel passes the filter.
@@ -117,10 +128,10 @@ class ChannelSearch(Search):
             channels = list(range(len(found.smoothness)))
         if not channels:
             raise UserError(
-                field="search.candidates",
-                value="monotone",
-                allowed="a model in which some channel is monotone in more than a quarter of the layers",
-                hint="try search=exhaustive, which traverses every channel",
+                "search.candidates",
+                "monotone",
+                "a model in which some channel is monotone in more than a quarter of the layers",
+                "try search=exhaustive, which traverses every channel",
             )
         return [Candidate(c, f, r) for c in channels for r in ranges for f in self.factors]
 

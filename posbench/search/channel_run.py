@@ -38,7 +38,8 @@ RESULTS = ("search.csv", "channels.csv", "found.yaml")
 
 
 def run(run: Run) -> None:
-    """Search, write ``search.csv``, ``channels.csv`` and ``found.yaml``, and hand the result to the later stages."""
+    """Search, write ``search.csv``, ``channels.csv`` and ``found.yaml``, and hand the result to the later
+    stages."""
     key = digest(
         {
             "identity": run.identity,
@@ -68,10 +69,18 @@ def run(run: Run) -> None:
     )
     if block["channel"] is None:
         run.found = {"channel": 0, "factor": 1.0, "layers": [0, 0]}
-    remark = "" if block["loss"] < block["loss_unmodified"] else "; no candidate lowers the loss of the unmodified model"
-    run.console.print(f"search chose {text}: loss {block['loss']:.4f}, unmodified {block['loss_unmodified']:.4f}{remark}")
+    remark = (
+        ""
+        if block["loss"] < block["loss_unmodified"]
+        else "; no candidate lowers the loss of the unmodified model"
+    )
+    run.console.print(
+        f"search chose {text}: loss {block['loss']:.4f}, unmodified {block['loss_unmodified']:.4f}{remark}"
+    )
     if "evaluate" not in run.config.stages:
-        run.console.print("paste into the model's YAML:\n\n" + (run.out.path / "found.yaml").read_text(), soft_wrap=True)
+        run.console.print(
+            "paste into the model's YAML:\n\n" + (run.out.path / "found.yaml").read_text(), soft_wrap=True
+        )
 
 
 def check(config: Config, lm: LM) -> None:
@@ -83,20 +92,24 @@ def check(config: Config, lm: LM) -> None:
     search = _settings(config)
     low = 301 if search.variant == "official" else search.window + search.skip + 7
     if not low <= search.length <= lm.context_window:
-        why = "variant=official skips 300 positions" if search.variant == "official" else "search.window + search.skip + 7"
+        why = (
+            "variant=official skips 300 positions"
+            if search.variant == "official"
+            else "search.window + search.skip + 7"
+        )
         raise UserError(
-            field="search.length",
-            value=search.length,
-            allowed=f"from {low} ({why}) to {lm.context_window} (context window of {lm.name})",
-            hint="change search.length, or shorten search.window",
+            "search.length",
+            search.length,
+            f"from {low} ({why}) to {lm.context_window} (context window of {lm.name})",
+            "change search.length, or shorten search.window",
         )
     typed = config.typed.get("channel")
     if typed is not None and not isinstance(typed, int):
         raise UserError(
-            field=f"method.parts.{config.part}.channel" if config.part else "method.channel",
-            value=typed,
-            allowed="one channel, with the search stage",
-            hint="leave the search out: stages=[intervene,evaluate,report]",
+            f"method.parts.{config.part}.channel" if config.part else "method.channel",
+            typed,
+            "one channel, with the search stage",
+            "leave the search out: stages=[intervene,evaluate,report]",
         )
     if isinstance(search.layers, tuple):
         check_layers(lm, "search.layers", search.layers)
@@ -108,7 +121,8 @@ def _settings(config: Config) -> ChannelSearch:
 
 
 def ranges(run: Run) -> list[tuple[int, int]]:
-    """The layer ranges that the search of a run tries: a typed one, those of the search, or the model's published one."""
+    """The layer ranges that the search of a run tries: a typed one, those of the search, or the model's
+    published one."""
     typed = run.config.typed.get("layers")
     if typed:
         return [tuple(typed)]
@@ -128,12 +142,16 @@ def _search(run: Run) -> None:
     write_csv(run.out.path / "search.csv", _table(candidates, table, unmodified, n, found, best))
     winner = candidates[int(table.argmin()) if best is None else best]
     write_csv(run.out.path / "channels.csv", _curves(averages, winner.channel, search))
-    write_text(run.out.path / "found.yaml", _block(run, None if best is None else winner, float(table.min()), unmodified, n))
+    write_text(
+        run.out.path / "found.yaml",
+        _block(run, None if best is None else winner, float(table.min()), unmodified, n),
+    )
     (run.out.path / STATE).unlink(missing_ok=True)
 
 
 def calibration_losses(run: Run, file: str, candidates: Sequence[Candidate]) -> Array:
-    """Answer losses on the calibration examples, [1 + C, N], see :func:`candidate_losses`; resumed from a JSON-lines file."""
+    """Answer losses on the calibration examples, [1 + C, N], see :func:`candidate_losses`; resumed from a
+    JSON-lines file."""
     examples = run.examples("calibration")
     answers = {e.id: run.lm.answer_ids(e.prompt, e.answers[0]) for e in examples}
     plan = batches([len(answers[e.id][0]) for e in examples], _settings(run.config).batch_size)
@@ -143,15 +161,24 @@ def calibration_losses(run: Run, file: str, candidates: Sequence[Candidate]) -> 
         return [{"unmodified": row[0], "losses": row[1:]} for row in losses.T.tolist()]
 
     rows = complete(
-        run, file, f"search: {len(candidates)} candidates", [[examples[i] for i in group] for group in plan],
-        lambda e: {"id": e.id}, compute,
-    )  # fmt: skip
+        run,
+        file,
+        f"search: {len(candidates)} candidates",
+        [[examples[i] for i in group] for group in plan],
+        lambda e: {"id": e.id},
+        compute,
+    )
     by_id = {row["id"]: row for row in rows}
     return np.array([[by_id[e.id]["unmodified"], *by_id[e.id]["losses"]] for e in examples]).T
 
 
 def _table(
-    candidates: list[Candidate], losses: Array, unmodified: float, n: int, found: ChannelStatistics, best: int | None
+    candidates: list[Candidate],
+    losses: Array,
+    unmodified: float,
+    n: int,
+    found: ChannelStatistics,
+    best: int | None,
 ) -> pd.DataFrame:
     order = np.argsort(losses, kind="stable")
     return pd.DataFrame(
@@ -179,9 +206,9 @@ def _curves(averages: dict[str, Array], channel: int, search: ChannelSearch) -> 
         layer, position = np.indices(curve.shape)
         smooth = np.full(curve.shape, np.nan)
         if search.variant == "paper":
-            smooth[:, search.window // 2 : search.window // 2 + curve.shape[1] - search.window + 1] = statistics.sliding_mean(
-                curve[:, :, None], search.window
-            )[:, :, 0]
+            smooth[:, search.window // 2 : search.window // 2 + curve.shape[1] - search.window + 1] = (
+                statistics.sliding_mean(curve[:, :, None], search.window)[:, :, 0]
+            )
             # The first positions are dropped before the fit.
             smooth[:, : search.window // 2 + search.skip] = np.nan
         parts.append(
@@ -243,23 +270,24 @@ def average_states(lm: LM, search: ChannelSearch, run: Run | None = None) -> dic
         run: Saves progress in this run's folder; None keeps it in memory.
 
     Returns:
-        ``attention_input`` [L, P, D]: the tensor after each layer's first norm; ``residual`` [L + 1, P, D]: embedding, block
-        outputs, the last after the final norm, as in transformers' ``hidden_states``. float32.
+        ``attention_input`` [L, P, D]: the tensor after each layer's first norm; ``residual`` [L + 1, P, D]:
+        embedding, block outputs, the last after the final norm, as in transformers' ``hidden_states``.
+        float32.
     """
     window = lm.context_window
     if search.length > window:
         raise UserError(
-            field="search.length",
-            value=search.length,
-            allowed=f"at most {window} (context window of {lm.name})",
-            hint="shorten it",
+            "search.length", search.length, f"at most {window} (context window of {lm.name})", "shorten it"
         )
     rows = random_strings(lm, search)
     state = _Sums(0, {})
     saved = run.out.path / STATE if run else None
     if saved and saved.is_file():
         with np.load(saved) as data:
-            state = _Sums(int(data["count"]), {n: torch.tensor(data[n], device=lm.device) for n in data.files if n != "count"})
+            state = _Sums(
+                int(data["count"]),
+                {n: torch.tensor(data[n], device=lm.device) for n in data.files if n != "count"},
+            )
     captured: dict[str, dict[int, Tensor]] = {"attention_input": {}, "residual": {}}
 
     def capture(site: str, layer: int) -> Callable[..., None]:
@@ -274,8 +302,12 @@ def average_states(lm: LM, search: ChannelSearch, run: Run | None = None) -> dic
         for index, layer in enumerate(lm.model.get_submodule(family.layers)):  # type: ignore[arg-type]
             attention = getattr(layer, family.attention)
             for site, module in (("residual", layer), ("attention_input", attention)):
-                stack.callback(module.register_forward_pre_hook(capture(site, index), with_kwargs=True).remove)
-        advance = stack.enter_context(run.progress("search: random strings", len(rows))) if run else lambda n: None
+                stack.callback(
+                    module.register_forward_pre_hook(capture(site, index), with_kwargs=True).remove
+                )
+        advance = (
+            stack.enter_context(run.progress("search: random strings", len(rows))) if run else lambda n: None
+        )
         advance(state.count)
         saved_at = state.count
         for start in range(state.count, len(rows), search.batch_size):
@@ -312,7 +344,9 @@ def random_strings(lm: LM, search: ChannelSearch) -> list[list[int]]:
 
 
 @torch.inference_mode()
-def candidate_losses(lm: LM, pairs: Sequence[tuple[list[int], list[int]]], candidates: Sequence[Candidate]) -> Array:
+def candidate_losses(
+    lm: LM, pairs: Sequence[tuple[list[int], list[int]]], candidates: Sequence[Candidate]
+) -> Array:
     """Answer loss of the unmodified model and of every candidate, from one prefill.
 
     Args:
@@ -321,7 +355,8 @@ def candidate_losses(lm: LM, pairs: Sequence[tuple[list[int], list[int]]], candi
         candidates: C candidates.
 
     Returns:
-        [1 + C, B] nats per answer token, the unmodified model first; each equals what the candidate gives on its own.
+        [1 + C, B] nats per answer token, the unmodified model first; each equals what the candidate gives on
+        its own.
     """
     model, forward = lm.model, lm.model.forward
     inputs, targets = lm.pad_with_answers(pairs)
@@ -335,9 +370,13 @@ def candidate_losses(lm: LM, pairs: Sequence[tuple[list[int], list[int]]], candi
     channels = sorted({c.channel for c in candidates})
     layers = sorted({layer for c in candidates for layer in range(c.layers[0], c.layers[1] + 1)})
     prefix, _ = prefill(model, forward, channels, layers, logits_to_keep=1, **head)
-    losses = [lm.answer_nats(forward(past_key_values=fork(prefix.cache), use_cache=True, **tail).logits, targets)]
+    losses = [
+        lm.answer_nats(forward(past_key_values=fork(prefix.cache), use_cache=True, **tail).logits, targets)
+    ]
     for candidate in candidates:
         method = ScaleChannel(channel=candidate.channel, factor=candidate.factor, layers=candidate.layers)
-        out = method.continue_with(model, forward, past_key_values=prefix.fork(model, method), use_cache=True, **tail)
+        out = method.continue_with(
+            model, forward, past_key_values=prefix.fork(model, method), use_cache=True, **tail
+        )
         losses.append(lm.answer_nats(out.logits, targets))
     return torch.stack(losses).double().cpu().numpy()

@@ -1,4 +1,5 @@
-"""Find one RoPE scale per layer by the genetic search of LPES, on calibration questions asked at three gold positions."""
+"""Find one RoPE scale per layer by the genetic search of LPES, on calibration questions asked at three gold
+positions."""
 
 from __future__ import annotations
 
@@ -31,24 +32,38 @@ SAMPLES = 101
 
 
 def run(run: Run) -> None:
-    """Search, write ``search.csv``, ``generations.csv``, ``curve.csv`` and ``found.yaml``, and hand the result on."""
+    """Search, write ``search.csv``, ``generations.csv``, ``curve.csv`` and ``found.yaml``, and hand the
+    result on."""
     search_once(run, key_of(run), RESULTS, lambda: _search(run))
     hand_over(run)
 
 
 def key_of(run: Run) -> str:
     """What the result of a search for scales depends on."""
-    return digest({"identity": run.identity, "search": run.config.raw["search"], "task": run.config.raw["task"], **others(run)})
+    return digest(
+        {
+            "identity": run.identity,
+            "search": run.config.raw["search"],
+            "task": run.config.raw["task"],
+            **others(run),
+        }
+    )
 
 
 def others(run: Run) -> dict[str, Any]:
-    """In a list of methods, the other parts, in the order in which they stand around the one that is searched."""
+    """In a list of methods, the other parts, in the order in which they stand around the one that is
+    searched."""
     parts = run.config.raw["method"]["parts"] if run.config.part else {}
-    return {"parts": [[name, None if name == run.config.part else part] for name, part in parts.items()]} if parts else {}
+    return (
+        {"parts": [[name, None if name == run.config.part else part] for name, part in parts.items()]}
+        if parts
+        else {}
+    )
 
 
 def within(config: Config) -> Callable[[Method], Method]:
-    """The function from the method that the search serves to the whole list of methods, where it is a part of one."""
+    """The function from the method that the search serves to the whole list of methods, where it is a part of
+    one."""
     part, whole = config.part, config.trial()
     if part is None or not isinstance(whole, Composed):
         return lambda method: method
@@ -59,13 +74,17 @@ def hand_over(run: Run) -> None:
     """Give what was found to the later stages, and say it."""
     block = yaml.safe_load((run.out.path / "found.yaml").read_text())["layer_scaling"]
     run.found = {name: block[name] for name in run.config.search.finds}
-    remark = "" if block["fitness"] > block["fitness_unmodified"] else "; not better than the unmodified model"
+    remark = (
+        "" if block["fitness"] > block["fitness_unmodified"] else "; not better than the unmodified model"
+    )
     run.console.print(
         f"search chose scales {block['lowest']:.3g} to {block['highest']:.3g}: fitness {block['fitness']:.4f}, "
         f"unmodified {block['fitness_unmodified']:.4f}{remark}"
     )
     if "evaluate" not in run.config.stages:
-        run.console.print("paste into the model's YAML:\n\n" + (run.out.path / "found.yaml").read_text(), soft_wrap=True)
+        run.console.print(
+            "paste into the model's YAML:\n\n" + (run.out.path / "found.yaml").read_text(), soft_wrap=True
+        )
 
 
 def check(config: Config, lm: LM) -> None:
@@ -88,10 +107,10 @@ def check_task(config: Config) -> None:
     typed = sorted(set(config.typed) & set(config.search.finds))
     if typed:
         raise UserError(
-            field=f"method.parts.{config.part}.{typed[0]}" if config.part else f"method.{typed[0]}",
-            value=config.typed[typed[0]],
-            allowed="nothing typed, with the search stage: it finds this (search.curve and search.x choose the kind)",
-            hint="leave the search out: stages=[evaluate,report]",
+            f"method.parts.{config.part}.{typed[0]}" if config.part else f"method.{typed[0]}",
+            config.typed[typed[0]],
+            "nothing typed, with the search stage: it finds this (search.curve and search.x choose the kind)",
+            "leave the search out: stages=[evaluate,report]",
         )
     calibration(config.task)
 
@@ -100,7 +119,8 @@ def calibration(task: Task) -> tuple[list[Example], list[int]]:
     """Every calibration question three times, with the answer at the beginning, in the middle and at the end.
 
     Args:
-        task: A task with gold positions. Three ``calibration_positions`` replace the first, the middle (n // 2) and the last.
+        task: A task with gold positions. Three ``calibration_positions`` replace the first, the middle (n //
+            2) and the last.
 
     Returns:
         The examples, and for each 0, 1 or 2.
@@ -111,18 +131,18 @@ def calibration(task: Task) -> tuple[list[Example], list[int]]:
     count, given = task.calibration_items, getattr(task, "calibration_positions", None)
     if count is None or getattr(task, "calibration_path", None):
         raise UserError(
-            field="task",
-            value=task.name,
-            allowed="a task that puts the answers of calibration questions anywhere: kv_retrieval, nq_multidoc",
-            hint="search there, then set the method's parameters here and stages=[evaluate,report]",
+            "task",
+            task.name,
+            "a task that puts the answers of calibration questions anywhere: kv_retrieval, nq_multidoc",
+            "search there, then set the method's parameters here and stages=[evaluate,report]",
         )
     places = given or (0, count // 2, count - 1)
     if len(places) != len(POSITIONS):
         raise UserError(
-            field="task.calibration_positions",
-            value=list(places),
-            allowed="null, or the beginning, the middle and the end: three of them",
-            hint='set task.calibration_positions=["0%","50%","100%"]',
+            "task.calibration_positions",
+            list(places),
+            "null, or the beginning, the middle and the end: three of them",
+            'set task.calibration_positions=["0%","50%","100%"]',
         )
     examples, positions = list[Example](), list[int]()
     for number, place in enumerate(places):
@@ -199,7 +219,9 @@ def _search(run: Run) -> None:
 
         def after(evolution: Evolution) -> None:
             run.out.write_json(STATE, evolution.state())
-            write_csv(run.out.path / "generations.csv", pd.DataFrame(evolution.history).assign(unmodified=base))
+            write_csv(
+                run.out.path / "generations.csv", pd.DataFrame(evolution.history).assign(unmodified=base)
+            )
             shown = " ".join(f"{s:.2f}" for s in evolution.scales(evolution.population[0]))
             best = evolution.history[-1]
             run.console.print(
@@ -215,7 +237,10 @@ def _search(run: Run) -> None:
         f"{len(scores.known)} candidates, {len(examples)} calibration prompts of {task.name}, seed {search.seed})"
         f"{beside(run.config)}; run {run.out.path.name}"
     )
-    write_text(run.out.path / "found.yaml", found_block(_parameters(evolution, winner), evolution.scales(winner), scores, source))
+    write_text(
+        run.out.path / "found.yaml",
+        found_block(_parameters(evolution, winner), evolution.scales(winner), scores, source),
+    )
     (run.out.path / STATE).unlink(missing_ok=True)
 
 
@@ -225,7 +250,8 @@ def beside(config: Config) -> str:
 
 
 def _parameters(evolution: Evolution, genome: Genome) -> dict[str, Any]:
-    """The fields of layer_scaling; one scale per layer where the points are not those of a curve that the method takes."""
+    """The fields of layer_scaling; one scale per layer where the points are not those of a curve that the
+    method takes."""
     search = evolution.search
     if search.curve == "free" or not search.constrained or search.low < 1 or search.high > 2:
         return {"points": None, "curve": "bezier", "x": "stretched", "scales": list(evolution.scales(genome))}
@@ -248,7 +274,8 @@ def found_block(parameters: Mapping[str, Any], scales: Scales, scores: Scores, s
 
 
 def _table(evolution: Evolution, scores: Scores, winner: Genome) -> pd.DataFrame:
-    """All candidates, best first; the accuracy of one that was given up is the highest that it could have had."""
+    """All candidates, best first; the accuracy of one that was given up is the highest that it could have
+    had."""
     best = evolution.scales(winner)
     rows = []
     for scales in sorted(scores.known, key=scores.rank):
@@ -281,6 +308,9 @@ def _curve(evolution: Evolution, winner: Genome) -> pd.DataFrame:
             rows += [("curve", x, y) for x, y in drawn]
         else:
             at = np.linspace(points[0][0], points[-1][0], SAMPLES).tolist()
-            rows += [("curve", x, y) for x, y in zip(at, curves.layer_scales(search.curve, points, SAMPLES), strict=True)]
+            rows += [
+                ("curve", x, y)
+                for x, y in zip(at, curves.layer_scales(search.curve, points, SAMPLES), strict=True)
+            ]
     rows += [("layer", float(layer), scale) for layer, scale in enumerate(evolution.scales(winner))]
     return pd.DataFrame(rows, columns=["part", "x", "y"])

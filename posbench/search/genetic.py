@@ -1,4 +1,5 @@
-"""Which scale per layer: a genetic search over curves, and the race that scores its candidates (LPES, Algorithm 1)."""
+"""Which scale per layer: a genetic search over curves, and the race that scores its candidates (LPES,
+Algorithm 1)."""
 
 from __future__ import annotations
 
@@ -36,10 +37,12 @@ class GeneticSearch(Search):
     older candidate; the result is the best candidate ever scored.
 
     Args:
-        curve: ``bezier`` (paper), ``linear``, ``step`` (Table 6), or ``free``: a value per layer (brute force, Table 7).
+        curve: ``bezier`` (paper), ``linear``, ``step`` (Table 6), or ``free``: a value per layer (brute
+            force, Table 7).
         points: Control points (paper 4: a cubic).
         x: ``stretched`` (Eq. 6) or ``absolute``; see :func:`posbench.methods.curves.layer_scales`.
-        constrained: Whether x must rise strictly along the points (Eq. 10); only a Bezier curve can do without.
+        constrained: Whether x must rise strictly along the points (Eq. 10); only a Bezier curve can do
+            without.
         population: Candidates of the first generation (32).
         parents: Best candidates that breed and survive (12).
         generations: Generations that are bred (20).
@@ -48,13 +51,16 @@ class GeneticSearch(Search):
         crossover_tries: Pairs tried for one valid child (4).
         reach_x: Largest change of an x in one mutation, in layers (2).
         reach_y: Largest change of a y in one mutation (0.2).
-        step_x: Grid step of x in layers (1). Points on whole layers leave a model of few layers no choice of x: take less there.
+        step_x: Grid step of x in layers (1). Points on whole layers leave a model of few layers no choice of
+            x: take less there.
         step_y: Grid step of y (0.1).
         low: Smallest scale (1).
         high: Largest scale (2).
         start: Scale of the first candidate in every layer (1.5).
-        weights: Weights of the accuracy with the answer at the beginning, in the middle and at the end (0.2, 0.3, 0.5).
-        racing: Whether a candidate is given up as soon as it can no longer become a parent. Changes no parent and no result.
+        weights: Weights of the accuracy with the answer at the beginning, in the middle and at the end (0.2,
+            0.3, 0.5).
+        racing: Whether a candidate is given up as soon as it can no longer become a parent. Changes no parent
+            and no result.
         patience: Generations without a better candidate after which the search stops; None runs all of them.
         batch_size: Prompts scored at once.
         seed: Seed of the draws.
@@ -63,7 +69,12 @@ class GeneticSearch(Search):
     """
 
     serves: ClassVar[str] = "LayerScaling"
-    finds: ClassVar[Mapping[str, Any]] = {"points": ((0.0, 1.0),), "scales": None, "curve": "bezier", "x": "stretched"}
+    finds: ClassVar[Mapping[str, Any]] = {
+        "points": ((0.0, 1.0),),
+        "scales": None,
+        "curve": "bezier",
+        "x": "stretched",
+    }
     stage: ClassVar[str] = "curve_run"
 
     curve: Literal["bezier", "linear", "step", "free"] = "bezier"
@@ -105,26 +116,30 @@ class GeneticSearch(Search):
         for name in ("step_x", "step_y", "low"):
             if getattr(self, name) <= 0:
                 raise UserError(
-                    field=f"search.{name}", value=getattr(self, name), allowed="a number above 0", hint=f"set search.{name}=1"
+                    f"search.{name}", getattr(self, name), "a number above 0", f"set search.{name}=1"
                 )
-        if not self.low <= self.start <= self.high or self.reach_y < self.step_y or self.high - self.low < self.step_y:
+        if (
+            not self.low <= self.start <= self.high
+            or self.reach_y < self.step_y
+            or self.high - self.low < self.step_y
+        ):
             raise UserError(
-                field="search.low",
-                value=[self.low, self.start, self.high],
-                allowed="low <= start <= high, with room for a step_y between, and reach_y of a step_y or more",
-                hint="the paper takes search.low=1 search.start=1.5 search.high=2",
+                "search.low",
+                [self.low, self.start, self.high],
+                "low <= start <= high, with room for a step_y between, and reach_y of a step_y or more",
+                "the paper takes search.low=1 search.start=1.5 search.high=2",
             )
         if self.parents > self.population:
             raise UserError(
-                field="search.parents",
-                value=self.parents,
-                allowed=f"at most {self.population}, the population",
-                hint=f"set search.parents={self.population}",
+                "search.parents",
+                self.parents,
+                f"at most {self.population}, the population",
+                f"set search.parents={self.population}",
             )
         check_weights(self.weights)
         if not self.constrained and self.curve in ("linear", "step"):
             raise UserError(
-                field="search.constrained", value=False, allowed=f"true with curve={self.curve}", hint="set search.curve=bezier"
+                "search.constrained", False, f"true with curve={self.curve}", "set search.curve=bezier"
             )
 
     def check(self, layers: int) -> None:
@@ -139,10 +154,10 @@ class GeneticSearch(Search):
         places = self._places(layers) + 1
         if self.curve != "free" and self.constrained and self.points > places:
             raise UserError(
-                field="search.points",
-                value=self.points,
-                allowed=f"at most {places} ({layers} layers in steps of {self.step_x:g})",
-                hint=f"set search.step_x={self.step_x / 2:g}, or search.points={places}",
+                "search.points",
+                self.points,
+                f"at most {places} ({layers} layers in steps of {self.step_x:g})",
+                f"set search.step_x={self.step_x / 2:g}, or search.points={places}",
             )
 
     def decode(self, genome: Genome, layers: int) -> Scales:
@@ -168,7 +183,9 @@ class GeneticSearch(Search):
         if self.curve == "free":
             return (y,) * layers
         last = self._places(layers)
-        return tuple(value for k in range(self.points) for value in (round(k * last / max(self.points - 1, 1)), y))
+        return tuple(
+            value for k in range(self.points) for value in (round(k * last / max(self.points - 1, 1)), y)
+        )
 
     def mutate(self, genome: Genome, rng: random.Random, layers: int) -> Genome:
         """Another valid genome within reach (Eq. 9-10)."""
@@ -214,10 +231,10 @@ def check_weights(weights: Sequence[float]) -> None:
     """Raise UserError unless they are shares; the paper itself prints three times 0.333."""
     if min(weights) < 0 or abs(sum(weights) - 1) > 5e-3:
         raise UserError(
-            field="search.weights",
-            value=list(weights),
-            allowed="three numbers from 0 up with sum 1",
-            hint="the paper takes [0.2,0.3,0.5]",
+            "search.weights",
+            list(weights),
+            "three numbers from 0 up with sum 1",
+            "the paper takes [0.2,0.3,0.5]",
         )
 
 
@@ -247,12 +264,20 @@ class Scores:
         self.known.setdefault(scales, np.full(len(self.positions), np.nan))[list(examples)] = scores
 
     def accuracies(self, scales: Scales) -> list[float]:
-        """Accuracy at beginning, middle and end; what is not scored counts as right, so this bounds what it can be.
+        """Accuracy at beginning, middle and end; what is not scored counts as right, so this bounds what it
+        can be.
 
         The bound falls from score to score, also in floating point, and ends as the accuracy itself.
         """
-        right = np.nan_to_num(self.known[scales], nan=1.0) if scales in self.known else np.ones(len(self.positions))
-        return [float(right[self.positions == p].mean()) if (self.positions == p).any() else 0.0 for p in range(len(POSITIONS))]
+        right = (
+            np.nan_to_num(self.known[scales], nan=1.0)
+            if scales in self.known
+            else np.ones(len(self.positions))
+        )
+        return [
+            float(right[self.positions == p].mean()) if (self.positions == p).any() else 0.0
+            for p in range(len(POSITIONS))
+        ]
 
     def bound(self, scales: Scales) -> float:
         """Fitness of a candidate that is scored on everything; of any other, the highest it can have."""
@@ -266,8 +291,9 @@ class Scores:
     def race(self, families: Sequence[Sequence[Scales]], rivals: Sequence[Scales]) -> None:
         """Score candidates in turn; each stops where it falls behind the last place among the parents.
 
-        The fitness of the last parent can only rise, in this generation and in later ones. So a candidate that cannot reach it
-        is never a parent again, and whatever is skipped cannot change a parent or the result. Batches do not depend on racing.
+        The fitness of the last parent can only rise, in this generation and in later ones. So a candidate
+        that cannot reach it is never a parent again, and whatever is skipped cannot change a parent or the
+        result. Batches do not depend on racing.
 
         Args:
             families: To be scored; of each, only the fittest will join the population.
@@ -293,7 +319,8 @@ class Scores:
             ahead += [max(best)] if best else []
 
     def _plan(self, scored: Sequence[Scales]) -> list[list[int]]:
-        """Batches of examples; those on which candidates lost most come first, so that a bad candidate is found out early."""
+        """Batches of examples; those on which candidates lost most come first, so that a bad candidate is
+        found out early."""
         asked = np.bincount(self.positions, minlength=len(POSITIONS))
         loss = (np.array(self.search.weights) / np.maximum(asked, 1))[self.positions]
         if scored:
@@ -311,8 +338,8 @@ class Evolution:
         layers: Layers of the model.
         generation: Generations that have been scored, the first population included.
         population: Genomes of the generation scored last, best first.
-        history: Per generation: fitness of the best, of the parents on average and of the worst parent, scores and candidates
-            so far, and generations since the best one changed.
+        history: Per generation: fitness of the best, of the parents on average and of the worst parent,
+            scores and candidates so far, and generations since the best one changed.
     """
 
     search: GeneticSearch
@@ -331,7 +358,9 @@ class Evolution:
     def done(self) -> bool:
         """Whether every generation is scored, or ``patience`` ran out."""
         quiet = self.history[-1]["quiet"] if self.history else 0
-        return self.generation > self.search.generations or bool(self.search.patience and quiet >= self.search.patience)
+        return self.generation > self.search.generations or bool(
+            self.search.patience and quiet >= self.search.patience
+        )
 
     @property
     def parents(self) -> list[Genome]:
@@ -345,11 +374,15 @@ class Evolution:
         return self._scales[genome]
 
     def ask(self) -> list[list[Scales]]:
-        """What to score next: the first population, or the offspring; in families, of which the fittest member joins."""
+        """What to score next: the first population, or the offspring; in families, of which the fittest
+        member joins."""
         search, rng = self.search, self._rng
         if not self.generation:
             first = search.first(self.layers)
-            self._asked = [[first], *([search.mutate(first, rng, self.layers)] for _ in range(search.population - 1))]
+            self._asked = [
+                [first],
+                *([search.mutate(first, rng, self.layers)] for _ in range(search.population - 1)),
+            ]
         else:
             families = []
             for _ in range(search.crossovers):
@@ -362,7 +395,8 @@ class Evolution:
         return self.search.mutate(self._rng.choice(self.parents), self._rng, self.layers)
 
     def tell(self, scores: Scores) -> None:
-        """Take the scores of what was asked: choose the fitter children, then the parents of the next generation.
+        """Take the scores of what was asked: choose the fitter children, then the parents of the next
+        generation.
 
         Args:
             scores: Knows each candidate, or that it cannot become a parent.
@@ -390,9 +424,11 @@ class Evolution:
         """Everything that the next generation depends on, as plain data."""
         version, numbers, gauss = self._rng.getstate()
         return {
-            "generation": self.generation, "population": self.population, "history": self.history,
+            "generation": self.generation,
+            "population": self.population,
+            "history": self.history,
             "rng": [version, list(numbers), gauss],
-        }  # fmt: skip
+        }
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on from a saved :meth:`state`."""
@@ -402,7 +438,9 @@ class Evolution:
         self._rng.setstate((version, tuple(numbers), gauss))
 
 
-def evolve(evolution: Evolution, scores: Scores, after: Callable[[Evolution], None] = lambda _: None) -> Genome:
+def evolve(
+    evolution: Evolution, scores: Scores, after: Callable[[Evolution], None] = lambda _: None
+) -> Genome:
     """Run a search to its end.
 
     Args:

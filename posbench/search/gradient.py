@@ -1,4 +1,5 @@
-"""The gradient baseline: one scale per layer, trained on the answers of calibration questions (LPES, Appendix C)."""
+"""The gradient baseline: one scale per layer, trained on the answers of calibration questions (LPES, Appendix
+C)."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,14 +12,17 @@ from posbench.search.genetic import GeneticSearch, check_weights
 
 @dataclass(frozen=True, kw_only=True)
 class GradientSearch(Search):
-    """Adam on the scales alone. The fields are the keys of ``conf/search/gradient.yaml``; the defaults are Appendix C's.
+    """Adam on the scales alone. The fields are the keys of ``conf/search/gradient.yaml``; the defaults are
+    Appendix C's.
 
     Args:
         start: Scale of every layer at the start; the paper does not say (1: the unmodified model).
-        learning_rate: Of Adam, which moves a scale by about this much per step (1e-5: 0.02 over the paper's whole training).
+        learning_rate: Of Adam, which moves a scale by about this much per step (1e-5: 0.02 over the paper's
+            whole training).
         epochs: Passes (30).
         samples: Examples drawn per epoch, with replacement (2000).
-        weights: Probability of an example with the answer at the beginning, in the middle and at the end (0.2, 0.3, 0.5).
+        weights: Probability of an example with the answer at the beginning, in the middle and at the end
+            (0.2, 0.3, 0.5).
         batch_size: Examples per step (32).
         seed: Seed of the draws.
 
@@ -43,7 +47,7 @@ class GradientSearch(Search):
         for name in ("start", "learning_rate"):
             if getattr(self, name) <= 0:
                 raise UserError(
-                    field=f"search.{name}", value=getattr(self, name), allowed="a number above 0", hint=f"set search.{name}=1e-5"
+                    f"search.{name}", getattr(self, name), "a number above 0", f"set search.{name}=1e-5"
                 )
         check_weights(self.weights)
 

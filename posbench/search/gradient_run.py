@@ -26,7 +26,8 @@ RESULTS = ("search.csv", "found.yaml")
 
 
 def run(run: Run) -> None:
-    """Train, write ``search.csv`` (a row per epoch) and ``found.yaml``, and hand the last epoch's scales to the later stages."""
+    """Train, write ``search.csv`` (a row per epoch) and ``found.yaml``, and hand the last epoch's scales to
+    the later stages."""
     search_once(run, key_of(run), RESULTS, lambda: _search(run))
     hand_over(run)
 
@@ -111,7 +112,9 @@ def _search(run: Run) -> None:
 def _state(scales: Tensor, optimizer: torch.optim.Adam) -> dict[str, object]:
     """Scales and Adam's moments; a float32 survives JSON to the bit."""
     moments = optimizer.state[scales]
-    return {"scales": scales.tolist()} | {name: moments[name].tolist() for name in ("step", "exp_avg", "exp_avg_sq")}
+    return {"scales": scales.tolist()} | {
+        name: moments[name].tolist() for name in ("step", "exp_avg", "exp_avg_sq")
+    }
 
 
 def _restore(scales: Tensor, optimizer: torch.optim.Adam, state: dict[str, list[float]]) -> None:

@@ -1,12 +1,13 @@
 """Train the router of MoICE: the model stays frozen, only the gates of its attention layers learn.
 
-``python -m posbench.search.moice_train --model tiny --out FILE``, then ``posbench method=moice method.weights=FILE``.
+``python -m posbench.search.moice_train --model tiny --out FILE``, then ``posbench method=moice
+method.weights=FILE``.
 
-The loss is the next-token cross-entropy of all tokens, the prompt's included, plus ``--aux`` times the auxiliary loss of balanced
-experts. The defaults are those of the released program (p1nksnow/MoICE, e14b5a3): 7 bases of which 7 are kept, 7 steps of 128
-conversations, AdamW at a constant 1e-4 without weight decay, auxiliary coefficient 0.3. With all 7 kept the auxiliary loss is
-the constant 7 and has no gradient (:func:`posbench.methods.moice.auxiliary_loss`): the coefficient then changes nothing but the
-printed loss.
+The loss is the next-token cross-entropy of all tokens, the prompt's included, plus ``--aux`` times the
+auxiliary loss of balanced experts. The defaults are those of the released program (p1nksnow/MoICE, e14b5a3):
+7 bases of which 7 are kept, 7 steps of 128 conversations, AdamW at a constant 1e-4 without weight decay,
+auxiliary coefficient 0.3. With all 7 kept the auxiliary loss is the constant 7 and has no gradient
+(:func:`posbench.methods.moice.auxiliary_loss`): the coefficient then changes nothing but the printed loss.
 """
 
 from __future__ import annotations
@@ -63,7 +64,9 @@ def text_loss(lm: LM, ids: Sequence[int]) -> Tensor:
     return F.cross_entropy(logits.float(), tokens[0, 1:])
 
 
-def train(lm: LM, rows: Sequence[Sequence[int]], settings: Settings) -> tuple[dict[int, Router], list[dict[str, float]]]:
+def train(
+    lm: LM, rows: Sequence[Sequence[int]], settings: Settings
+) -> tuple[dict[int, Router], list[dict[str, float]]]:
     """Train routers on texts.
 
     Args:
@@ -72,7 +75,8 @@ def train(lm: LM, rows: Sequence[Sequence[int]], settings: Settings) -> tuple[di
         settings: How.
 
     Returns:
-        The routers, and per step the mean loss, auxiliary loss and largest weight of a mixture (1 / N: an even one).
+        The routers, and per step the mean loss, auxiliary loss and largest weight of a mixture (1 / N: an
+        even one).
 
     Raises:
         UserError: The method does not apply to the model.
@@ -113,7 +117,9 @@ def train(lm: LM, rows: Sequence[Sequence[int]], settings: Settings) -> tuple[di
 
 
 @torch.inference_mode()
-def held_out(lm: LM, rows: Sequence[Sequence[int]], routers: Mapping[int, Router], settings: Settings) -> dict[str, list[float]]:
+def held_out(
+    lm: LM, rows: Sequence[Sequence[int]], routers: Mapping[int, Router], settings: Settings
+) -> dict[str, list[float]]:
     """Loss of each text under the unmodified model, an even mixture, and the trained one."""
     losses = {"unmodified": [text_loss(lm, row).item() for row in rows]}
     for name, given in (("even mixture", None), ("trained router", routers)):
@@ -123,13 +129,15 @@ def held_out(lm: LM, rows: Sequence[Sequence[int]], routers: Mapping[int, Router
 
 
 def texts(lm: LM, model: str, data: Path | None, overrides: Sequence[str], longest: int) -> list[list[int]]:
-    """Token ids of the training texts: lines of a file, or the calibration prompts of a task with their answers.
+    """Token ids of the training texts: lines of a file, or the calibration prompts of a task with their
+    answers.
 
     Args:
         lm: The model.
         model: Its name in ``conf/model``, whose YAML has the task's settings.
         data: JSON lines, each with ``prompt`` and ``answer``; None: the task.
-        overrides: As on the command line of posbench: ``task=kv_retrieval``, ``task.calibration_examples=960`` ...
+        overrides: As on the command line of posbench: ``task=kv_retrieval``,
+            ``task.calibration_examples=960`` ...
         longest: Tokens per text at most; a longer one is cut at its end.
 
     Raises:
@@ -148,20 +156,24 @@ def texts(lm: LM, model: str, data: Path | None, overrides: Sequence[str], longe
                 pairs.append((str(row["prompt"]), str(row["answer"])))
             except (ValueError, KeyError, TypeError) as error:
                 allowed, hint = "a JSON object with prompt and answer", f"correct line {number} of {data}"
-                raise UserError(field=f"--data, line {number}", value=line[:60], allowed=allowed, hint=hint) from error
+                raise UserError(f"--data, line {number}", line[:60], allowed, hint) from error
     rows = [(prompt + answer)[:longest] for prompt, answer in (lm.answer_ids(*pair) for pair in pairs)]
     if len(rows) < 4:
-        raise UserError(field="--data", value=len(rows), allowed="4 texts or more", hint="give more lines or examples")
+        raise UserError("--data", len(rows), "4 texts or more", "give more lines or examples")
     return rows
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Train, say what it did to texts that were held out, and save the router."""
     default = Settings()
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", default="tiny", help="a name in conf/model")
     parser.add_argument(
-        "--data", type=Path, help="JSON lines with prompt and answer; without it, the calibration prompts of a task"
+        "--data",
+        type=Path,
+        help="JSON lines with prompt and answer; without it, the calibration prompts of a task",
     )
     parser.add_argument("--out", type=Path, default=Path("outputs/moice.safetensors"))
     parser.add_argument("--bases", type=float, nargs="+", default=list(default.bases))
@@ -177,11 +189,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     given = vars(parser.parse_args(argv))
     settings = Settings(
         bases=tuple(given["bases"]), **{k: given[k] for k in ("top_k", "steps", "batch", "lr", "aux", "seed")}
-    )  # fmt: skip
+    )
     try:
         if not 1 <= settings.top_k <= len(settings.bases):
             allowed = f"1 to {len(settings.bases)}, the number of bases"
-            raise UserError(field="--top-k", value=settings.top_k, allowed=allowed, hint=f"--top-k {len(settings.bases)}")
+            raise UserError("--top-k", settings.top_k, allowed, f"--top-k {len(settings.bases)}")
         lm = posbench.load(given["model"], device=given["device"])
         rows = texts(lm, given["model"], given["data"], given["overrides"], given["max_length"])
         part = max(len(rows) // 10, 1)
@@ -190,15 +202,23 @@ def main(argv: Sequence[str] | None = None) -> None:
         parser.exit(2, f"{error}\n")
     console = Console()
     for number, step in enumerate(steps, 1):
-        console.print(f"step {number}: " + ", ".join(f"{name} {value:.5f}" for name, value in step.items()), highlight=False)
+        console.print(
+            f"step {number}: " + ", ".join(f"{name} {value:.5f}" for name, value in step.items()),
+            highlight=False,
+        )
     losses = held_out(lm, rows[:part], routers, settings)
     for name, values in losses.items():
         console.print(f"loss of {part} texts held out, {name}: {sum(values) / part:.5f}", highlight=False)
     source: dict[str, Any] = {
-        "model": given["model"], "data": str(given["data"].name if given["data"] else "calibration prompts"),
-        "overrides": given["overrides"], "texts": len(rows) - part, "settings": vars(settings), "steps": steps,
-        "held_out": {name: sum(values) / part for name, values in losses.items()}, "posbench": posbench.__version__,
-    }  # fmt: skip
+        "model": given["model"],
+        "data": str(given["data"].name if given["data"] else "calibration prompts"),
+        "overrides": given["overrides"],
+        "texts": len(rows) - part,
+        "settings": vars(settings),
+        "steps": steps,
+        "held_out": {name: sum(values) / part for name, values in losses.items()},
+        "posbench": posbench.__version__,
+    }
     save_routers(routers, given["out"], source)
     console.print(f"wrote {given['out']}", highlight=False)
 

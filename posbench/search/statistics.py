@@ -33,20 +33,28 @@ class ChannelStatistics:
 
 
 def paper(
-    curves: Array, *, window: int = 100, skip: int = 30, aggregate: Literal["sum", "mean"] = "sum", monotone_only: bool = True
+    curves: Array,
+    *,
+    window: int = 100,
+    skip: int = 30,
+    aggregate: Literal["sum", "mean"] = "sum",
+    monotone_only: bool = True,
 ) -> ChannelStatistics:
     """The filter as the paper's text has it.
 
-    A sliding mean, the first positions dropped (Section 2.3), a cubic least-squares fit (Appendix C.1); a layer counts
-    when the fit's derivative keeps one sign; a channel passes in more than a quarter of the layers (Algorithm 1);
-    smoothness is the squared second difference of the averaged curve, over the layers that count.
+    A sliding mean, the first positions dropped (Section 2.3), a cubic least-squares fit (Appendix C.1); a
+    layer counts when the fit's derivative keeps one sign; a channel passes in more than a quarter of the
+    layers (Algorithm 1); smoothness is the squared second difference of the averaged curve, over the layers
+    that count.
 
     Args:
         curves: Averaged hidden states, [L, P, D].
         window: Positions in the sliding mean.
         skip: Positions dropped at the start.
-        aggregate: Over layers: ``sum`` (Algorithm 1, line 7) or ``mean`` (Section 3.2, "averaged across layers").
-        monotone_only: Without it every channel passes and every layer counts: the ablation "w/o monotonicity" of Table 6.
+        aggregate: Over layers: ``sum`` (Algorithm 1, line 7) or ``mean`` (Section 3.2, "averaged across
+            layers").
+        monotone_only: Without it every channel passes and every layer counts: the ablation "w/o monotonicity"
+            of Table 6.
 
     Raises:
         UserError: Fewer than 8 positions are left.
@@ -54,10 +62,10 @@ def paper(
     layers, positions, _ = curves.shape
     if positions - window + 1 - skip < 8:
         raise UserError(
-            field="search.length",
-            value=positions,
-            allowed=f"at least search.window + search.skip + 7 = {window + skip + 7}",
-            hint="lengthen the strings or shorten the window",
+            "search.length",
+            positions,
+            f"at least search.window + search.skip + 7 = {window + skip + 7}",
+            "lengthen the strings or shorten the window",
         )
     mean = sliding_mean(curves, window)[:, skip:]
     x = np.linspace(-1, 1, mean.shape[1])
@@ -82,14 +90,15 @@ def sliding_mean(curves: Array, window: int) -> Array:
 def official(hidden: Array) -> ChannelStatistics:
     """The filter as the authors released it (PositionalHidden, commit f3bcd55).
 
-    Differs from the paper: residual stream instead of the tensor that is scaled; the embedding row is dropped only
-    when the number of rows is odd; the two rows at either end are ignored; no sliding mean; curves are scaled to 0..1
-    first; 300 positions are skipped for monotonicity and 200 for smoothness; flat steps count as monotone; only the
-    majority direction counts (ties go to falling); smoothness is a Savitzky-Golay (10, 3) second difference and
-    the minimum, not the sum, over layers; the threshold is rows // 4.
+    Differs from the paper: residual stream instead of the tensor that is scaled; the embedding row is dropped
+    only when the number of rows is odd; the two rows at either end are ignored; no sliding mean; curves are
+    scaled to 0..1 first; 300 positions are skipped for monotonicity and 200 for smoothness; flat steps count
+    as monotone; only the majority direction counts (ties go to falling); smoothness is a Savitzky-Golay (10,
+    3) second difference and the minimum, not the sum, over layers; the threshold is rows // 4.
 
     Args:
-        hidden: Averaged ``hidden_states`` of transformers: embedding, block outputs, the last after the final norm, [L, P, D].
+        hidden: Averaged ``hidden_states`` of transformers: embedding, block outputs, the last after the final
+            norm, [L, P, D].
 
     Returns:
         Statistics over the rows that remain after the optional drop.
@@ -100,7 +109,7 @@ def official(hidden: Array) -> ChannelStatistics:
     rows, positions, channels = hidden.shape
     if positions <= 300:
         raise UserError(
-            field="search.length", value=positions, allowed="more than 300 with variant=official", hint="set search.length=1000"
+            "search.length", positions, "more than 300 with variant=official", "set search.length=1000"
         )
     if rows % 2:
         hidden, rows = hidden[1:], rows - 1
@@ -113,7 +122,9 @@ def official(hidden: Array) -> ChannelStatistics:
         fitted = design @ (np.linalg.pinv(design) @ _unit(curves[row, 300:]))
         steps = np.diff(fitted, axis=0)
         moves = np.isfinite(steps).all(0) & (np.abs(steps).max(0) > 0)
-        direction[row] = np.where(moves & (steps >= 0).all(0), 1, np.where(moves & (steps <= 0).all(0), -1, 0))
+        direction[row] = np.where(
+            moves & (steps >= 0).all(0), 1, np.where(moves & (steps <= 0).all(0), -1, 0)
+        )
         unit = _unit(curves[row, 200:])
         usable = np.isfinite(unit).all(0)
         if usable.any():

@@ -18,7 +18,8 @@ class Reference:
     Attributes:
         file: CSV in ``experiments/reference`` with columns model, method, task, position, metric, value.
         paper_task: Value of its task column.
-        task: Our name of that task; ``task/subset`` for one data set of a benchmark, whose rows then have its name as position.
+        task: Our name of that task; ``task/subset`` for one data set of a benchmark, whose rows then have its
+            name as position.
         further_tasks: Further tasks of the same table, paper's name -> ours.
         source: Paper and table, for the report.
         models: Paper's model name -> ours; rows of other models keep the paper's name.
@@ -50,29 +51,31 @@ class Reference:
         file = paths.EXPERIMENTS / "reference" / self.file
         if not file.is_file():
             raise UserError(
-                field="experiment.reference.file", value=self.file, allowed=f"a CSV in {file.parent}", hint="check the name"
+                "experiment.reference.file", self.file, f"a CSV in {file.parent}", "check the name"
             )
         table, tasks = pd.read_csv(file, dtype=str), {self.paper_task: self.task, **self.further_tasks}
         table = table[
-            table["task"].isin(list(tasks)) & table["method"].isin(list(self.methods)) & table["metric"].isin(list(self.metrics))
+            table["task"].isin(list(tasks))
+            & table["method"].isin(list(self.methods))
+            & table["metric"].isin(list(self.metrics))
         ]
         if table.empty:
             raise UserError(
-                field="experiment.reference.paper_task",
-                value=self.paper_task,
-                allowed=f"a task in {self.file}",
-                hint="check the name",
+                "experiment.reference.paper_task", self.paper_task, f"a task in {self.file}", "check the name"
             )
         for key, column, names in (
-            ("paper_task", "task", {self.paper_task: self.task}), ("further_tasks", "task", self.further_tasks),
-            ("models", "model", self.models), ("methods", "method", self.methods), ("positions", "position", self.positions),
-        ):  # fmt: skip
+            ("paper_task", "task", {self.paper_task: self.task}),
+            ("further_tasks", "task", self.further_tasks),
+            ("models", "model", self.models),
+            ("methods", "method", self.methods),
+            ("positions", "position", self.positions),
+        ):
             for name in set(names) - set(table[column]):
                 raise UserError(
-                    field=f"experiment.reference.{key}",
-                    value=name,
-                    allowed=", ".join(dict.fromkeys(table[column])),
-                    hint=f"write it as {self.file} does",
+                    f"experiment.reference.{key}",
+                    name,
+                    ", ".join(dict.fromkeys(table[column])),
+                    f"write it as {self.file} does",
                 )
         table["position"] = table["position"].fillna("all")
         # Cells that the paper leaves blank.

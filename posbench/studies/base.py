@@ -1,4 +1,5 @@
-"""What every study is: a measurement beside the benchmark that ends in tables, figures and verdicts on a paper's claims."""
+"""What every study is: a measurement beside the benchmark that ends in tables, figures and verdicts on a
+paper's claims."""
 
 from __future__ import annotations
 
@@ -48,13 +49,15 @@ class Finding:
 
 @dataclass(frozen=True, kw_only=True)
 class Study(ABC):
-    """An analysis that is not "score a task". The dataclass fields are the keys of ``conf/study/<name>.yaml``.
+    """An analysis that is not "score a task". The dataclass fields are the keys of
+    ``conf/study/<name>.yaml``.
 
     Attributes:
         needs_model: Whether it measures on a model; without one ``run.lm`` stays untouched.
-        uses_method: Whether it applies the method itself. Otherwise all of it runs inside the method that the user typed, and
-            on the unmodified model where none was typed.
-        uses_search: Whether the settings of the search move its numbers, so that they belong to the identity of its runs.
+        uses_method: Whether it applies the method itself. Otherwise all of it runs inside the method that the
+            user typed, and on the unmodified model where none was typed.
+        uses_search: Whether the settings of the search move its numbers, so that they belong to the identity
+            of its runs.
     """
 
     needs_model: ClassVar[bool] = True
@@ -74,7 +77,8 @@ class Study(ABC):
 
     @abstractmethod
     def figures(self, tables: Mapping[str, pd.DataFrame]) -> dict[str, tuple[Figure, str]]:
-        """Figures with their captions, by file name, from the tables as read back: ``posbench report DIR`` draws them again."""
+        """Figures with their captions, by file name, from the tables as read back: ``posbench report DIR``
+        draws them again."""
 
     def findings(self, tables: Mapping[str, pd.DataFrame]) -> Sequence[Finding]:
         """What the tables say about the paper's claims."""

@@ -24,19 +24,20 @@ MIDDLE = (0.25, 0.75)
 
 
 def need_items(task: Task, examples: int | None) -> None:
-    """Refuse a task whose prompts have no gold item among items or whose replies are chosen, and fewer than 2 examples.
+    """Refuse a task whose prompts have no gold item among items or whose replies are chosen, and fewer than 2
+    examples.
 
     Raises:
         UserError: Something does not fit.
     """
     if examples is not None and examples < 2:
         allowed = "a whole number from 2 up, or null"
-        raise UserError(field="study.examples", value=examples, allowed=allowed, hint="set study.examples=20")
+        raise UserError("study.examples", examples, allowed, "set study.examples=20")
     # A task without items would first have to be downloaded.
     there = task.evaluation() if task.items else []
     if any(e.choices for e in there) or not any(e.gold_position is not None and e.items for e in there):
         raise UserError(
-            field="task", value=task.name, allowed="a task with gold positions", hint="take task=kv_retrieval or nq_multidoc"
+            "task", task.name, "a task with gold positions", "take task=kv_retrieval or nq_multidoc"
         )
 
 
@@ -48,7 +49,7 @@ def need_layers(lm: LM, name: str, layers: Sequence[int] | None) -> None:
     """
     if layers is not None and (not layers or any(not 0 <= layer < lm.layers for layer in layers)):
         allowed = f"layers from 0 to {lm.layers - 1}, or null"
-        raise UserError(field=f"study.{name}", value=list(layers), allowed=allowed, hint=f"set study.{name}=null")
+        raise UserError(f"study.{name}", list(layers), allowed, f"set study.{name}=null")
 
 
 def placed(task: Task, most: int | None) -> list[Example]:
@@ -72,16 +73,22 @@ def facts(examples: Sequence[Example]) -> pd.DataFrame:
     """Rows of items (per prompt), id, cluster, gold_position and depth (0..1)."""
     count = len(examples[0].items)
     return pd.DataFrame(
-        [(count, e.id, e.cluster or e.id, e.gold_position, (e.gold_position or 0) / max(count - 1, 1)) for e in examples],
+        [
+            (count, e.id, e.cluster or e.id, e.gold_position, (e.gold_position or 0) / max(count - 1, 1))
+            for e in examples
+        ],
         columns=["items", "id", "cluster", "gold_position", "depth"],
     )
 
 
-def position_draws(frame: pd.DataFrame, columns: Sequence[str], resamples: int = RESAMPLES, seed: int = 0) -> dict[str, Array]:
-    """Resampled means of each gold position, columns to [R, P], positions in order; columns share their draws.
+def position_draws(
+    frame: pd.DataFrame, columns: Sequence[str], resamples: int = RESAMPLES, seed: int = 0
+) -> dict[str, Array]:
+    """Resampled means of each gold position, columns to [R, P], positions in order; columns share their
+    draws.
 
-    Clusters are resampled among those that stand at the same positions: examples within a position where each is a question
-    of its own, whole questions where each is asked at every position.
+    Clusters are resampled among those that stand at the same positions: examples within a position where each
+    is a question of its own, whole questions where each is asked at every position.
     """
     positions, place = np.unique(frame["gold_position"], return_inverse=True)
     names, member = np.unique(frame["cluster"].astype(str), return_inverse=True)
@@ -110,7 +117,8 @@ def spearman(x: Array, y: Array) -> Array:
 
 
 def permutation_p(x: Array, y: Array, draws: int = PERMUTATIONS, seed: int = 0) -> float:
-    """Share of random pairings of x and y [P] whose Spearman correlation reaches theirs, the given pairing counted."""
+    """Share of random pairings of x and y [P] whose Spearman correlation reaches theirs, the given pairing
+    counted."""
     rng = np.random.default_rng(seed)
     shuffled = rng.permuted(np.tile(y, (draws, 1)), axis=1)
     found = spearman(np.tile(x, (draws, 1)), shuffled)
@@ -118,9 +126,11 @@ def permutation_p(x: Array, y: Array, draws: int = PERMUTATIONS, seed: int = 0) 
 
 
 def dips(frame: pd.DataFrame, column: str) -> tuple[float, Array]:
-    """1 - mean of a column in the middle / its mean at the lower of the two ends: the value, and resampled values [R].
+    """1 - mean of a column in the middle / its mean at the lower of the two ends: the value, and resampled
+    values [R].
 
-    The middle is every gold position at a depth of 25 to 75 % of the prompt; the ends are the first and the last one.
+    The middle is every gold position at a depth of 25 to 75 % of the prompt; the ends are the first and the
+    last one.
     """
     depth = np.sort(frame["depth"].unique())
     middle = (depth >= MIDDLE[0] - 0.05) & (depth <= MIDDLE[1] + 0.05)

@@ -1,4 +1,5 @@
-"""Several methods on the same evaluation examples, and their paired differences; shared by studies of one method's parts."""
+"""Several methods on the same evaluation examples, and their paired differences; shared by studies of one
+method's parts."""
 
 from __future__ import annotations
 
@@ -40,12 +41,15 @@ def scores(run: Run, file: str, methods: Mapping[str, Method]) -> pd.DataFrame:
 def accuracy(table: pd.DataFrame, method: str, resamples: int) -> dict[str, Any]:
     """Mean score of a method with its 95 % interval: value, low, high, n."""
     rows = table[table["method"] == method]
-    value, (low, high) = estimate(rows["score"].to_numpy(dtype=np.float64), list(rows["cluster"]), resamples=resamples)
+    value, (low, high) = estimate(
+        rows["score"].to_numpy(dtype=np.float64), list(rows["cluster"]), resamples=resamples
+    )
     return {"value": value, "low": low, "high": high, "n": len(rows)}
 
 
 def difference(table: pd.DataFrame, method: str, base: str, resamples: int) -> dict[str, float]:
-    """Mean paired difference of two methods with its 95 % bootstrap interval over questions: value, low, high."""
+    """Mean paired difference of two methods with its 95 % bootstrap interval over questions: value, low,
+    high."""
     wide = table.pivot(index="id", columns="method", values="score")
     clusters = table.drop_duplicates("id").set_index("id").loc[wide.index, "cluster"].tolist()
     change = (wide[method] - wide[base]).to_numpy(dtype=np.float64)

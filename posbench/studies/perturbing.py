@@ -1,4 +1,5 @@
-"""What the perturbation studies share: which prompts, which layers and channels, and intervals of any statistic of means."""
+"""What the perturbation studies share: which prompts, which layers and channels, and intervals of any
+statistic of means."""
 
 from __future__ import annotations
 
@@ -27,13 +28,16 @@ from posbench.tasks import Example
 Array = NDArray[np.float64]
 Range = tuple[int, int]
 CROP, RETRIEVAL = (1, 7), (15, 20)
-"""Yu et al. 2025, layers of 32, 0-based and inclusive: "2 to 8" of Section 2.2, counted from 1, and 15 to 20."""
+"""Yu et al. 2025, layers of 32, 0-based and inclusive: "2 to 8" of Section 2.2, counted from 1, and 15 to
+20."""
 
 
 def retrieval_layers(given: Range | None, unmodified: Sequence[float]) -> Range:
-    """The layers whose attention is looked at: those given, else the paper's 15 to 20 of 32, or that share of another depth.
+    """The layers whose attention is looked at: those given, else the paper's 15 to 20 of 32, or that share of
+    another depth.
 
-    A share says little about a model of fewer than 16 layers: there it is the one with the strongest attention to the gold item.
+    A share says little about a model of fewer than 16 layers: there it is the one with the strongest
+    attention to the gold item.
 
     Args:
         given: First and last layer, or None.
@@ -64,9 +68,7 @@ def check_counts(**counts: int) -> None:
     """Raise UserError unless every count is at least 1."""
     for name, value in counts.items():
         if value < 1:
-            raise UserError(
-                field=f"study.{name}", value=value, allowed="a whole number from 1 up", hint=f"set study.{name}=10"
-            )  # fmt: skip
+            raise UserError(f"study.{name}", value, "a whole number from 1 up", f"set study.{name}=10")
 
 
 def positional_channel(lm: LM, channel: int | None) -> int:
@@ -77,10 +79,10 @@ def positional_channel(lm: LM, channel: int | None) -> int:
     """
     if channel is None:
         raise UserError(
-            field="study.channel",
-            value=None,
-            allowed=f"a channel (model {lm.name} has no scale_channel block with one)",
-            hint=f"find one: posbench stages=[search] model={lm.name} method=scale_channel",
+            "study.channel",
+            None,
+            f"a channel (model {lm.name} has no scale_channel block with one)",
+            f"find one: posbench stages=[search] model={lm.name} method=scale_channel",
         )
     check_channels(lm, "study.channel", [channel])
     return channel
@@ -103,10 +105,10 @@ def placed(config: Config) -> list[Example]:
     found = [e for e in there if e.gold_position is not None and len(e.items) > 1]
     if not found:
         raise UserError(
-            field="task",
-            value=config.task.name,
-            allowed="a task with a gold item among others",
-            hint="take task=kv_retrieval or task=nq_multidoc",
+            "task",
+            config.task.name,
+            "a task with a gold item among others",
+            "take task=kv_retrieval or task=nq_multidoc",
         )
     return found
 
@@ -120,7 +122,8 @@ class Prompts:
         examples: The examples.
         encoded: Tokens by example id.
         tokens: Spans of tokens of every item, by example id.
-        batches: All examples, those of a batch decoded alike and the longest first, as ``generate`` orders them too.
+        batches: All examples, those of a batch decoded alike and the longest first, as ``generate`` orders
+            them too.
     """
 
     run: Run
@@ -148,7 +151,8 @@ class Prompts:
         block: Callable[[Sequence[Example]], AbstractContextManager[None]],
         rows: Callable[[Sequence[Example], Array], list[Row]],
     ) -> list[Row]:
-        """Score and attention of every prompt inside a block; kept in ``rows.jsonl``, so that a killed run goes on.
+        """Score and attention of every prompt inside a block; kept in ``rows.jsonl``, so that a killed run
+        goes on.
 
         Args:
             variant: Name of what is done.
@@ -156,21 +160,34 @@ class Prompts:
             rows: From a batch and the attention to its items, [B, L, N], what to keep of each prompt.
 
         Returns:
-            Rows with variant, id, score (the task's metric), and what ``rows`` keeps, in the order of the batches.
+            Rows with variant, id, score (the task's metric), and what ``rows`` keeps, in the order of the
+            batches.
         """
         run, task = self.run, self.run.config.task
-        choices = {e.id: [run.lm.continuation_ids(self.encoded[e.id], c) for c in e.choices] for e in self.examples if e.choices}
+        choices = {
+            e.id: [run.lm.continuation_ids(self.encoded[e.id], c) for c in e.choices]
+            for e in self.examples
+            if e.choices
+        }
 
         def compute(batch: Sequence[Example]) -> list[Row]:
             with block(batch):
                 attention = attention_to_items(run.lm, [self.encoded[e.id] for e in batch], batch)
                 kept = rows(batch, attention.double().numpy())
                 outputs = replies(run.lm, task, batch, self.encoded, choices)
-            scores = [task.score(e, str(reply["output"]))[task.metric] for e, reply in zip(batch, outputs, strict=True)]
+            scores = [
+                task.score(e, str(reply["output"]))[task.metric]
+                for e, reply in zip(batch, outputs, strict=True)
+            ]
             return [{"score": score, **row} for score, row in zip(scores, kept, strict=True)]
 
         return complete(
-            run, "rows.jsonl", variant.replace("_", " "), self.batches, lambda e: {"variant": variant, "id": e.id}, compute
+            run,
+            "rows.jsonl",
+            variant.replace("_", " "),
+            self.batches,
+            lambda e: {"variant": variant, "id": e.id},
+            compute,
         )
 
 
@@ -179,9 +196,14 @@ Group = tuple[Sequence[float], Sequence[str]]
 
 
 def interval(
-    groups: Mapping[str, Group], statistic: Callable[[Mapping[str, Array]], Array], *, resamples: int, seed: int = 0
+    groups: Mapping[str, Group],
+    statistic: Callable[[Mapping[str, Array]], Array],
+    *,
+    resamples: int,
+    seed: int = 0,
 ) -> tuple[float, float, float]:
-    """A statistic of group means with its percentile bootstrap (95 %): whole clusters are drawn, the same in every group.
+    """A statistic of group means with its percentile bootstrap (95 %): whole clusters are drawn, the same in
+    every group.
 
     Args:
         groups: Values by group; a cluster may occur in several groups, and then stays paired.
@@ -192,8 +214,12 @@ def interval(
     Returns:
         The statistic of the means as measured, and both ends of its interval.
     """
-    names, member = np.unique(np.concatenate([np.asarray(clusters) for _, clusters in groups.values()]), return_inverse=True)
-    weights = np.random.default_rng(seed).multinomial(len(names), np.full(len(names), 1 / len(names)), size=resamples)
+    names, member = np.unique(
+        np.concatenate([np.asarray(clusters) for _, clusters in groups.values()]), return_inverse=True
+    )
+    weights = np.random.default_rng(seed).multinomial(
+        len(names), np.full(len(names), 1 / len(names)), size=resamples
+    )
     means, drawn, at = {}, {}, 0
     for group, (values, _) in groups.items():
         here = member[at : at + len(values)]
@@ -208,7 +234,8 @@ def interval(
 
 
 def mean_of(values: Sequence[float], clusters: Sequence[str], resamples: int) -> tuple[float, float, float]:
-    """A mean with its 95 % interval: Wilson for values that are all 0 or 1, else a bootstrap over clusters."""
+    """A mean with its 95 % interval: Wilson for values that are all 0 or 1, else a bootstrap over
+    clusters."""
     value, (low, high) = metrics.estimate(np.asarray(values, dtype=np.float64), clusters, resamples=resamples)
     return value, low, high
 

@@ -26,9 +26,11 @@ class Example:
         answers: Accepted answers; the first one is the target of a calibration loss.
         gold_position: 0-based place of the gold item among the items; None where the task has no positions.
         items: Character span (start, end) in the prompt of every item (document, key-value pair), in order.
-        cluster: Examples that share a question; intervals resample these, not single prompts. Empty: this one alone.
+        cluster: Examples that share a question; intervals resample these, not single prompts. Empty: this one
+            alone.
         subset: Data set or subject, in a benchmark of several; also scored apart, in ``subsets.csv``.
-        choices: Continuations of the prompt, of which the most likely one is the reply; empty: the model generates.
+        choices: Continuations of the prompt, of which the most likely one is the reply; empty: the model
+            generates.
         chat: Whether a chat template may surround the prompt.
         system: System message, where a chat template surrounds the prompt.
         prefill: Text after the prompt and its template with which the reply begins (such as ``Answer:``).
@@ -63,19 +65,21 @@ class Example:
 class Task(ABC):
     """A benchmark. The dataclass fields are the keys of ``conf/task/<name>.yaml``.
 
-    ``version`` increases when a number can move; ``metric`` is the score that tables and "best" refer to, in 0..1;
-    ``size`` says in a few words how much there is; ``average`` says whether means over several subsets weight every
-    example or every subset the same.
+    ``version`` increases when a number can move; ``metric`` is the score that tables and "best" refer to, in
+    0..1; ``size`` says in a few words how much there is; ``average`` says whether means over several subsets
+    weight every example or every subset the same.
 
     Args:
         name: Short name, used in folders and tables.
         max_new_tokens: Tokens to generate at most; an example may say otherwise.
-        truncation: Prompts over the context window: ``refuse``; ``middle`` removes tokens from the middle of the prompt
-            before any chat template (LongBench, LooGLE); ``document`` cuts the end of the document (ZeroSCROLLS);
-            ``words`` does so 250 words at a time (L-Eval).
-        max_prompt_tokens: Tokens of the prompt before any chat template; None: what the context window leaves room for.
+        truncation: Prompts over the context window: ``refuse``; ``middle`` removes tokens from the middle of
+            the prompt before any chat template (LongBench, LooGLE); ``document`` cuts the end of the document
+            (ZeroSCROLLS); ``words`` does so 250 words at a time (L-Eval).
+        max_prompt_tokens: Tokens of the prompt before any chat template; None: what the context window leaves
+            room for.
         limit: Questions per subset and gold position at most, the first ones; None: all.
-        repetition_penalty: Divisor of the positive logits of tokens that occurred before; 1 is plain greedy decoding.
+        repetition_penalty: Divisor of the positive logits of tokens that occurred before; 1 is plain greedy
+            decoding.
     """
 
     version: ClassVar[str]
@@ -94,7 +98,8 @@ class Task(ABC):
 
     @property
     def items(self) -> int | None:
-        """Items (documents, pairs) per prompt, where gold positions count them; a position's depth is its share of the way."""
+        """Items (documents, pairs) per prompt, where gold positions count them; a position's depth is its
+        share of the way."""
         return None
 
     @property
@@ -117,19 +122,22 @@ class Task(ABC):
 
     @abstractmethod
     def score(self, example: Example, text: str) -> dict[str, float]:
-        """Metrics of one reply, the task's ``metric`` among them; empty where no gold answer is known. Pure."""
+        """Metrics of one reply, the task's ``metric`` among them; empty where no gold answer is known.
+        Pure."""
 
     def files(self) -> tuple[Source, ...]:
-        """The files that :meth:`examples` reads, for ``posbench fetch``; open them with :func:`posbench.files.sources.local`."""
+        """The files that :meth:`examples` reads, for ``posbench fetch``; open them with
+        :func:`posbench.files.sources.local`."""
         return ()
 
     def averages(self) -> Mapping[str, tuple[str, ...]]:
-        """Named means over subsets or over earlier averages, such as a benchmark's categories. ``all`` is the task's total
-        and holds every subset unless it is given here."""
+        """Named means over subsets or over earlier averages, such as a benchmark's categories. ``all`` is the
+        task's total and holds every subset unless it is given here."""
         return {}
 
     def total(self, subset: str, means: Mapping[str, NDArray[np.float64]]) -> NDArray[np.float64]:
-        """A subset's value of ``metric`` from the means of all its metrics; elementwise, so that it can be resampled."""
+        """A subset's value of ``metric`` from the means of all its metrics; elementwise, so that it can be
+        resampled."""
         return means[self.metric]
 
     def submission(self, replies: Sequence[tuple[Example, str]]) -> Mapping[str, str]:
@@ -147,7 +155,7 @@ class Task(ABC):
         kept = []
         for example in self.examples("evaluation"):
             if example.id in ids:
-                raise UserError(field="task", value=f"id {example.id}", allowed="ids that occur once", hint="mend the data")
+                raise UserError("task", f"id {example.id}", "ids that occur once", "mend the data")
             ids.add(example.id)
             seen[example.subset, example.gold_position] += 1
             if self.limit is None or seen[example.subset, example.gold_position] <= self.limit:
@@ -157,8 +165,8 @@ class Task(ABC):
     def refuse_split(self) -> UserError:
         """The error of a task without calibration questions."""
         return UserError(
-            field="stages",
-            value="search",
-            allowed=f"no search on task {self.name}: it has no calibration questions",
-            hint="search with task=kv_retrieval, then set method.channel=... here and stages=[evaluate,report]",
+            "stages",
+            "search",
+            f"no search on task {self.name}: it has no calibration questions",
+            "search with task=kv_retrieval, then set method.channel=... here and stages=[evaluate,report]",
         )

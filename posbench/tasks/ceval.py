@@ -1,4 +1,5 @@
-"""C-Eval (Huang et al. 2023): multiple-choice questions in Chinese, 52 subjects, after five demonstrations."""
+"""C-Eval (Huang et al. 2023): multiple-choice questions in Chinese, 52 subjects, after five
+demonstrations."""
 
 import json
 import re
@@ -78,24 +79,31 @@ _FORMS = (
 
 @dataclass(frozen=True, kw_only=True)
 class CEval(Exam):
-    """C-Eval, the 1346 questions of its val files (``split=val``), each after the first five dev questions of its subject.
+    """C-Eval, the 1346 questions of its val files (``split=val``), each after the first five dev questions of
+    its subject.
 
     Args:
-        split: ``val``, or ``test``: 12342 questions, whose answers the original files do not hold. The run then writes
-            ``ceval_submission.json`` in the leaderboard's form, and scores what has an answer in the file.
+        split: ``val``, or ``test``: 12342 questions, whose answers the original files do not hold. The run
+            then writes ``ceval_submission.json`` in the leaderboard's form, and scores what has an answer in
+            the file.
 
     ``path`` takes the original CSV files (``ceval-exam.zip``), None takes ceval/ceval-exam.
 
-    ``prompt=official`` (the default) is hkust-nlp/ceval's; ``lm_eval`` leaves 考试的 out of the header, puts a blank before
-    the letter and strips the question. The answer-only form; there is no chain-of-thought variant. ``answer=generate``
-    reads the letter with regular expressions, see :meth:`letter`. The official mean is that over subjects.
+    ``prompt=official`` (the default) is hkust-nlp/ceval's; ``lm_eval`` leaves 考试的 out of the header, puts a
+    blank before the letter and strips the question. The answer-only form; there is no chain-of-thought
+    variant. ``answer=generate`` reads the letter with regular expressions, see :meth:`letter`. The official
+    mean is that over subjects.
     """
 
     version: ClassVar[str] = "1"
-    source: ClassVar[str] = "Huang et al. 2023, github.com/hkust-nlp/ceval, huggingface.co/datasets/ceval/ceval-exam"
+    source: ClassVar[str] = (
+        "Huang et al. 2023, github.com/hkust-nlp/ceval, huggingface.co/datasets/ceval/ceval-exam"
+    )
     licence: ClassVar[str] = "CC BY-NC-SA 4.0 (data)"
     size: ClassVar[str] = "1346 questions (val) in 52 subjects"
-    categories: ClassVar[Mapping[str, str]] = {subject: category for subject, (_, category) in SUBJECTS.items()}
+    categories: ClassVar[Mapping[str, str]] = {
+        subject: category for subject, (_, category) in SUBJECTS.items()
+    }
     hub: ClassVar[str] = "ceval/ceval-exam"
     parts: ClassVar[Mapping[str, int]] = {"val": 1346, "test": 12342}
     cue: ClassVar[str] = "答案："
@@ -125,7 +133,8 @@ class CEval(Exam):
         return part != "test"
 
     def letter(self, text: str) -> str:
-        """The letter alone at the start; else that of 答案是X, of X正确, of 选X; else the only one named; else none.
+        """The letter alone at the start; else that of 答案是X, of X正确, of 选X; else the only one named; else
+        none.
 
         Full-width letters and signs count as their narrow forms.
         """
@@ -137,7 +146,8 @@ class CEval(Exam):
         return named.pop() if len(named) == 1 else ""
 
     def submission(self, replies: Sequence[tuple[Example, str]]) -> Mapping[str, str]:
-        """``ceval_submission.json``: per subject the letter of every question id; nothing for ``split=val``."""
+        """``ceval_submission.json``: per subject the letter of every question id; nothing for
+        ``split=val``."""
         if self.split != "test":
             return {}
         letters: dict[str, dict[str, str]] = {}

@@ -1,4 +1,5 @@
-"""Multiple-choice exams in many subjects (MMLU, C-Eval): what their prompts, files and scores have in common."""
+"""Multiple-choice exams in many subjects (MMLU, C-Eval): what their prompts, files and scores have in
+common."""
 
 import zipfile
 from abc import abstractmethod
@@ -17,7 +18,8 @@ LETTERS = ("A", "B", "C", "D")
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """One question: its number in the file, text, four options and the right letter (empty where it is not published)."""
+    """One question: its number in the file, text, four options and the right letter (empty where it is not
+    published)."""
 
     id: str
     text: str
@@ -30,16 +32,19 @@ class Exam(Task):
     """Questions with four options, after demonstrations from the subject's dev file.
 
     Args:
-        path: Folder or .zip with the benchmark's own CSV files (``dev/<subject>_dev.csv`` and so on, also under ``data/``);
-            None: the hub's parquet files.
+        path: Folder or .zip with the benchmark's own CSV files (``dev/<subject>_dev.csv`` and so on, also
+            under ``data/``); None: the hub's parquet files.
         revision: Commit of the hub's data set; None: its default branch.
         subjects: ``all``, or some by name.
         shots: Demonstrations, the first ones of the dev file.
-        answer: ``loglikelihood``: the most likely of the four letters as continuation of the prompt. ``generate``: the
-            letter read from a greedy reply. The two give different numbers: compare only like with like.
+        answer: ``loglikelihood``: the most likely of the four letters as continuation of the prompt.
+            ``generate``: the letter read from a greedy reply. The two give different numbers: compare only
+            like with like.
         prompt: ``official`` or ``lm_eval``; the benchmark's class says where they differ.
-        chat_format: Put the prompt into the model's chat template; the letters then start the reply, without a blank.
-        mean: Average over ``questions`` (micro) or over ``subjects`` (macro), for the total and for the categories.
+        chat_format: Put the prompt into the model's chat template; the letters then start the reply, without
+            a blank.
+        mean: Average over ``questions`` (micro) or over ``subjects`` (macro), for the total and for the
+            categories.
 
     Score: 1 for the right letter.
     """
@@ -52,7 +57,8 @@ class Exam(Task):
     columns: ClassVar[tuple[str, ...]] = ()
     """Columns of the CSV files, where these have no header line."""
     parts: ClassVar[Mapping[str, int]]
-    """Parts that can be evaluated, and how many questions each holds; the first one is, unless a class says otherwise."""
+    """Parts that can be evaluated, and how many questions each holds; the first one is, unless a class says
+    otherwise."""
     cue: ClassVar[str]
     """Last line of a question, which the letter follows."""
     stop: ClassVar[tuple[str, ...]] = ()
@@ -69,16 +75,25 @@ class Exam(Task):
 
     def __post_init__(self) -> None:
         if not 0 <= self.shots <= 5:
-            refuse("shots", self.shots, "a whole number from 0 to 5, the questions of a dev file", "set task.shots=5")
+            refuse(
+                "shots",
+                self.shots,
+                "a whole number from 0 to 5, the questions of a dev file",
+                "set task.shots=5",
+            )
         if self.max_new_tokens < 1:
-            refuse("max_new_tokens", self.max_new_tokens, "a whole number from 1 up", "set task.max_new_tokens=5")
+            refuse(
+                "max_new_tokens", self.max_new_tokens, "a whole number from 1 up", "set task.max_new_tokens=5"
+            )
         known = list(self.categories)
         for subject in self.chosen:
             if subject not in known:
                 hint = near(subject, known, f"take one of: {', '.join(known)}")
                 refuse("subjects", subject, f"all, or some of the {len(known)} subjects", hint)
         if not self.chosen or len(set(self.chosen)) != len(self.chosen):
-            refuse("subjects", list(self.chosen), "all, or a list of different subjects", "set task.subjects=all")
+            refuse(
+                "subjects", list(self.chosen), "all, or a list of different subjects", "set task.subjects=all"
+            )
 
     @property
     def chosen(self) -> tuple[str, ...]:
@@ -126,7 +141,11 @@ class Exam(Task):
         """The user's folder or file, or the hub's files of the subjects that are asked."""
         if self.path:
             return (Source(kind="path", id=self.path, field="task.path", files=("**/*.csv",)),)
-        names = tuple(f"{subject}/{part}-00000-of-00001.parquet" for subject in self.chosen for part in ("dev", self.part))
+        names = tuple(
+            f"{subject}/{part}-00000-of-00001.parquet"
+            for subject in self.chosen
+            for part in ("dev", self.part)
+        )
         return (Source(kind="dataset", id=self.hub, field="task.path", files=names, revision=self.revision),)
 
     def examples(self, split: Split) -> list[Example]:
@@ -140,7 +159,12 @@ class Exam(Task):
         out = [example for subject in self.chosen for example in self._of(folder, subject)]
         whole = self.parts[self.part]
         if not self.path and self.subjects == "all" and len(out) != whole:
-            refuse("path", f"{len(out)} questions of {self.hub}", f"{whole}, as in the benchmark", "posbench fetch, once more")
+            refuse(
+                "path",
+                f"{len(out)} questions of {self.hub}",
+                f"{whole}, as in the benchmark",
+                "posbench fetch, once more",
+            )
         return out
 
     def averages(self) -> Mapping[str, tuple[str, ...]]:
@@ -157,7 +181,12 @@ class Exam(Task):
     def _of(self, folder: Path, subject: str) -> Iterator[Example]:
         shown = self._read(folder, subject, "dev")[: self.shots] if self.shots else []
         if len(shown) < self.shots:
-            refuse("shots", self.shots, f"at most {len(shown)}, the dev questions of {subject}", f"set task.shots={len(shown)}")
+            refuse(
+                "shots",
+                self.shots,
+                f"at most {len(shown)}, the dev questions of {subject}",
+                f"set task.shots={len(shown)}",
+            )
         solved = [f"{self._ask(question)}{self.gap}{question.answer}" for question in shown]
         choices = tuple(letter if self.chat_format else self.gap + letter for letter in LETTERS)
         generate = self.answer == "generate"
@@ -174,7 +203,9 @@ class Exam(Task):
 
     def _ask(self, question: Question) -> str:
         text = question.text.strip() if self.prompt == "lm_eval" else question.text
-        return "\n".join([text, *(f"{a}. {b}" for a, b in zip(LETTERS, question.options, strict=True)), self.cue])
+        return "\n".join(
+            [text, *(f"{a}. {b}" for a, b in zip(LETTERS, question.options, strict=True)), self.cue]
+        )
 
     def _read(self, folder: Path, subject: str, part: str) -> list[Question]:
         if self.path:
@@ -186,7 +217,9 @@ class Exam(Task):
         for number, (line, row) in enumerate(lines):
             flat = row if self.path else self.unpacked(shown, line, row)
             name = str(take("path", shown, line, flat, "id", (str, int))) if "id" in flat else str(number)
-            out.append(_question(shown, line, flat, new("path", shown, line, "id", name, seen), self.labelled(part)))
+            out.append(
+                _question(shown, line, flat, new("path", shown, line, "id", name, seen), self.labelled(part))
+            )
         if not out:
             refuse("path", shown, "at least one question", f"get it again from {self.source}")
         return out
@@ -204,7 +237,8 @@ class Exam(Task):
 
 
 def _question(shown: str, line: int, row: Mapping[str, Any], id: str, labelled: bool) -> Question:
-    """A row as a question. A wrong option may be blank, which does not make the question unanswerable; the right one not."""
+    """A row as a question. A wrong option may be blank, which does not make the question unanswerable; the
+    right one not."""
     text = take("path", shown, line, row, "question")
     for letter in LETTERS:
         if not isinstance(row.get(letter), str):

@@ -20,8 +20,8 @@ def joined(head: str, items: Iterable[str], between: str, tail: str) -> tuple[st
 def gold_indices(field: str, positions: Sequence[int | str], size_field: str, size: int) -> list[int]:
     """Gold positions as 0-based indices into a list of ``size`` items.
 
-    A share ``"p%"`` is index floor(p / 100 * (size - 1)), which gives the benchmarks' own 0/4/9/14/19 of 20 documents
-    and 0/34/69/104/139 of 140 pairs; anything else is an index.
+    A share ``"p%"`` is index floor(p / 100 * (size - 1)), which gives the benchmarks' own 0/4/9/14/19 of 20
+    documents and 0/34/69/104/139 of 140 pairs; anything else is an index.
 
     Args:
         field: Config key that holds the positions, without ``task.``.

@@ -1,4 +1,5 @@
-"""Key-value retrieval (Liu et al. 2023): find the value of one key among n pairs, the gold pair moved over positions."""
+"""Key-value retrieval (Liu et al. 2023): find the value of one key among n pairs, the gold pair moved over
+positions."""
 
 import random
 import re
@@ -21,7 +22,8 @@ SIZES, QUESTIONS = (75, 140, 300), 500
 """Pairs per prompt of the official files, and questions in each."""
 
 WORDS = tuple("".join(letters) for letters in product("bdgkmnrt", "aeio", "lp"))
-"""The 64 words that the embedded models read; none contains another, so substring scoring cannot confuse two."""
+"""The 64 words that the embedded models read; none contains another, so substring scoring cannot confuse
+two."""
 
 
 def official_prompt(records: list[Record], key: str) -> tuple[str, list[tuple[int, int]]]:
@@ -35,8 +37,11 @@ def official_prompt(records: list[Record], key: str) -> tuple[str, list[tuple[in
 
 
 def compact_prompt(records: list[Record], key: str) -> tuple[str, list[tuple[int, int]]]:
-    """One line that ends where the value begins, as in Yu et al. 2025, Appendix D.1; the embedded models read this."""
-    return joined("Json data: {", [f'"{k}": "{v}"' for k, v in records], ", ", f'}} The value of key "{key}" is "')
+    """One line that ends where the value begins, as in Yu et al. 2025, Appendix D.1; the embedded models read
+    this."""
+    return joined(
+        "Json data: {", [f'"{k}": "{v}"' for k, v in records], ", ", f'}} The value of key "{key}" is "'
+    )
 
 
 PROMPTS: dict[str, Callable[[list[Record], str], tuple[str, list[tuple[int, int]]]]] = {
@@ -51,15 +56,17 @@ class KVRetrieval(Task):
 
     Args:
         pairs: Pairs per prompt.
-        positions: Gold positions: ``"50%"`` of the way (index floor(p * (pairs - 1)), the benchmark's 0/34/69/104/139
-            at 140 pairs) or explicit 0-based indices.
+        positions: Gold positions: ``"50%"`` of the way (index floor(p * (pairs - 1)), the benchmark's
+            0/34/69/104/139 at 140 pairs) or explicit 0-based indices.
         examples_per_position: Questions per position.
         prompt: ``official`` or ``compact``.
-        records: ``uuid`` (random UUID pairs) or ``words`` (the embedded models' lexicon), when no file is given.
-        path: An official file (``*.jsonl`` or ``*.jsonl.gz``), or ``official``: the smallest one with enough pairs, downloaded.
-            Each question is asked at every position. A file may hold more pairs than ``pairs``: the gold pair is moved
-            first, then the list is cut.
-        calibration_examples: Calibration questions, each in a context of its own, generated from the same law.
+        records: ``uuid`` (random UUID pairs) or ``words`` (the embedded models' lexicon), when no file is
+            given.
+        path: An official file (``*.jsonl`` or ``*.jsonl.gz``), or ``official``: the smallest one with enough
+            pairs, downloaded. Each question is asked at every position. A file may hold more pairs than
+            ``pairs``: the gold pair is moved first, then the list is cut.
+        calibration_examples: Calibration questions, each in a context of its own, generated from the same
+            law.
         calibration_pairs: Pairs per calibration prompt.
         calibration_path: Finished calibration prompts instead (JSON lines with ``input`` and ``output``).
         seed: Seed of the generated sets.
@@ -88,16 +95,35 @@ class KVRetrieval(Task):
     seed: int = 0
 
     def __post_init__(self) -> None:
-        limits = {"pairs": 2, "examples_per_position": 1, "calibration_examples": 1, "calibration_pairs": 2, "max_new_tokens": 1}
+        limits = {
+            "pairs": 2,
+            "examples_per_position": 1,
+            "calibration_examples": 1,
+            "calibration_pairs": 2,
+            "max_new_tokens": 1,
+        }
         for name, low in limits.items():
             if getattr(self, name) < low:
-                refuse(name, getattr(self, name), f"a whole number from {low} up", f"set task.{name}={low} or more")
+                refuse(
+                    name,
+                    getattr(self, name),
+                    f"a whole number from {low} up",
+                    f"set task.{name}={low} or more",
+                )
         for name in ("pairs", "calibration_pairs"):
             if self.records == "words" and not self.path and getattr(self, name) > len(WORDS):
-                refuse(name, getattr(self, name), f"at most {len(WORDS)} with records=words", f"set task.{name}={len(WORDS)}")
+                refuse(
+                    name,
+                    getattr(self, name),
+                    f"at most {len(WORDS)} with records=words",
+                    f"set task.{name}={len(WORDS)}",
+                )
         if self.path == "official" and self.pairs > SIZES[-1]:
             refuse(
-                "pairs", self.pairs, f"at most {SIZES[-1]} with path=official", f"set task.pairs={SIZES[-1]}, or task.path=null"
+                "pairs",
+                self.pairs,
+                f"at most {SIZES[-1]} with path=official",
+                f"set task.pairs={SIZES[-1]}, or task.path=null",
             )
         gold_indices("positions", self.positions, "pairs", self.pairs)
         self._calibration_indices()
@@ -126,8 +152,8 @@ class KVRetrieval(Task):
         """See :meth:`Task.examples`.
 
         Evaluation: a file's questions appear at every position; generated questions have one context each.
-        Calibration: questions spread evenly over the inner positions (Yu et al. 2025 never put the gold pair first or
-        last either), from another random stream.
+        Calibration: questions spread evenly over the inner positions (Yu et al. 2025 never put the gold pair
+        first or last either), from another random stream.
         """
         if split == "calibration":
             return self._finished_prompts() if self.calibration_path else list(self._calibration())
@@ -164,19 +190,25 @@ class KVRetrieval(Task):
         for number in range(self.calibration_examples):
             spread = inner[number * len(inner) // self.calibration_examples % len(inner)]
             position = given[number % len(given)] if given else spread
-            yield self._draw(f"c{number}", f"{self.seed}/calibration/{number}", self.calibration_pairs, position)
+            yield self._draw(
+                f"c{number}", f"{self.seed}/calibration/{number}", self.calibration_pairs, position
+            )
 
     def _calibration_indices(self) -> list[int]:
         if self.calibration_positions is None:
             return []
-        return gold_indices("calibration_positions", self.calibration_positions, "calibration_pairs", self.calibration_pairs)
+        return gold_indices(
+            "calibration_positions", self.calibration_positions, "calibration_pairs", self.calibration_pairs
+        )
 
     def _draw(self, name: str, stream: str, pairs: int, position: int) -> Example:
         rng = random.Random(f"posbench kv_retrieval {stream}")
         if self.records == "words":
             keys, values = rng.sample(WORDS, pairs), rng.sample(WORDS, pairs)
         else:
-            keys, values = ([str(uuid.UUID(int=rng.getrandbits(128), version=4)) for _ in range(pairs)] for _ in range(2))
+            keys, values = (
+                [str(uuid.UUID(int=rng.getrandbits(128), version=4)) for _ in range(pairs)] for _ in range(2)
+            )
         return self._example(name, list(zip(keys, values, strict=True)), position, name)
 
     def _from_file(self) -> Iterator[Example]:
@@ -185,14 +217,21 @@ class KVRetrieval(Task):
         lines = list(rows("path", path, count=QUESTIONS if official else None))
         if len(lines) < self.examples_per_position:
             refuse(
-                "examples_per_position", self.examples_per_position, f"at most {len(lines)}, the questions in {path}",
+                "examples_per_position",
+                self.examples_per_position,
+                f"at most {len(lines)}, the questions in {path}",
                 f"set task.examples_per_position={len(lines)}",
-            )  # fmt: skip
+            )
         for number, (line, row) in enumerate(lines[: self.examples_per_position]):
             records, gold = _records(path, line, row)
             others = [pair for pair in records if pair != gold]
             if len(records) < self.pairs:
-                refuse("pairs", self.pairs, f"at most {len(records)}, the pairs in {path}", f"set task.pairs={len(records)}")
+                refuse(
+                    "pairs",
+                    self.pairs,
+                    f"at most {len(records)}, the pairs in {path}",
+                    f"set task.pairs={len(records)}",
+                )
             for position in self.gold_positions:
                 moved = [*others[:position], gold, *others[position:]][: self.pairs]
                 yield self._example(f"{position}-{number}", moved, position, str(number))
@@ -200,7 +239,14 @@ class KVRetrieval(Task):
     def _example(self, name: str, records: list[Record], position: int, cluster: str) -> Example:
         key, value = records[position]
         prompt, spans = PROMPTS[self.prompt](records, key)
-        return Example(id=name, prompt=prompt, answers=(value,), gold_position=position, items=tuple(spans), cluster=cluster)
+        return Example(
+            id=name,
+            prompt=prompt,
+            answers=(value,),
+            gold_position=position,
+            items=tuple(spans),
+            cluster=cluster,
+        )
 
     def _finished_prompts(self) -> list[Example]:
         given = list(rows("calibration_path", str(self.calibration_path)))[: self.calibration_examples]
@@ -211,10 +257,19 @@ class KVRetrieval(Task):
         out = []
         for line, row in given:
             if not isinstance(row.get("input"), str) or not isinstance(row.get("output"), str):
-                refuse_line("calibration_path", str(self.calibration_path), line, 'text fields "input" and "output"')
+                refuse_line(
+                    "calibration_path", str(self.calibration_path), line, 'text fields "input" and "output"'
+                )
             if _question(row["input"]) in questions:
-                refuse_line("calibration_path", str(self.calibration_path), line, "questions that the evaluation does not ask")
-            out.append(Example(id=f"c{line}", prompt=row["input"], answers=(row["output"],), cluster=f"c{line}"))
+                refuse_line(
+                    "calibration_path",
+                    str(self.calibration_path),
+                    line,
+                    "questions that the evaluation does not ask",
+                )
+            out.append(
+                Example(id=f"c{line}", prompt=row["input"], answers=(row["output"],), cluster=f"c{line}")
+            )
         return out
 
 

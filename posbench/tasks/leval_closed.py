@@ -1,4 +1,5 @@
-"""L-Eval, closed-ended (An et al. 2023): exams on long documents, answered by a letter or by true or false."""
+"""L-Eval, closed-ended (An et al. 2023): exams on long documents, answered by a letter or by true or
+false."""
 
 from __future__ import annotations
 
@@ -48,9 +49,9 @@ _TRUTHS = re.compile(r"\s*(true|false)\s*\[fact:\s*(true|false)\s*\]\s*", re.IGN
 def letters(reply: str, *, several: bool) -> str:
     """The letters that the benchmark's evaluation reads in a reply; ``None`` for an empty one.
 
-    Its rules, quirks included: with one right option the first capital A to D anywhere, so that ``Based on`` gives B;
-    ``A`` where there is none. With several (Coursera) the letters that the reply begins with, or, unless there are
-    two, the capitals before white space, full stop or bracket, up to the word ``Question``.
+    Its rules, quirks included: with one right option the first capital A to D anywhere, so that ``Based on``
+    gives B; ``A`` where there is none. With several (Coursera) the letters that the reply begins with, or,
+    unless there are two, the capitals before white space, full stop or bracket, up to the word ``Question``.
     """
     reply = reply.strip()
     if not reply:
@@ -68,7 +69,8 @@ def letters(reply: str, *, several: bool) -> str:
 
 
 def gold_letters(text: str) -> str:
-    """The letters of a gold answer: those of its first word, such as B of ``(B) the option``; ``A`` where it has none."""
+    """The letters of a gold answer: those of its first word, such as B of ``(B) the option``; ``A`` where it
+    has none."""
     return "".join(c for c in "".join(text.split()[:1]) if c in LETTERS) or "A"
 
 
@@ -87,13 +89,14 @@ def truth(reply: str) -> str:
 class LEvalClosed(Task):
     """The four closed-ended sets of L-Eval that LPES reports.
 
-    SFiction asks every question twice: by the story, with the document (subset ``sci_fi_loyalty``), and by the real
-    world, without it (``sci_fi_fact``); L-Eval's number is the mean of both (``sci_fi``). The prompt without a document
-    begins at ``Question:`` and keeps the system message. A model without chat template reads that message in front of
-    the prompt.
+    SFiction asks every question twice: by the story, with the document (subset ``sci_fi_loyalty``), and by
+    the real world, without it (``sci_fi_fact``); L-Eval's number is the mean of both (``sci_fi``). The prompt
+    without a document begins at ``Question:`` and keeps the system message. A model without chat template
+    reads that message in front of the prompt.
 
     Args:
-        path: Folder or ``.zip`` with the benchmark's files (``coursera.jsonl``, ...); None downloads them once.
+        path: Folder or ``.zip`` with the benchmark's files (``coursera.jsonl``, ...); None downloads them
+            once.
         subsets: Which of the four.
 
     Score: Equal letters 1, a part of the gold letters 0.25 (Coursera), else 0.
@@ -103,7 +106,9 @@ class LEvalClosed(Task):
     metric: ClassVar[str] = "score"
     source: ClassVar[str] = "An et al. 2023, github.com/OpenLMLab/LEval, LEval-data/Closed-ended-tasks/"
     licence: ClassVar[str] = "GPL-3.0"
-    size: ClassVar[str] = "Coursera 172, QuALITY 202, TOEFL (tpo) 269, SFiction 64 questions, the last asked twice"
+    size: ClassVar[str] = (
+        "Coursera 172, QuALITY 202, TOEFL (tpo) 269, SFiction 64 questions, the last asked twice"
+    )
     average: ClassVar[Literal["examples", "subsets"]] = "subsets"
 
     name: str = "leval_closed"
@@ -114,10 +119,18 @@ class LEvalClosed(Task):
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
-            refuse("max_new_tokens", self.max_new_tokens, "a whole number from 1 up", "set task.max_new_tokens=512")
+            refuse(
+                "max_new_tokens",
+                self.max_new_tokens,
+                "a whole number from 1 up",
+                "set task.max_new_tokens=512",
+            )
         if not self.subsets or len(set(self.subsets)) != len(self.subsets):
             refuse(
-                "subsets", list(self.subsets), f"some of {', '.join(FILES)}, each once", "set task.subsets=[coursera,quality,tpo]"
+                "subsets",
+                list(self.subsets),
+                f"some of {', '.join(FILES)}, each once",
+                "set task.subsets=[coursera,quality,tpo]",
             )
 
     def files(self) -> tuple[Source, ...]:
@@ -155,22 +168,40 @@ class LEvalClosed(Task):
                 take("path", shown, line, row, name, kind)
                 for name, kind in (("input", str), ("instructions", list), ("outputs", list))
             )
-            if len(questions) != len(golds) or not all(isinstance(text, str) and text.strip() for text in (*questions, *golds)):
-                refuse_line("path", shown, line, '"instructions" and "outputs" of the same length (lists of str, none empty)')
+            if len(questions) != len(golds) or not all(
+                isinstance(text, str) and text.strip() for text in (*questions, *golds)
+            ):
+                refuse_line(
+                    "path",
+                    shown,
+                    line,
+                    '"instructions" and "outputs" of the same length (lists of str, none empty)',
+                )
             for number, (question, gold) in enumerate(zip(questions, golds, strict=True)):
                 name = f"{subset}-{line}-{number}"
                 if subset != "sci_fi":
                     if not re.match(r"\s*\S*[A-D]", gold):
-                        refuse_line("path", shown, line, f'"outputs" that begin with letters from A to D ({gold[:20]} does not)')
+                        refuse_line(
+                            "path",
+                            shown,
+                            line,
+                            f'"outputs" that begin with letters from A to D ({gold[:20]} does not)',
+                        )
                     yield self._example(name, subset, subset, question, gold_letters(gold), document)
                     continue
                 both = _TRUTHS.fullmatch(gold)
                 if both is None:
-                    refuse_line("path", shown, line, f'"outputs" like "True [fact: False]" ({gold[:20]} is not)')
+                    refuse_line(
+                        "path", shown, line, f'"outputs" like "True [fact: False]" ({gold[:20]} is not)'
+                    )
                 by_story, by_world = both.group(1).lower(), both.group(2).lower()
-                yield self._example(f"{name}-loyalty", subset, "sci_fi_loyalty", question, by_story, document, cluster=name)
+                yield self._example(
+                    f"{name}-loyalty", subset, "sci_fi_loyalty", question, by_story, document, cluster=name
+                )
                 question = _STORY.sub(_WORLD, question)
-                yield self._example(f"{name}-fact", subset, "sci_fi_fact", question, by_world, "", cluster=name)
+                yield self._example(
+                    f"{name}-fact", subset, "sci_fi_fact", question, by_world, "", cluster=name
+                )
 
     def _lines(self, subset: Benchmark) -> tuple[str, list[Row]]:
         """The file as it is called in errors, and its rows."""
@@ -183,12 +214,22 @@ class LEvalClosed(Task):
         file = Path(self.path).expanduser() / name
         if not file.is_file():
             refuse(
-                "path", str(file), "a file on this machine", f"take it from {self.source}, or set task.path=null to download it"
+                "path",
+                str(file),
+                "a file on this machine",
+                f"take it from {self.source}, or set task.path=null to download it",
             )
         return str(file), list(rows("path", file))
 
     def _example(
-        self, name: str, benchmark: Benchmark, subset: str, question: str, gold: str, document: str, cluster: str = ""
+        self,
+        name: str,
+        benchmark: Benchmark,
+        subset: str,
+        question: str,
+        gold: str,
+        document: str,
+        cluster: str = "",
     ) -> Example:
         head = f"Document is as follows. {document} \n" if document else ""
         start = len("Document is as follows. ")

@@ -1,4 +1,5 @@
-"""LongBench v1 (Bai et al. 2023): 21 tasks over long texts, English, Chinese and code, each with a score of its own."""
+"""LongBench v1 (Bai et al. 2023): 21 tasks over long texts, English, Chinese and code, each with a score of
+its own."""
 
 from __future__ import annotations
 
@@ -15,8 +16,11 @@ from posbench.tasks import scorers
 from posbench.tasks.base import Example, Split, Task, Truncation
 from posbench.tasks.reading import new, refuse, refuse_line, rows, take
 
-PROMPTS: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))["tasks"]
-"""Prompt and tokens to generate of every task, character by character those of the benchmark (MIT; the file says more)."""
+PROMPTS: dict[str, dict[str, Any]] = json.loads(
+    Path(__file__).with_suffix(".json").read_text(encoding="utf-8")
+)["tasks"]
+"""Prompt and tokens to generate of every task, character by character those of the benchmark (MIT; the file
+says more)."""
 
 CATEGORIES: dict[str, tuple[str, ...]] = {
     "single_doc_qa": ("narrativeqa", "qasper", "multifieldqa_en", "multifieldqa_zh"),
@@ -39,9 +43,20 @@ FIRST_LINE = frozenset(CATEGORIES["few_shot"])
 """Tasks of whose reply only the first line counts."""
 
 EXTENDED = (
-    "qasper", "multifieldqa_en", "hotpotqa", "2wikimqa", "gov_report", "multi_news", "trec", "triviaqa", "samsum",
-    "passage_count", "passage_retrieval_en", "lcc", "repobench-p",
-)  # fmt: skip
+    "qasper",
+    "multifieldqa_en",
+    "hotpotqa",
+    "2wikimqa",
+    "gov_report",
+    "multi_news",
+    "trec",
+    "triviaqa",
+    "samsum",
+    "passage_count",
+    "passage_retrieval_en",
+    "lcc",
+    "repobench-p",
+)
 """The 13 tasks of LongBench-E."""
 
 BUCKETS = {"0-4k": 4000, "4-8k": 8000, "8k+": float("inf")}
@@ -51,7 +66,10 @@ COUNTS = {"multifieldqa_en": 150, "lcc": 500, "repobench-p": 500}
 """Questions of the official files, where they are not 200."""
 
 SCORERS: dict[str, Callable[[str, str], float]] = {
-    **dict.fromkeys(("narrativeqa", "qasper", "multifieldqa_en", "hotpotqa", "2wikimqa", "musique", "triviaqa"), scorers.qa_f1),
+    **dict.fromkeys(
+        ("narrativeqa", "qasper", "multifieldqa_en", "hotpotqa", "2wikimqa", "musique", "triviaqa"),
+        scorers.qa_f1,
+    ),
     **dict.fromkeys(("gov_report", "qmsum", "multi_news", "samsum"), scorers.rouge_l),
     **dict.fromkeys(("dureader", "vcsum"), scorers.rouge_l_zh),
     **dict.fromkeys(("lcc", "repobench-p"), scorers.code_similarity),
@@ -74,20 +92,23 @@ class LongBench(Task):
 
     Args:
         tasks: Names of the tasks; the 16 of Yu et al. 2025 by default.
-        path: A folder with ``<task>.jsonl`` files or with ``data.zip``, or that zip; None: data.zip of the hub's
-            THUDM/LongBench, whose numbers of questions are checked.
-        protocol: ``official``: samsum stops at a line break after at least one token, and replies are scored as they are.
-            ``yu``: as the program of Yu et al. 2025: no such stop, at least one token in every task, and replies stripped
-            before they are scored, so that a leading space no longer hides the first line and code loses its indent.
-        extended: LongBench-E instead: the files ``<task>_e.jsonl``, with tasks that are not in it left out, and one subset
-            for every task and range of length (under 4000 words, under 8000, more).
+        path: A folder with ``<task>.jsonl`` files or with ``data.zip``, or that zip; None: data.zip of the
+            hub's THUDM/LongBench, whose numbers of questions are checked.
+        protocol: ``official``: samsum stops at a line break after at least one token, and replies are scored
+            as they are. ``yu``: as the program of Yu et al. 2025: no such stop, at least one token in every
+            task, and replies stripped before they are scored, so that a leading space no longer hides the
+            first line and code loses its indent.
+        extended: LongBench-E instead: the files ``<task>_e.jsonl``, with tasks that are not in it left out,
+            and one subset for every task and range of length (under 4000 words, under 8000, more).
         max_new_tokens: Tokens to generate at most; most tasks have a smaller number of their own.
 
-    Score: 0..1, the best one over the gold texts: token F1, ROUGE-L, share of right numbers, class named, or similarity of
-    code (:mod:`posbench.tasks.scorers`). Of few-shot replies the first line counts. ``all`` is the mean over tasks,
-    ``categories`` the mean over the six categories; the program of Yu et al. prints both.
+    Score: 0..1, the best one over the gold texts: token F1, ROUGE-L, share of right numbers, class named, or
+    similarity of code (:mod:`posbench.tasks.scorers`). Of few-shot replies the first line counts. ``all`` is
+    the mean over tasks, ``categories`` the mean over the six categories; the program of Yu et al. prints
+    both.
 
-    The benchmark removes what is over ``max_prompt_tokens`` from the middle of the prompt (Yu et al.: window minus 500).
+    The benchmark removes what is over ``max_prompt_tokens`` from the middle of the prompt (Yu et al.: window
+    minus 500).
     """
 
     version: ClassVar[str] = "1"
@@ -131,7 +152,8 @@ class LongBench(Task):
         return (Source(kind="dataset", id="THUDM/LongBench", field="task.path", files=("data.zip",)),)
 
     def examples(self, split: Split) -> list[Example]:
-        """See :meth:`Task.examples`; ids are ``<task>-<_id>``, subsets the tasks (LongBench-E: ``<task>/<range>``)."""
+        """See :meth:`Task.examples`; ids are ``<task>-<_id>``, subsets the tasks (LongBench-E:
+        ``<task>/<range>``)."""
         if split == "calibration":
             raise self.refuse_split()
         place = local(self.files()[0])
@@ -153,7 +175,9 @@ class LongBench(Task):
         """The categories and their mean, ``categories``; of LongBench-E the ranges of length."""
         if self.extended:
             return {bucket: tuple(f"{task}/{bucket}" for task in self.chosen) for bucket in BUCKETS}
-        given = {name: tuple(task for task in tasks if task in self.chosen) for name, tasks in CATEGORIES.items()}
+        given = {
+            name: tuple(task for task in tasks if task in self.chosen) for name, tasks in CATEGORIES.items()
+        }
         given = {name: tasks for name, tasks in given.items() if tasks}
         return {**given, "categories": tuple(given)}
 
@@ -163,7 +187,12 @@ class LongBench(Task):
         if place.suffix == ".zip" or not file.is_file():
             file, member = (place if place.suffix == ".zip" else place / "data.zip"), f"data/{name}"
         if not file.is_file():
-            refuse("path", str(place), f"a folder with {name} or data.zip", "get data.zip from hf.co/datasets/THUDM/LongBench")
+            refuse(
+                "path",
+                str(place),
+                f"a folder with {name} or data.zip",
+                "get data.zip from hf.co/datasets/THUDM/LongBench",
+            )
         count = None if self.path or self.extended else COUNTS.get(task, 200)
         shown = f"{file}:{member}" if member else str(file)
         seen: set[str] = set()
@@ -174,8 +203,11 @@ class LongBench(Task):
         own = PROMPTS[task]
         context = take("path", shown, line, row, "context")
         question = row.get("input")
-        # Some copies of repobench-p hold all of the prompt's text in the context, where the template joins the two anyway.
-        if not isinstance(question, str) or (not question and "{input}" in own["prompt"] and task != "repobench-p"):
+        # Some copies of repobench-p hold all of the prompt's text in the context, where the template joins
+        # the two anyway.
+        if not isinstance(question, str) or (
+            not question and "{input}" in own["prompt"] and task != "repobench-p"
+        ):
             refuse_line("path", shown, line, 'a field "input" (str, not empty in this task)')
         answers = take("path", shown, line, row, "answers", list)
         if not all(isinstance(answer, str) and re.search(GOLD.get(task, ""), answer) for answer in answers):
@@ -186,7 +218,9 @@ class LongBench(Task):
             meta["all_classes"] = take("path", shown, line, row, "all_classes", list)
             names = [name for name in meta["all_classes"] if isinstance(name, str)]
             if names != meta["all_classes"] or not set(answers) <= set(names):
-                refuse_line("path", shown, line, 'a field "all_classes" (list of str) with all of the answers')
+                refuse_line(
+                    "path", shown, line, 'a field "all_classes" (list of str) with all of the answers'
+                )
         subset = task
         if self.extended:
             length = take("path", shown, line, row, "length", int)

@@ -1,4 +1,5 @@
-"""LooGLE timeline reorder (Li et al. 2023): put the events of a long document in the order in which they happened."""
+"""LooGLE timeline reorder (Li et al. 2023): put the events of a long document in the order in which they
+happened."""
 
 from __future__ import annotations
 
@@ -33,17 +34,19 @@ def roman(number: int) -> str:
 
 
 def numerals(text: str, *, arabic: bool = False) -> list[str]:
-    """All numerals that stand as words in a text, in order; the ``I`` of "I think" is one (as in the official parser)."""
+    """All numerals that stand as words in a text, in order; the ``I`` of "I think" is one (as in the official
+    parser)."""
     return re.findall(r"\b\d+\b" if arabic else r"\b[IVXLCDM]+\b", text)
 
 
 def deviations(order: Sequence[int]) -> dict[str, float]:
     """How far a permutation is from 0, 1, ..., n-1; the smaller the better (Li et al. 2023).
 
-    ``lsd`` and ``lmd`` are the mean square and mean absolute displacement; ``sd`` the swaps that sort it, n minus its
-    cycles; ``sdd`` the length of those swaps, where the pair whose displacement a swap reduces most per place goes
-    first. Some swap of places i < j always reduces it by 2 (j - i), the most there is (the last item that has to move
-    right, and one that has to pass it), so ``sdd`` is half the sum of displacements.
+    ``lsd`` and ``lmd`` are the mean square and mean absolute displacement; ``sd`` the swaps that sort it, n
+    minus its cycles; ``sdd`` the length of those swaps, where the pair whose displacement a swap reduces most
+    per place goes first. Some swap of places i < j always reduces it by 2 (j - i), the most there is (the
+    last item that has to move right, and one that has to pass it), so ``sdd`` is half the sum of
+    displacements.
 
     Args:
         order: The place in the gold order of each item of the reply, from 0.
@@ -65,15 +68,20 @@ def deviations(order: Sequence[int]) -> dict[str, float]:
 
 def worst(size: int) -> dict[str, float]:
     """The largest deviations of any order of ``size`` items: of the reversal, and of one cycle for ``sd``."""
-    return {"lsd": (size**2 - 1) / 3, "lmd": size**2 // 2 / size, "sd": size - 1.0, "sdd": float(size**2 // 4)}
+    return {
+        "lsd": (size**2 - 1) / 3,
+        "lmd": size**2 // 2 / size,
+        "sd": size - 1.0,
+        "sdd": float(size**2 // 4),
+    }
 
 
 def reorder_scores(reply: str, gold: str) -> dict[str, float]:
     """All metrics of one reply.
 
-    ``exact_order`` is 1 for the gold order. ``standard`` is 1 for a reply in standard format, each gold item once and
-    no other numeral; ``lsd``, ``lmd``, ``sd``, ``sdd`` are its deviations, and the worst ones for any other reply. The
-    same names with ``_s`` are there for standard replies alone.
+    ``exact_order`` is 1 for the gold order. ``standard`` is 1 for a reply in standard format, each gold item
+    once and no other numeral; ``lsd``, ``lmd``, ``sd``, ``sdd`` are its deviations, and the worst ones for
+    any other reply. The same names with ``_s`` are there for standard replies alone.
 
     Args:
         reply: The model's text.
@@ -92,17 +100,19 @@ def reorder_scores(reply: str, gold: str) -> dict[str, float]:
 class LooGLETimelineReorder(Task):
     """LooGLE's timeline reorder questions.
 
-    Non-standard replies count with the worst deviation of their number of events, as the paper says. The released
-    evaluation loop has that test inverted (it replaces the valid values); this is the paper's rule, not the loop's.
+    Non-standard replies count with the worst deviation of their number of events, as the paper says. The
+    released evaluation loop has that test inverted (it replaces the valid values); this is the paper's rule,
+    not the loop's.
 
     Args:
-        path: ``longdep_qa`` as ``.jsonl``, ``.jsonl.gz``, ``.parquet`` or inside a ``.zip``, one document per row with
-            ``input`` and ``qa_pairs``; None: the hub's, downloaded once.
+        path: ``longdep_qa`` as ``.jsonl``, ``.jsonl.gz``, ``.parquet`` or inside a ``.zip``, one document per
+            row with ``input`` and ``qa_pairs``; None: the hub's, downloaded once.
         member: The file inside a ``.zip``.
-        numerals: ``roman`` renumbers events 1., 2., ... (each at the start of a line) as I., II., ..., as the paper asks,
-            so that years in a reply are no items; questions numbered otherwise stay as they are. ``as_given``: all do.
-        first_per_document: Only the first question of every document. 96 documents have one, and all scores of Yu et
-            al. 2025, Table 3, are multiples of 1/96: our reading of it.
+        numerals: ``roman`` renumbers events 1., 2., ... (each at the start of a line) as I., II., ..., as the
+            paper asks, so that years in a reply are no items; questions numbered otherwise stay as they are.
+            ``as_given``: all do.
+        first_per_document: Only the first question of every document. 96 documents have one, and all scores
+            of Yu et al. 2025, Table 3, are multiples of 1/96: our reading of it.
         chat: Whether a chat template surrounds the prompt. The official script for open models has none, and
             a repetition penalty of 2; Yu et al. say nothing, and use templates elsewhere.
     """
@@ -124,7 +134,12 @@ class LooGLETimelineReorder(Task):
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
-            refuse("max_new_tokens", self.max_new_tokens, "a whole number from 1 up", "set task.max_new_tokens=500")
+            refuse(
+                "max_new_tokens",
+                self.max_new_tokens,
+                "a whole number from 1 up",
+                "set task.max_new_tokens=500",
+            )
 
     def files(self) -> tuple[Source, ...]:
         """The given file, or the hub's."""
@@ -140,9 +155,16 @@ class LooGLETimelineReorder(Task):
             refuse("path", str(file), "a file on this machine", hint)
         member = self.member if file.suffix == ".zip" else None
         shown = f"{file}:{member}" if member else str(file)
-        found = [e for line, row in rows("path", file, member=member) for e in self._document(shown, line, row)]
+        found = [
+            e for line, row in rows("path", file, member=member) for e in self._document(shown, line, row)
+        ]
         if not found:
-            refuse("path", shown, f'questions with "type": "{TYPE}"', "set task.path to the file longdep_qa of LooGLE")
+            refuse(
+                "path",
+                shown,
+                f'questions with "type": "{TYPE}"',
+                "set task.path to the file longdep_qa of LooGLE",
+            )
         return found
 
     def score(self, example: Example, text: str) -> dict[str, float]:
@@ -163,7 +185,10 @@ class LooGLETimelineReorder(Task):
             gold = numerals(answer, arabic=any(c.isdigit() for c in answer))
             if len(gold) < 2 or len(set(gold)) < len(gold):
                 refuse_line(
-                    "path", shown, line, f'an "A" of two or more different numerals, such as II,I,III ({answer[:30]} is not)'
+                    "path",
+                    shown,
+                    line,
+                    f'an "A" of two or more different numerals, such as II,I,III ({answer[:30]} is not)',
                 )
             if self.numerals == "roman":
                 question, gold = _in_roman(question, gold)
@@ -176,8 +201,11 @@ class LooGLETimelineReorder(Task):
 
 
 def _in_roman(question: str, gold: list[str]) -> tuple[str, list[str]]:
-    """Events numbered 1., 2., ... at line starts and their order, in Roman numerals; anything else as it is."""
+    """Events numbered 1., 2., ... at line starts and their order, in Roman numerals; anything else as it
+    is."""
     wanted = [str(number + 1) for number in range(len(gold))]
     if sorted(_EVENT.findall(question)) != sorted(wanted) or sorted(gold) != sorted(wanted):
         return question, gold
-    return _EVENT.sub(lambda found: f"{roman(int(found.group(1)))}. ", question), [roman(int(item)) for item in gold]
+    return _EVENT.sub(lambda found: f"{roman(int(found.group(1)))}. ", question), [
+        roman(int(item)) for item in gold
+    ]

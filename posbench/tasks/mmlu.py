@@ -10,30 +10,77 @@ from posbench.tasks.reading import refuse_line, take
 
 _SUBJECTS = {
     "STEM": (
-        "abstract_algebra", "astronomy", "college_biology", "college_chemistry", "college_computer_science",
-        "college_mathematics", "college_physics", "computer_security", "conceptual_physics", "electrical_engineering",
-        "elementary_mathematics", "high_school_biology", "high_school_chemistry", "high_school_computer_science",
-        "high_school_mathematics", "high_school_physics", "high_school_statistics", "machine_learning",
+        "abstract_algebra",
+        "astronomy",
+        "college_biology",
+        "college_chemistry",
+        "college_computer_science",
+        "college_mathematics",
+        "college_physics",
+        "computer_security",
+        "conceptual_physics",
+        "electrical_engineering",
+        "elementary_mathematics",
+        "high_school_biology",
+        "high_school_chemistry",
+        "high_school_computer_science",
+        "high_school_mathematics",
+        "high_school_physics",
+        "high_school_statistics",
+        "machine_learning",
     ),
     "humanities": (
-        "formal_logic", "high_school_european_history", "high_school_us_history", "high_school_world_history",
-        "international_law", "jurisprudence", "logical_fallacies", "moral_disputes", "moral_scenarios", "philosophy",
-        "prehistory", "professional_law", "world_religions",
+        "formal_logic",
+        "high_school_european_history",
+        "high_school_us_history",
+        "high_school_world_history",
+        "international_law",
+        "jurisprudence",
+        "logical_fallacies",
+        "moral_disputes",
+        "moral_scenarios",
+        "philosophy",
+        "prehistory",
+        "professional_law",
+        "world_religions",
     ),
     "social sciences": (
-        "econometrics", "high_school_geography", "high_school_government_and_politics", "high_school_macroeconomics",
-        "high_school_microeconomics", "high_school_psychology", "human_sexuality", "professional_psychology",
-        "public_relations", "security_studies", "sociology", "us_foreign_policy",
+        "econometrics",
+        "high_school_geography",
+        "high_school_government_and_politics",
+        "high_school_macroeconomics",
+        "high_school_microeconomics",
+        "high_school_psychology",
+        "human_sexuality",
+        "professional_psychology",
+        "public_relations",
+        "security_studies",
+        "sociology",
+        "us_foreign_policy",
     ),
     "other": (
-        "anatomy", "business_ethics", "clinical_knowledge", "college_medicine", "global_facts", "human_aging", "management",
-        "marketing", "medical_genetics", "miscellaneous", "nutrition", "professional_accounting", "professional_medicine",
+        "anatomy",
+        "business_ethics",
+        "clinical_knowledge",
+        "college_medicine",
+        "global_facts",
+        "human_aging",
+        "management",
+        "marketing",
+        "medical_genetics",
+        "miscellaneous",
+        "nutrition",
+        "professional_accounting",
+        "professional_medicine",
         "virology",
     ),
-}  # fmt: skip
+}
 
-CATEGORIES = dict(sorted((subject, category) for category, subjects in _SUBJECTS.items() for subject in subjects))
-"""Subject to category as in ``categories.py`` of hendrycks/test; lm-evaluation-harness counts anatomy as STEM."""
+CATEGORIES = dict(
+    sorted((subject, category) for category, subjects in _SUBJECTS.items() for subject in subjects)
+)
+"""Subject to category as in ``categories.py`` of hendrycks/test; lm-evaluation-harness counts anatomy as
+STEM."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,14 +89,17 @@ class MMLU(Exam):
 
     ``path`` takes the original CSV files, which have no header line; None takes cais/mmlu.
 
-    ``prompt=lm_eval`` (the default, what leaderboards report) strips blanks around a question; ``official`` (evaluate.py of
-    hendrycks/test) does not, and has two blanks before the subject in the header. That code also drops demonstrations until
-    a prompt fits 2048 tokens; a task knows no tokens, so here a prompt over the context window follows ``truncation``.
-    ``answer=generate`` is lm-eval's mmlu_generative: the first line, exact but for letter case and punctuation.
+    ``prompt=lm_eval`` (the default, what leaderboards report) strips blanks around a question; ``official``
+    (evaluate.py of hendrycks/test) does not, and has two blanks before the subject in the header. That code
+    also drops demonstrations until a prompt fits 2048 tokens; a task knows no tokens, so here a prompt over
+    the context window follows ``truncation``. ``answer=generate`` is lm-eval's mmlu_generative: the first
+    line, exact but for letter case and punctuation.
     """
 
     version: ClassVar[str] = "1"
-    source: ClassVar[str] = "Hendrycks et al. 2021, github.com/hendrycks/test (data.tar), huggingface.co/datasets/cais/mmlu"
+    source: ClassVar[str] = (
+        "Hendrycks et al. 2021, github.com/hendrycks/test (data.tar), huggingface.co/datasets/cais/mmlu"
+    )
     licence: ClassVar[str] = "MIT"
     size: ClassVar[str] = "14042 questions in 57 subjects"
     categories: ClassVar[Mapping[str, str]] = CATEGORIES
@@ -79,9 +129,16 @@ class MMLU(Exam):
 
     def unpacked(self, shown: str, line: int, row: dict[str, Any]) -> dict[str, Any]:
         """See :meth:`Exam.unpacked`. The hub has the options in one list, and a number for the answer."""
-        options, answer = take("path", shown, line, row, "choices", list), take("path", shown, line, row, "answer", int)
+        options, answer = (
+            take("path", shown, line, row, "choices", list),
+            take("path", shown, line, row, "answer", int),
+        )
         if len(options) != len(LETTERS):
             refuse_line("path", shown, line, 'a field "choices" with four options')
         if not 0 <= answer < len(LETTERS):
             refuse_line("path", shown, line, f'a field "answer" from 0 to 3 (not {answer})')
-        return {"question": row.get("question"), **dict(zip(LETTERS, options, strict=True)), "answer": LETTERS[answer]}
+        return {
+            "question": row.get("question"),
+            **dict(zip(LETTERS, options, strict=True)),
+            "answer": LETTERS[answer],
+        }

@@ -1,4 +1,5 @@
-"""Multi-document question answering (Liu et al. 2023): the answer stands in one of n documents, which is moved over positions."""
+"""Multi-document question answering (Liu et al. 2023): the answer stands in one of n documents, which is
+moved over positions."""
 
 from __future__ import annotations
 
@@ -15,7 +16,9 @@ from posbench.tasks.items import gold_indices, joined
 from posbench.tasks.reading import Row, refuse, refuse_line, rows, take
 from posbench.tasks.scorers import best_subspan_em
 
-REPOSITORY = "https://raw.githubusercontent.com/nelson-liu/lost-in-the-middle/04cbd0df78d3260600fd04e524a29bd1404ef86b"
+REPOSITORY = (
+    "https://raw.githubusercontent.com/nelson-liu/lost-in-the-middle/04cbd0df78d3260600fd04e524a29bd1404ef86b"
+)
 SIZES = (10, 20, 30)
 """Documents per prompt of the benchmark's own files."""
 QUESTIONS = 2655
@@ -39,7 +42,8 @@ class Document(NamedTuple):
 
 
 class Question(NamedTuple):
-    """A question with its accepted answers, the gold document (None: not needed), and the others in retrieval order."""
+    """A question with its accepted answers, the gold document (None: not needed), and the others in retrieval
+    order."""
 
     text: str
     answers: tuple[str, ...]
@@ -79,21 +83,23 @@ class NQMultiDoc(Task):
     """Multi-document question answering over gold positions.
 
     Args:
-        path: A file of the benchmark (``*.jsonl`` or ``*.jsonl.gz``), whatever its gold position: the gold document is
-            taken out and put back at each position. It may hold more documents than ``documents``: the others are cut.
-            None: the official file, downloaded once.
+        path: A file of the benchmark (``*.jsonl`` or ``*.jsonl.gz``), whatever its gold position: the gold
+            document is taken out and put back at each position. It may hold more documents than
+            ``documents``: the others are cut. None: the official file, downloaded once.
         documents: Documents per prompt.
-        positions: Gold positions: ``"50%"`` of the way (index floor(p * (documents - 1)), the benchmark's 0/4/9/14/19 of
-            20 documents) or explicit 0-based indices.
+        positions: Gold positions: ``"50%"`` of the way (index floor(p * (documents - 1)), the benchmark's
+            0/4/9/14/19 of 20 documents) or explicit 0-based indices.
         examples_per_position: Questions, the first ones; each is asked at every position.
-        prompt: ``official``; ``query_aware`` asks before and after the documents; ``random_order`` says that the
-            documents are in random order and shuffles all but the gold one; ``closed_book`` shows no document and
-            ``oracle`` the gold one alone (these two once per question, without positions).
-        labels: ``renumbered`` from 1 (Liu et al.), or the ``original`` numbers of the file, which then run out of order
-            (Ms-PoE, Zhang et al. 2024).
-        reading: Which script reads the reply: ``yu`` strips it before it is cut at the first line break, ``liu`` after.
+        prompt: ``official``; ``query_aware`` asks before and after the documents; ``random_order`` says that
+            the documents are in random order and shuffles all but the gold one; ``closed_book`` shows no
+            document and ``oracle`` the gold one alone (these two once per question, without positions).
+        labels: ``renumbered`` from 1 (Liu et al.), or the ``original`` numbers of the file, which then run
+            out of order (Ms-PoE, Zhang et al. 2024).
+        reading: Which script reads the reply: ``yu`` strips it before it is cut at the first line break,
+            ``liu`` after.
         calibration_examples: Calibration questions: those of the file that come after the evaluation's.
-        calibration_positions: Gold positions that the calibration questions take in turn; None: ``positions``.
+        calibration_positions: Gold positions that the calibration questions take in turn; None:
+            ``positions``.
         seed: Seed of the shuffle.
 
     Score: 1 if a gold answer, normalised, occurs in the first line of the reply (:func:`best_subspan_em`).
@@ -119,9 +125,19 @@ class NQMultiDoc(Task):
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name, low in {"documents": 2, "examples_per_position": 1, "calibration_examples": 1, "max_new_tokens": 1}.items():
+        for name, low in {
+            "documents": 2,
+            "examples_per_position": 1,
+            "calibration_examples": 1,
+            "max_new_tokens": 1,
+        }.items():
             if getattr(self, name) < low:
-                refuse(name, getattr(self, name), f"a whole number from {low} up", f"set task.{name}={low} or more")
+                refuse(
+                    name,
+                    getattr(self, name),
+                    f"a whole number from {low} up",
+                    f"set task.{name}={low} or more",
+                )
         if self.documents > max(SIZES) and not self.path:
             refuse(
                 "documents",
@@ -159,7 +175,8 @@ class NQMultiDoc(Task):
         return (Source(kind="url", id=f"{REPOSITORY}/qa_data/{name}", field="task.path"),)
 
     def examples(self, split: Split) -> list[Example]:
-        """See :meth:`Task.examples`. Calibration: the next questions of the file, whose text no evaluation question has."""
+        """See :meth:`Task.examples`. Calibration: the next questions of the file, whose text no evaluation
+        question has."""
         shown, lines = self._lines()
         count = self.examples_per_position
         if len(lines) < count:
@@ -168,7 +185,9 @@ class NQMultiDoc(Task):
         evaluation = [self._question(shown, *row) for row in lines[:count]]
         if split == "evaluation":
             return [
-                self._example(f"{number}" if position is None else f"{position}-{number}", number, question, position)
+                self._example(
+                    f"{number}" if position is None else f"{position}-{number}", number, question, position
+                )
                 for number, question in enumerate(evaluation)
                 for position in self._places(self.gold_positions)
             ]
@@ -193,21 +212,29 @@ class NQMultiDoc(Task):
             return str(file), list(rows("path", file, count=QUESTIONS))
         if not Path(self.path).expanduser().is_file():
             refuse(
-                "path", self.path, "a file on this machine", f"take one from {self.source}, or set task.path=null to download it"
+                "path",
+                self.path,
+                "a file on this machine",
+                f"take one from {self.source}, or set task.path=null to download it",
             )
         return self.path, list(rows("path", self.path))
 
     def _calibration(self, shown: str, lines: list[Row], asked: set[str]) -> Iterator[Example]:
         start = self.examples_per_position
         places = self._places(self._calibration_indices())
-        later = ((number, self._question(shown, *row)) for number, row in enumerate(lines[start:], start=start))
-        fresh = list(islice(((n, q) for n, q in later if _key(q.text) not in asked), self.calibration_examples))
+        later = (
+            (number, self._question(shown, *row)) for number, row in enumerate(lines[start:], start=start)
+        )
+        fresh = list(
+            islice(((n, q) for n, q in later if _key(q.text) not in asked), self.calibration_examples)
+        )
         if len(fresh) < self.calibration_examples:
             refuse(
-                "calibration_examples", self.calibration_examples,
+                "calibration_examples",
+                self.calibration_examples,
                 f"at most {len(fresh)}: {shown} has {len(lines)} questions, and the evaluation asks the first {start}",
                 "lower task.calibration_examples or task.examples_per_position, or set task.path to a longer file",
-            )  # fmt: skip
+            )
         for turn, (number, question) in enumerate(fresh):
             yield self._example(f"c{number}", number, question, places[turn % len(places)])
 
@@ -221,16 +248,27 @@ class NQMultiDoc(Task):
         gold: list[Document] = []
         others: list[Document] = []
         for number, entry in enumerate(take("path", shown, line, row, "ctxs", list), start=1):
-            if not isinstance(entry, dict) or not all(isinstance(entry.get(name), str) for name in ("title", "text")):
-                refuse_line("path", shown, line, 'a field "ctxs" (list of objects with texts "title" and "text")')
+            if not isinstance(entry, dict) or not all(
+                isinstance(entry.get(name), str) for name in ("title", "text")
+            ):
+                refuse_line(
+                    "path", shown, line, 'a field "ctxs" (list of objects with texts "title" and "text")'
+                )
             document = Document(number, entry["title"], entry["text"])
             (gold if take("path", shown, line, entry, "isgold", bool) else others).append(document)
         if len(gold) != 1:
-            refuse_line("path", shown, line, f'one document with "isgold": true in "ctxs" ({len(gold)} have it)')
+            refuse_line(
+                "path", shown, line, f'one document with "isgold": true in "ctxs" ({len(gold)} have it)'
+            )
         if self.prompt == "oracle":
             return Question(text, tuple(answers), gold[0], [])
         if len(others) < self.documents - 1:
-            refuse_line("path", shown, line, f'{self.documents} documents in "ctxs", as task.documents asks ({len(others) + 1})')
+            refuse_line(
+                "path",
+                shown,
+                line,
+                f'{self.documents} documents in "ctxs", as task.documents asks ({len(others) + 1})',
+            )
         return Question(text, tuple(answers), gold[0], others[: self.documents - 1])
 
     def _example(self, name: str, number: int, question: Question, position: int | None) -> Example:
@@ -241,7 +279,12 @@ class NQMultiDoc(Task):
         documents = [*others[:at], question.gold, *others[at:]] if question.gold else []
         prompt, spans = render(self.prompt, question.text, documents, renumber=self.labels == "renumbered")
         return Example(
-            id=name, prompt=prompt, answers=question.answers, gold_position=position, items=tuple(spans), cluster=str(number)
+            id=name,
+            prompt=prompt,
+            answers=question.answers,
+            gold_position=position,
+            items=tuple(spans),
+            cluster=str(number),
         )
 
 

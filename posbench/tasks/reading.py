@@ -19,9 +19,15 @@ Row = tuple[int, dict[str, Any]]
 
 
 def rows(
-    field: str, path: str | Path, *, member: str | None = None, names: tuple[str, ...] = (), count: int | None = None
+    field: str,
+    path: str | Path,
+    *,
+    member: str | None = None,
+    names: tuple[str, ...] = (),
+    count: int | None = None,
 ) -> Iterator[Row]:
-    """The rows of a file: ``.jsonl``, ``.jsonl.gz``, ``.csv``, ``.parquet``, or one of these inside a ``.zip``.
+    """The rows of a file: ``.jsonl``, ``.jsonl.gz``, ``.csv``, ``.parquet``, or one of these inside a
+    ``.zip``.
 
     Args:
         field: Config key that named the file, without ``task.``.
@@ -31,7 +37,8 @@ def rows(
         count: How many rows the benchmark's own file has, where this must be that file.
 
     Raises:
-        UserError: The file cannot be read; the message names the line where one is at fault. Or the count differs.
+        UserError: The file cannot be read; the message names the line where one is at fault. Or the count
+            differs.
     """
     total = 0
     for row in _rows(field, path, member, names):
@@ -39,7 +46,12 @@ def rows(
         yield row
     if count is not None and total != count:
         shown = f"{path}:{member}" if member else str(path)
-        refuse(field, f"{shown} with {total} rows", f"{count} rows, as in the benchmark", "fetch the file again: posbench fetch")
+        refuse(
+            field,
+            f"{shown} with {total} rows",
+            f"{count} rows, as in the benchmark",
+            "fetch the file again: posbench fetch",
+        )
 
 
 def _rows(field: str, path: str | Path, member: str | None, names: tuple[str, ...]) -> Iterator[Row]:
@@ -78,7 +90,9 @@ def _rows(field: str, path: str | Path, member: str | None, names: tuple[str, ..
     except UnicodeDecodeError as error:
         refuse_line(field, shown, line + 1, f"UTF-8 text ({error.reason})")
     except (ValueError, csv.Error) as error:
-        what = "a CSV row with the header's columns" if kind == ".csv" else "one JSON object in UTF-8 per line"
+        what = (
+            "a CSV row with the header's columns" if kind == ".csv" else "one JSON object in UTF-8 per line"
+        )
         refuse_line(field, shown, max(line, 1), f"{what} ({error})")
 
 
@@ -94,7 +108,9 @@ def _open(file: Path, member: str | None) -> Any:
     return open(file, encoding="utf-8", newline="")
 
 
-def take(field: str, path: str, line: int, row: Mapping[str, Any], name: str, kind: type | tuple[type, ...] = str) -> Any:
+def take(
+    field: str, path: str, line: int, row: Mapping[str, Any], name: str, kind: type | tuple[type, ...] = str
+) -> Any:
     """The field ``name`` of a row, of the given type and not empty.
 
     Raises:
@@ -121,9 +137,9 @@ def new(field: str, path: str, line: int, name: str, value: str, seen: set[str])
 
 def refuse(field: str, value: object, allowed: str, hint: str) -> NoReturn:
     """Raise UserError for the config key ``task.<field>``."""
-    raise UserError(field=f"task.{field}", value=value, allowed=allowed, hint=hint)
+    raise UserError(f"task.{field}", value, allowed, hint)
 
 
 def refuse_line(field: str, path: str, line: int, allowed: str) -> NoReturn:
     """Raise UserError for one line of a file."""
-    raise UserError(field=f"task.{field}", value=f"{path} line {line}", allowed=allowed, hint="mend or remove that line")
+    raise UserError(f"task.{field}", f"{path} line {line}", allowed, "mend or remove that line")

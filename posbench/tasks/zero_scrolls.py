@@ -1,4 +1,5 @@
-"""ZeroSCROLLS (Shaham et al. 2023): summaries, questions and aggregation over long texts, without examples in the prompt."""
+"""ZeroSCROLLS (Shaham et al. 2023): summaries, questions and aggregation over long texts, without examples in
+the prompt."""
 
 from __future__ import annotations
 
@@ -46,24 +47,29 @@ class ZeroSCROLLS(Task):
 
     Args:
         subsets: Names of the tasks; the seven of LPES by default.
-        split: ``validation`` (about 20 questions a task, with gold answers) or ``test`` (the leaderboard's, without:
-            nothing is scored, and :meth:`submission` writes the file to hand in; the leaderboard wants all ten tasks).
-        path: A folder with ``<task>/<validation or test>.jsonl`` or ``<task>.zip`` files; None: the hub's tau/zero_scrolls.
-        chat_format: True: the prompts that the benchmark gives chat models, where a template may surround them: no response
-            header (``Answer:``) at the end, and :data:`FORMAT_REQUEST` after the instruction except for summaries. False:
-            the file's ``input`` and no template, as for models that are not tuned to chat.
-        rouge: A summary task's value: ``corpus`` averages each ROUGE over the examples and takes the geometric mean of the
-            three (the code of the SCROLLS family); ``example`` averages the geometric means of the examples (the other
-            reading of the paper).
-        max_new_tokens: Tokens to generate at most, 512 as in LPES; tasks whose own number is smaller keep it. The benchmark
-            alone has 1024 (gov_report).
+        split: ``validation`` (about 20 questions a task, with gold answers) or ``test`` (the leaderboard's,
+            without:
+            nothing is scored, and :meth:`submission` writes the file to hand in; the leaderboard wants all
+            ten tasks).
+        path: A folder with ``<task>/<validation or test>.jsonl`` or ``<task>.zip`` files; None: the hub's
+            tau/zero_scrolls.
+        chat_format: True: the prompts that the benchmark gives chat models, where a template may surround
+            them: no response header (``Answer:``) at the end, and :data:`FORMAT_REQUEST` after the
+            instruction except for summaries. False: the file's ``input`` and no template, as for models that
+            are not tuned to chat.
+        rouge: A summary task's value: ``corpus`` averages each ROUGE over the examples and takes the
+            geometric mean of the three (the code of the SCROLLS family); ``example`` averages the geometric
+            means of the examples (the other reading of the paper).
+        max_new_tokens: Tokens to generate at most, 512 as in LPES; tasks whose own number is smaller keep it.
+            The benchmark alone has 1024 (gov_report).
 
-    Score: 0..1, the best one over the references. Summaries: geometric mean of ROUGE-1, -2 and -L, whose maxima over the
-    references are taken one by one (``rouge1``, ``rouge2``, ``rougeL`` are reported too); qasper, narrative_qa, musique: token
-    F1; quality: the right letter; space_digest: exponential similarity; book_sum_sort: concordance index. The benchmark's
-    score is the mean over tasks.
+    Score: 0..1, the best one over the references. Summaries: geometric mean of ROUGE-1, -2 and -L, whose
+    maxima over the references are taken one by one (``rouge1``, ``rouge2``, ``rougeL`` are reported too);
+    qasper, narrative_qa, musique: token F1; quality: the right letter; space_digest: exponential similarity;
+    book_sum_sort: concordance index. The benchmark's score is the mean over tasks.
 
-    What is over ``max_prompt_tokens`` goes from the end of the document, and the file's separator says so; the query stays.
+    What is over ``max_prompt_tokens`` goes from the end of the document, and the file's separator says so;
+    the query stays.
     """
 
     version: ClassVar[str] = "1"
@@ -101,36 +107,45 @@ class ZeroSCROLLS(Task):
         return (Source(kind="dataset", id="tau/zero_scrolls", field="task.path", files=zips),)
 
     def examples(self, split: Split) -> list[Example]:
-        """See :meth:`Task.examples`; ids are ``<task>-<id>``. Rows with one id are references of one example."""
+        """See :meth:`Task.examples`; ids are ``<task>-<id>``. Rows with one id are references of one
+        example."""
         if split == "calibration":
             raise self.refuse_split()
         place = local(self.files()[0])
         return [example for subset in self.subsets for example in self._subset(place, subset)]
 
     def score(self, example: Example, text: str) -> dict[str, float]:
-        """The best score over the references, 0..1; summaries also say each ROUGE. Nothing where no answer is known."""
+        """The best score over the references, 0..1; summaries also say each ROUGE. Nothing where no answer is
+        known."""
         if not example.answers:
             return {}
         if example.subset in SUMMARIES:
             triples = [scorers.rouge_triple(text, gold) for gold in example.answers]
-            best = {name: max(values) for name, values in zip(ROUGES, zip(*triples, strict=True), strict=True)}
+            best = {
+                name: max(values) for name, values in zip(ROUGES, zip(*triples, strict=True), strict=True)
+            }
             return {"score": float(np.prod(list(best.values())) ** (1 / 3)), **best}
         if example.subset == "quality":
             said = scorers.letter(text)
-            return {"score": float(bool(said) and any(said == scorers.letter(gold) for gold in example.answers))}
-        scorer = {"space_digest": scorers.exponential_similarity, "book_sum_sort": scorers.concordance_index}.get(
-            example.subset, scorers.ascii_f1
-        )
+            return {
+                "score": float(bool(said) and any(said == scorers.letter(gold) for gold in example.answers))
+            }
+        scorer = {
+            "space_digest": scorers.exponential_similarity,
+            "book_sum_sort": scorers.concordance_index,
+        }.get(example.subset, scorers.ascii_f1)
         return {"score": max(scorer(text, gold) for gold in example.answers)}
 
     def total(self, subset: str, means: Mapping[str, NDArray[np.float64]]) -> NDArray[np.float64]:
-        """See :meth:`Task.total`; with ``rouge=corpus`` the geometric mean of a summary task's three mean ROUGEs."""
+        """See :meth:`Task.total`; with ``rouge=corpus`` the geometric mean of a summary task's three mean
+        ROUGEs."""
         if self.rouge == "example" or subset not in SUMMARIES:
             return means[self.metric]
         return np.cbrt(means["rouge1"] * means["rouge2"] * means["rougeL"])
 
     def submission(self, replies: Sequence[tuple[Example, str]]) -> Mapping[str, str]:
-        """The leaderboard's ``zero_scrolls_predictions.csv`` with columns Task, ID, Prediction, for test questions."""
+        """The leaderboard's ``zero_scrolls_predictions.csv`` with columns Task, ID, Prediction, for test
+        questions."""
         if self.split != "test":
             return {}
         # Slow to import.
@@ -142,7 +157,9 @@ class ZeroSCROLLS(Task):
 
     def _subset(self, place: Path, subset: str) -> list[Example]:
         member = f"{subset}/{self.split}.jsonl"
-        file, inside = (place / member, None) if (place / member).is_file() else (place / f"{subset}.zip", member)
+        file, inside = (
+            (place / member, None) if (place / member).is_file() else (place / f"{subset}.zip", member)
+        )
         if not file.is_file():
             hint = f"get {subset}.zip from hf.co/datasets/tau/zero_scrolls"
             refuse("path", str(place), f"a folder with {member} or {subset}.zip", hint)
@@ -165,12 +182,22 @@ class ZeroSCROLLS(Task):
             keys = ("document_start_index", "query_start_index", "query_end_index")
             start, query, end = (take("path", shown, line, row, key, int) for key in keys)
             if not 0 <= start <= query <= end <= len(prompt):
-                refuse_line("path", shown, line, f"indices 0 <= {' <= '.join(keys)} <= {len(prompt)}, the length of the input")
+                refuse_line(
+                    "path",
+                    shown,
+                    line,
+                    f"indices 0 <= {' <= '.join(keys)} <= {len(prompt)}, the length of the input",
+                )
             if self.chat_format:
                 instruction, gap, rest = prompt[:end].partition("\n\n")
                 if subset not in SUMMARIES:
                     if not gap or len(instruction) > start:
-                        refuse_line("path", shown, line, 'an "input" with an instruction and an empty line before the document')
+                        refuse_line(
+                            "path",
+                            shown,
+                            line,
+                            'an "input" with an instruction and an empty line before the document',
+                        )
                     asked = f"{instruction.strip()} {FORMAT_REQUEST}"
                     start, query = (at + len(asked) - len(instruction) for at in (start, query))
                     instruction = asked

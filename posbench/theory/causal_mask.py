@@ -1,7 +1,9 @@
-"""How the causal mask alone encodes position (Behind RoPE): closed forms, the exact limit of many dimensions, and simulation.
+"""How the causal mask alone encodes position (Behind RoPE): closed forms, the exact limit of many dimensions,
+and simulation.
 
-The network has no parameters: f(X) = softmax(mask(Y Y')) Y + X with Y the rows of X at length 1. Inputs are unit vectors with
-cosine ``alpha`` between any two. Maps are of Y Y' before the softmax, numbered by the layer that reads them, from 1.
+The network has no parameters: f(X) = softmax(mask(Y Y')) Y + X with Y the rows of X at length 1. Inputs are
+unit vectors with cosine ``alpha`` between any two. Maps are of Y Y' before the softmax, numbered by the layer
+that reads them, from 1.
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ Norm = Literal["l2", "layernorm", "layernorm_sqrt"]
 
 
 def g(i: ArrayLike, alpha: float) -> Array:
-    """Unnormalised score of token i (from 1, i >= 2) with any earlier token at layer 2; Behind RoPE, Section 3."""
+    """Unnormalised score of token i (from 1, i >= 2) with any earlier token at layer 2; Behind RoPE, Section
+    3."""
     i, e, a = np.asarray(i, dtype=np.float64), np.e, float(np.exp(alpha))
     return 2 * (2 * alpha * e + a * (1 + alpha * (2 * i - 3))) / (e + (i - 1) * a)
 
@@ -38,22 +41,26 @@ def g_prime(i: ArrayLike, alpha: float) -> Array:
 def h_prime(i: ArrayLike, alpha: float) -> Array:
     """As :func:`h` without the residual stream.
 
-    Differs from source: Appendix A.2 prints the difference of squares with a wrong sign in its middle term, see
-    :func:`h_prime_step`.
+    Differs from source: Appendix A.2 prints the difference of squares with a wrong sign in its middle term,
+    see :func:`h_prime_step`.
     """
     i, e, a = np.asarray(i, dtype=np.float64), np.e, float(np.exp(alpha))
-    return np.sqrt(e**2 + 2 * e * a * alpha * (i - 1) + a**2 * (i - 1) * (1 + alpha * (i - 2))) / (e + (i - 1) * a)
+    return np.sqrt(e**2 + 2 * e * a * alpha * (i - 1) + a**2 * (i - 1) * (1 + alpha * (i - 2))) / (
+        e + (i - 1) * a
+    )
 
 
 def h_prime_step(i: ArrayLike, alpha: float, *, printed: bool = False) -> Array:
-    """h'(i + 1)^2 - h'(i)^2 in closed form, never positive: the corrected line of Appendix A.2, or the printed one."""
+    """h'(i + 1)^2 - h'(i)^2 in closed form, never positive: the corrected line of Appendix A.2, or the
+    printed one."""
     i, e, a = np.asarray(i, dtype=np.float64), np.e, float(np.exp(alpha))
     inside = 2 * e**3 + (-1 if printed else 1) * 2 * e**2 * a * (i - 1) + a**3 * i * (i - 1)
     return (alpha - 1) * a * inside / ((e + i * a) ** 2 * (e + (i - 1) * a) ** 2)
 
 
 def scores_2(n: int, alpha: float) -> Array:
-    """Scores that layer 2 reads, [n, n], below the diagonal: g(i) / (h(i) h(j)); 1 on the diagonal, not a number above it."""
+    """Scores that layer 2 reads, [n, n], below the diagonal: g(i) / (h(i) h(j)); 1 on the diagonal, not a
+    number above it."""
     i = np.arange(1, n + 1)
     found = np.outer(g(i, alpha) / h(i, alpha), 1 / h(i, alpha))
     found[np.diag_indices(n)] = 1
@@ -61,19 +68,26 @@ def scores_2(n: int, alpha: float) -> Array:
 
 
 def rope_kernel(n: int, dim: int = 64, base: float = 10000.0) -> Array:
-    """What RoPE multiplies the scores with in the limit, [n, n]: the mean over frequencies of cos((i - j) theta)."""
+    """What RoPE multiplies the scores with in the limit, [n, n]: the mean over frequencies of cos((i - j)
+    theta)."""
     distance = np.subtract.outer(np.arange(n), np.arange(n))
     theta = base ** (-2 * np.arange(dim // 2) / dim)
     return np.cos(distance[..., None] * theta).mean(-1)
 
 
 def limit(
-    n: int, layers: int, alpha: float, *, mask: bool = True, kernel: Array | None = None, residual: bool = True
+    n: int,
+    layers: int,
+    alpha: float,
+    *,
+    mask: bool = True,
+    kernel: Array | None = None,
+    residual: bool = True,
 ) -> list[Array]:
     """Scores in the limit of infinitely many dimensions, exactly: one [n, n] per layer, layer 1 first.
 
-    Every hidden state is a combination of the inputs; with the inputs' Gram matrix G known, a layer maps its coefficients C
-    to softmax(mask(Y G Y')) Y + C, Y being C with rows of length 1.
+    Every hidden state is a combination of the inputs; with the inputs' Gram matrix G known, a layer maps its
+    coefficients C to softmax(mask(Y G Y')) Y + C, Y being C with rows of length 1.
 
     Args:
         n: Tokens.
@@ -121,14 +135,19 @@ def simulate(
         draws: Random inputs.
         mask: Whether attention is causal.
         rope: Rotate queries and keys (not values) with RoPE, halves paired, base 10000.
-        norm: ``l2`` (the paper's), or a LayerNorm without parameters whose scores are divided by d or by sqrt(d).
-        input_norm: Length of the input vectors. The paper's LayerNorm runs start from length 1, at which the update weighs
-            sqrt(d) times the stream; with sqrt(d) here and ``layernorm`` the limit is that of ``l2``.
+        norm: ``l2`` (the paper's), or a LayerNorm without parameters whose scores are divided by d or by
+            sqrt(d).
+        input_norm: Length of the input vectors. The paper's LayerNorm runs start from length 1, at which the
+            update weighs sqrt(d) times the stream; with sqrt(d) here and ``layernorm`` the limit is that of
+            ``l2``.
         seed: Seed of the draws.
         batch: Draws at once.
     """
     generator = torch.Generator().manual_seed(seed)
-    total, square = torch.zeros(layers, n, n, dtype=torch.float64), torch.zeros(layers, n, n, dtype=torch.float64)
+    total, square = (
+        torch.zeros(layers, n, n, dtype=torch.float64),
+        torch.zeros(layers, n, n, dtype=torch.float64),
+    )
     distance = torch.arange(n, dtype=torch.float32)
     angles = torch.outer(distance, 10000.0 ** (-2 * torch.arange(dim // 2) / dim)).repeat(1, 2)
     shut = torch.triu(torch.ones(n, n, dtype=torch.bool), 1)
@@ -161,7 +180,8 @@ def simulate(
 
 
 def diagonal_normalised(scores: Array) -> Array:
-    """Each sub-diagonal minus its own mean, [..., n, n]: what is left depends on more than i - j. NaN above the diagonal."""
+    """Each sub-diagonal minus its own mean, [..., n, n]: what is left depends on more than i - j. NaN above
+    the diagonal."""
     n = scores.shape[-1]
     found = np.full(scores.shape, np.nan)
     for offset in range(n):

@@ -1,7 +1,8 @@
 """What RoPE adds to the causal mask, one angle at a time (Wu et al. 2025, Lemma 4.6 and Theorem 4.7).
 
-Heads of two coordinates: the score of query i and key j is b cos(phi - (i - j) theta), where b is the product of both lengths,
-scaled as scores are, and phi the angle between both before the rotation. t counts layers from 0 in the paper, ``layers`` from 1.
+Heads of two coordinates: the score of query i and key j is b cos(phi - (i - j) theta), where b is the product
+of both lengths, scaled as scores are, and phi the angle between both before the rotation. t counts layers
+from 0 in the paper, ``layers`` from 1.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ def scores(n: int, theta: float, b: ArrayLike, phi: ArrayLike = 0.0) -> Array:
 def bounds(n: int, theta: float, low: float, high: float, delta: float = 0.0) -> tuple[Array, Array]:
     """Lower and upper bound of one layer's causal attention, both [n, n], 0 above the diagonal (Lemma 4.6).
 
-    They have the form C e^(-c (i - j)^2 theta^2), with c = ``high`` / 2 below and 2 ``low`` / pi^2 above: from 0 to pi,
-    1 - cos(x) lies between 2 x^2 / pi^2 and x^2 / 2. C is a row's own, as its softmax is.
+    They have the form C e^(-c (i - j)^2 theta^2), with c = ``high`` / 2 below and 2 ``low`` / pi^2 above:
+    from 0 to pi, 1 - cos(x) lies between 2 x^2 / pi^2 and x^2 / 2. C is a row's own, as its softmax is.
 
     Args:
         n: Tokens N.
@@ -41,7 +42,8 @@ def bounds(n: int, theta: float, low: float, high: float, delta: float = 0.0) ->
         delta: Largest \\|phi\\| in units of theta.
 
     Raises:
-        ValueError: (delta + N - 1) theta is above pi, where the cosine rises again and the lemma says nothing.
+        ValueError: (delta + N - 1) theta is above pi, where the cosine rises again and the lemma says
+            nothing.
     """
     if (delta + n - 1) * theta > np.pi:
         raise ValueError(f"(delta + N - 1) theta = {(delta + n - 1) * theta:.3g} is above pi")
@@ -56,43 +58,49 @@ def bounds(n: int, theta: float, low: float, high: float, delta: float = 0.0) ->
 
 
 def strength(theta: float, width: float) -> float:
-    """The b whose attention falls with distance as half a Gaussian of standard deviation ``width`` tokens: (theta width)^-2."""
+    """The b whose attention falls with distance as half a Gaussian of standard deviation ``width`` tokens:
+    (theta width)^-2."""
     return (theta * width) ** -2
 
 
 def law(layers: int, width: float, distance: ArrayLike) -> Array:
-    """Logarithm of binom(t + x, x) e^(-c x^2 theta^2), the closed form of Theorem 4.7, at distances x, [len(distance)].
+    """Logarithm of binom(t + x, x) e^(-c x^2 theta^2), the closed form of Theorem 4.7, at distances x,
+    [len(distance)].
 
     Args:
         layers: t + 1.
         width: Standard deviation of one layer's attention in tokens: c theta^2 = 1 / (2 width^2).
         distance: Distances x in tokens.
 
-    The theorem's Theta hides that c may be anything from a (t + 1)-th of one layer's up to it: t + 1 factors share the distance.
+    The theorem's Theta hides that c may be anything from a (t + 1)-th of one layer's up to it: t + 1 factors
+    share the distance.
     """
     x, t = np.asarray(distance, dtype=np.float64), layers - 1
     return gammaln(t + x + 1) - gammaln(x + 1) - gammaln(t + 1) - x**2 / (2 * width**2)
 
 
 def peak(layers: int, width: float) -> int:
-    """Distance of the largest value of :func:`law`, in tokens: it grows with depth about as sqrt(t), and with the width."""
+    """Distance of the largest value of :func:`law`, in tokens: it grows with depth about as sqrt(t), and with
+    the width."""
     # Its slope is below t / x - x / width^2, so the peak lies before sqrt(t) width.
     return int(law(layers, width, np.arange(int(np.sqrt(layers) * width) + 2)).argmax())
 
 
 def stationary(layers: int, width: float, printed: float | None = None) -> float:
-    """The distance x at which Stirling's L'(x) = log((t + x) / x) - 2 c theta^2 x is 0, in tokens (Appendix H).
+    """The distance x at which Stirling's L'(x) = log((t + x) / x) - 2 c theta^2 x is 0, in tokens (Appendix
+    H).
 
     Args:
         layers: t + 1, above 1.
         width: See :func:`law`.
-        printed: An angle theta; L' is then the printed one, log((t + x) / x) - 2 c theta x, which is not the derivative of the L
-            that it is said to be.
+        printed: An angle theta; L' is then the printed one, log((t + x) / x) - 2 c theta x, which is not the
+            derivative of the L that it is said to be.
     """
     t, slope = layers - 1, 1 / width**2 / (printed or 1.0)
     return float(brentq(lambda x: np.log1p(t / x) - slope * x, 1e-9, np.sqrt(t / slope) + 1))
 
 
 def drift(layers: int, width: float) -> float:
-    """Mean distance after that many layers, in tokens: each goes back by the mean of half a Gaussian, width sqrt(2 / pi)."""
+    """Mean distance after that many layers, in tokens: each goes back by the mean of half a Gaussian, width
+    sqrt(2 / pi)."""
     return layers * width * np.sqrt(2 / np.pi)

@@ -1,4 +1,5 @@
-"""Every mistake ends as exit status 2, one line that names field, value, range and next step, and no run folder."""
+"""Every mistake ends as exit status 2, one line that names field, value, range and next step, and no run
+folder."""
 
 from __future__ import annotations
 
@@ -27,13 +28,18 @@ def files(tmp_path_factory: pytest.TempPathFactory, checkpoint: Path) -> Path:
     (folder / "good.jsonl").write_text("".join(lines))
     (folder / "broken.jsonl").write_text(lines[0] + lines[1][:500] + "\n" + lines[2])
     (folder / "list.jsonl").write_text("[1, 2]\n")
-    (folder / "nofield.jsonl").write_text(json.dumps({k: v for k, v in json.loads(lines[0]).items() if k != "value"}) + "\n")
+    (folder / "nofield.jsonl").write_text(
+        json.dumps({k: v for k, v in json.loads(lines[0]).items() if k != "value"}) + "\n"
+    )
     (folder / "nogold.jsonl").write_text(json.dumps(json.loads(lines[0]) | {"key": "elsewhere"}) + "\n")
     (folder / "latin.jsonl").write_bytes(lines[0].replace("ordered", "ördered").encode("latin-1"))
     (folder / "truncated.jsonl.gz").write_bytes(gzip.compress("".join(lines).encode())[:-2000])
     (folder / "notgzip.jsonl.gz").write_text("plain text\n")
     gold = json.loads(lines[0])
-    finished = {"input": f'Json data: {{"a": "b"}} Key: "{gold["key"]}"\nCorresponding value:', "output": gold["value"]}
+    finished = {
+        "input": f'Json data: {{"a": "b"}} Key: "{gold["key"]}"\nCorresponding value:',
+        "output": gold["value"],
+    }
     (folder / "overlap.jsonl").write_text(json.dumps(finished) + "\n")
     (folder / "nooutput.jsonl").write_text(json.dumps({"input": "text"}) + "\n")
     (folder / "empty.jsonl").write_text("")
@@ -63,9 +69,16 @@ BARE = [
     ("infinite", ["method.factor=-inf"], ["method.factor", "-inf", "finite"]),
     ("not a number as text", ["method.factor='nan'"], ["method.factor", "nan", "finite"]),
     ("infinite in a list", ["search.factors=[0.5,inf]"], ["search.factors", "inf", "finite"]),
-    ("no value", ["method.channel=1", "method.factor=null", "method.layers=[0,1]", "stages=[evaluate]"],
-     ["method.factor", "None", "posbench stages=[search]"]),
-    ("misspelt key", ["method.facto=1"], ["method.facto", "'1'", "channel, factor", "did you mean method.factor?"]),
+    (
+        "no value",
+        ["method.channel=1", "method.factor=null", "method.layers=[0,1]", "stages=[evaluate]"],
+        ["method.factor", "None", "posbench stages=[search]"],
+    ),
+    (
+        "misspelt key",
+        ["method.facto=1"],
+        ["method.facto", "'1'", "channel, factor", "did you mean method.factor?"],
+    ),
     ("added key", ["+method.x=1"], ["method.x", "1", "channel, factor, layers, last", "remove"]),
     ("misspelt group", ["modle=tiny"], ["modle", "'tiny'", "model, runtime", "did you mean model?"]),
     ("key of no group", ["foo.bar=1"], ["foo.bar", "'1'"]),
@@ -86,7 +99,11 @@ BARE = [
     ("layers not a list", ["method.layers=2"], ["method.layers", "2", "exactly 2"]),
     ("last by name", ["method.last=foo"], ["method.last", "'foo'", "all"]),
     ("no stages", ["stages=[]"], ["stages", "[]", "search, study, intervene, evaluate, report"]),
-    ("misspelt stage", ["stages=[serch]"], ["stages", "'serch'", "search | study | intervene | evaluate | report"]),
+    (
+        "misspelt stage",
+        ["stages=[serch]"],
+        ["stages", "'serch'", "search | study | intervene | evaluate | report"],
+    ),
     ("stages out of order", ["stages=[evaluate,search]"], ["stages", "'search'", "in this order"]),
     ("search for no method", ["method=none", "stages=[search]"], ["stages", "'search'", "method none"]),
     ("index outside the list", ["task.positions=[0,32]"], ["task.positions", "32", "from 0 to 31"]),
@@ -98,21 +115,45 @@ BARE = [
     ("no positions", ["task.positions=[]"], ["task.positions", "[]", "at least one"]),
     ("one pair", ["task.pairs=1"], ["task.pairs", "1", "from 2 up"]),
     ("more pairs than words", ["task.pairs=65"], ["task.pairs", "65", "at most 64"]),
-    ("more calibration pairs than words", ["task.calibration_pairs=65"], ["task.calibration_pairs", "65", "at most 64"]),
+    (
+        "more calibration pairs than words",
+        ["task.calibration_pairs=65"],
+        ["task.calibration_pairs", "65", "at most 64"],
+    ),
     ("no examples", ["task.examples_per_position=0"], ["task.examples_per_position", "0", "from 1 up"]),
     ("no strings", ["search.strings=0"], ["search.strings", "0", "from 1 up"]),
     ("no factors", ["search.factors=[]"], ["search.factors", "[]", "at least one"]),
     ("no threads", ["runtime.threads=0"], ["runtime.threads", "0", "from 1 up"]),
-    ("unknown device map", ["runtime.device_map=spread"], ["runtime.device_map", "'spread'", "auto | balanced"]),
-    ("device map on one device", ["runtime.device=cpu", "runtime.device_map=auto"],
-     ["runtime.device_map", "'auto'", "null with runtime.device=cpu", "CUDA_VISIBLE_DEVICES"]),
-    ("memory without a device map", ["runtime.max_memory={cpu:1GiB}"],
-     ["runtime.max_memory", "{'cpu': '1GiB'}", "runtime.device_map=auto"]),
-    ("memory without a unit", ["runtime.device_map=auto", "runtime.max_memory={0:70}"], ["runtime.max_memory", "70"]),
-    ("memory that is no size", ["runtime.device_map=auto", "runtime.max_memory={0:lots}"],
-     ["runtime.max_memory", "{0: 'lots'}", "KiB, MiB or GiB"]),
-    ("memory of no device", ["runtime.device_map=auto", "runtime.max_memory={gpu:1GiB}"],
-     ["runtime.max_memory", "{'gpu': '1GiB'}", "GPU numbers and cpu"]),
+    (
+        "unknown device map",
+        ["runtime.device_map=spread"],
+        ["runtime.device_map", "'spread'", "auto | balanced"],
+    ),
+    (
+        "device map on one device",
+        ["runtime.device=cpu", "runtime.device_map=auto"],
+        ["runtime.device_map", "'auto'", "null with runtime.device=cpu", "CUDA_VISIBLE_DEVICES"],
+    ),
+    (
+        "memory without a device map",
+        ["runtime.max_memory={cpu:1GiB}"],
+        ["runtime.max_memory", "{'cpu': '1GiB'}", "runtime.device_map=auto"],
+    ),
+    (
+        "memory without a unit",
+        ["runtime.device_map=auto", "runtime.max_memory={0:70}"],
+        ["runtime.max_memory", "70"],
+    ),
+    (
+        "memory that is no size",
+        ["runtime.device_map=auto", "runtime.max_memory={0:lots}"],
+        ["runtime.max_memory", "{0: 'lots'}", "KiB, MiB or GiB"],
+    ),
+    (
+        "memory of no device",
+        ["runtime.device_map=auto", "runtime.max_memory={gpu:1GiB}"],
+        ["runtime.max_memory", "{'gpu': '1GiB'}", "GPU numbers and cpu"],
+    ),
     ("empty batches", ["runtime.batch_size=0"], ["runtime.batch_size", "0", "from 1 up"]),
     ("unfinished list", ["method.factor=[1"], ["method.factor", "'method.factor=[1'", "key=value"]),
     ("no equals sign", ["foo"], ["foo", "'foo'", "key=value"]),
@@ -122,12 +163,19 @@ BARE = [
     ("unknown choice of a flag", ["--cfg", "nonsense"], ["--cfg", "nonsense", "'job'"]),
     ("two modes", ["--cfg", "job", "-m"], ["--cfg job -m", "one of"]),
     ("missing config folder", ["--config-dir", "/nowhere"], ["--config-dir", "'/nowhere'", "folder"]),
-    ("sweep over an unknown key", ["-m", "method.facto=1,2"], ["method.facto", "'1,2'", "did you mean method.factor?"]),
-]  # fmt: skip
+    (
+        "sweep over an unknown key",
+        ["-m", "method.facto=1,2"],
+        ["method.facto", "'1,2'", "did you mean method.factor?"],
+    ),
+]
 
 SMALL = [
-    ("channel outside the hidden size", ["method.channel=16"],
-     ["method.channel", "16", "from 0 to 15", "hidden size 16", "stages=[search]"]),
+    (
+        "channel outside the hidden size",
+        ["method.channel=16"],
+        ["method.channel", "16", "from 0 to 15", "hidden size 16", "stages=[search]"],
+    ),
     ("negative channel", ["method.channel=-1"], ["method.channel", "-1", "from 0 to 15"]),
     ("repeated channel", ["method.channel=[3,3]"], ["method.channel", "[3, 3]", "different channels"]),
     ("no channel", ["method.channel=[]"], ["method.channel", "[]", "different channels"]),
@@ -137,49 +185,127 @@ SMALL = [
     ("no last token", ["method.last=0"], ["method.last", "0", "all", "method.last=1"]),
     ("negative last token", ["method.last=-1"], ["method.last", "-1", "all"]),
     ("layers of the search", ["search.layers=[3,4]"], ["search.layers", "[3, 4]", "<= 3"]),
-    ("prompt over the window", ["task.pairs=64", "task.positions=[0]"],
-     ["prompt length", "259", "at most 255", "task.pairs", "task.truncation=middle"]),
-    ("calibration over the window", ["task.calibration_pairs=64"], ["prompt length", "259", "at most 256", "task.pairs"]),
+    (
+        "prompt over the window",
+        ["task.pairs=64", "task.positions=[0]"],
+        ["prompt length", "259", "at most 255", "task.pairs", "task.truncation=middle"],
+    ),
+    (
+        "calibration over the window",
+        ["task.calibration_pairs=64"],
+        ["prompt length", "259", "at most 256", "task.pairs"],
+    ),
     ("strings over the window", ["search.length=257"], ["search.length", "257", "to 256", "shorten"]),
     ("window over the strings", ["search.window=100"], ["search.length", "48", "from 109"]),
     ("official over the strings", ["search.variant=official"], ["search.length", "48", "from 301"]),
     ("device that is not there", ["runtime.device=cuda:7"], ["runtime.device", "'cuda:7'", "auto, cpu"]),
     ("device that is none", ["runtime.device=abacus"], ["runtime.device", "'abacus'", "auto, cpu"]),
-    ("kernel that is not installed", ["model.attention=flash_attention_2"], ["model.attention", "flash_attention_2", "sdpa"]),
+    (
+        "kernel that is not installed",
+        ["model.attention=flash_attention_2"],
+        ["model.attention", "flash_attention_2", "sdpa"],
+    ),
     ("no constants", ["stages=[evaluate]"], ["method.channel", "None", "posbench stages=[search]"]),
-    ("nothing to report", ["stages=[report]", "method.channel=0", "method.factor=0", "method.layers=[0,1]"],
-     ["stages", "['report']", "posbench report DIR"]),
-    ("missing checkpoint", ["model.path={files}/nowhere"], ["model.path", "nowhere", "local directory", "no such directory"]),
+    (
+        "nothing to report",
+        ["stages=[report]", "method.channel=0", "method.factor=0", "method.layers=[0,1]"],
+        ["stages", "['report']", "posbench report DIR"],
+    ),
+    (
+        "missing checkpoint",
+        ["model.path={files}/nowhere"],
+        ["model.path", "nowhere", "local directory", "no such directory"],
+    ),
     ("unknown hub id", ["model.path=nobody/nothing"], ["model.path", "'nobody/nothing'", "reachable hub id"]),
-    ("unknown embedded model", ["model.path=posbench://huge"], ["model.path", "'posbench://huge'", "no such directory"]),
+    (
+        "unknown embedded model",
+        ["model.path=posbench://huge"],
+        ["model.path", "'posbench://huge'", "no such directory"],
+    ),
     ("empty checkpoint", ["model.path={files}/empty"], ["model.path", "empty", "config.json"]),
     ("broken config", ["model.path={files}/badconfig"], ["model.path", "badconfig", "config.json"]),
     ("pickled weights", ["model.path={files}/pickle"], ["model.path", "pickle", "safetensors"]),
     ("torn weights", ["model.path={files}/torn"], ["model.path", "torn", "safetensors"]),
     ("no tokenizer", ["model.path={files}/notokenizer"], ["model.path", "notokenizer", "tokenizer"]),
-    ("unknown family", ["model.path={files}/gpt2"], ["model architecture", "'gpt2'", "llama, mistral", "arch.py"]),
-    ("another unknown family", ["model.path={files}/deepseek_v3"], ["model architecture", "'deepseek_v3'", "llama, mistral"]),
-    ("unknown to transformers too", ["model.path={files}/alien"], ["model architecture", "'alien'", "llama, mistral"]),
-    ("missing file", ["task.path={files}/nowhere.jsonl"], ["task.path", "nowhere.jsonl", "readable", "No such file"]),
+    (
+        "unknown family",
+        ["model.path={files}/gpt2"],
+        ["model architecture", "'gpt2'", "llama, mistral", "arch.py"],
+    ),
+    (
+        "another unknown family",
+        ["model.path={files}/deepseek_v3"],
+        ["model architecture", "'deepseek_v3'", "llama, mistral"],
+    ),
+    (
+        "unknown to transformers too",
+        ["model.path={files}/alien"],
+        ["model architecture", "'alien'", "llama, mistral"],
+    ),
+    (
+        "missing file",
+        ["task.path={files}/nowhere.jsonl"],
+        ["task.path", "nowhere.jsonl", "readable", "No such file"],
+    ),
     ("a folder as file", ["task.path={files}"], ["task.path", "readable", "directory"]),
-    ("broken line", ["task.path={files}/broken.jsonl", "task.examples_per_position=3"],
-     ["task.path", "broken.jsonl line 2", "JSON"]),
-    ("line that is no object", ["task.path={files}/list.jsonl"], ["task.path", "list.jsonl line 1", "JSON object"]),
-    ("truncated gzip", ["task.path={files}/truncated.jsonl.gz"], ["task.path", "truncated.jsonl.gz", "readable"]),
-    ("gzip that is none", ["task.path={files}/notgzip.jsonl.gz"], ["task.path", "notgzip.jsonl.gz", "readable"]),
-    ("missing field", ["task.path={files}/nofield.jsonl", ONE], ["task.path", "nofield.jsonl line 1", "value"]),
-    ("gold not among the pairs", ["task.path={files}/nogold.jsonl", ONE], ["task.path", "nogold.jsonl line 1", "gold"]),
+    (
+        "broken line",
+        ["task.path={files}/broken.jsonl", "task.examples_per_position=3"],
+        ["task.path", "broken.jsonl line 2", "JSON"],
+    ),
+    (
+        "line that is no object",
+        ["task.path={files}/list.jsonl"],
+        ["task.path", "list.jsonl line 1", "JSON object"],
+    ),
+    (
+        "truncated gzip",
+        ["task.path={files}/truncated.jsonl.gz"],
+        ["task.path", "truncated.jsonl.gz", "readable"],
+    ),
+    (
+        "gzip that is none",
+        ["task.path={files}/notgzip.jsonl.gz"],
+        ["task.path", "notgzip.jsonl.gz", "readable"],
+    ),
+    (
+        "missing field",
+        ["task.path={files}/nofield.jsonl", ONE],
+        ["task.path", "nofield.jsonl line 1", "value"],
+    ),
+    (
+        "gold not among the pairs",
+        ["task.path={files}/nogold.jsonl", ONE],
+        ["task.path", "nogold.jsonl line 1", "gold"],
+    ),
     ("wrong encoding", ["task.path={files}/latin.jsonl", ONE], ["task.path", "latin.jsonl", "UTF-8"]),
     ("empty file", ["task.path={files}/empty.jsonl"], ["task.examples_per_position", "12", "at most 0"]),
-    ("more examples than the file", ["task.path={files}/good.jsonl", "task.examples_per_position=4"],
-     ["task.examples_per_position", "4", "at most 3"]),
-    ("more pairs than the file", ["task.path={files}/good.jsonl", ONE, "task.pairs=76"], ["task.pairs", "76", "at most 75"]),
-    ("calibration on the evaluation", ["task.path={files}/good.jsonl", ONE, "task.calibration_path={files}/overlap.jsonl"],
-     ["task.calibration_path", "overlap.jsonl line 1", "does not ask"]),
-    ("calibration without output", ["task.calibration_path={files}/nooutput.jsonl"],
-     ["task.calibration_path", "nooutput.jsonl line 1", "output"]),
-    ("empty calibration", ["task.calibration_path={files}/empty.jsonl"], ["task.calibration_path", "empty.jsonl"]),
-]  # fmt: skip
+    (
+        "more examples than the file",
+        ["task.path={files}/good.jsonl", "task.examples_per_position=4"],
+        ["task.examples_per_position", "4", "at most 3"],
+    ),
+    (
+        "more pairs than the file",
+        ["task.path={files}/good.jsonl", ONE, "task.pairs=76"],
+        ["task.pairs", "76", "at most 75"],
+    ),
+    (
+        "calibration on the evaluation",
+        ["task.path={files}/good.jsonl", ONE, "task.calibration_path={files}/overlap.jsonl"],
+        ["task.calibration_path", "overlap.jsonl line 1", "does not ask"],
+    ),
+    (
+        "calibration without output",
+        ["task.calibration_path={files}/nooutput.jsonl"],
+        ["task.calibration_path", "nooutput.jsonl line 1", "output"],
+    ),
+    (
+        "empty calibration",
+        ["task.calibration_path={files}/empty.jsonl"],
+        ["task.calibration_path", "empty.jsonl"],
+    ),
+]
 
 
 def _expect(result: Result, words: list[str], outputs: Path) -> None:
@@ -192,13 +318,20 @@ def _expect(result: Result, words: list[str], outputs: Path) -> None:
 
 
 @pytest.mark.parametrize(("args", "words"), [r[1:] for r in BARE], ids=[r[0] for r in BARE])
-def test_refused_before_the_model(args: list[str], words: list[str], posbench: Callable[..., Result], outputs: Path) -> None:
+def test_refused_before_the_model(
+    args: list[str], words: list[str], posbench: Callable[..., Result], outputs: Path
+) -> None:
     _expect(posbench(*args), words, outputs)
 
 
 @pytest.mark.parametrize(("args", "words"), [r[1:] for r in SMALL], ids=[r[0] for r in SMALL])
 def test_refused_before_the_folder(
-    args: list[str], words: list[str], posbench: Callable[..., Result], outputs: Path, files: Path, small: list[str]
+    args: list[str],
+    words: list[str],
+    posbench: Callable[..., Result],
+    outputs: Path,
+    files: Path,
+    small: list[str],
 ) -> None:
     _expect(posbench(*small, *(a.replace("{files}", str(files)) for a in args)), words, outputs)
 
@@ -232,12 +365,17 @@ def test_gpu_on_a_machine_without_one(
         (["rescore", "{here}"], ["DIR", "run folder"]),
         (["fetch", "model=nope"], ["model", "'nope'", "tiny"]),
         (["fetch", "task.pairs=1"], ["task.pairs", "1", "from 2 up"]),
-        (["fetch", "task.path=/nowhere.jsonl", "task.prompt=compact"], ["task.path", "'/nowhere.jsonl'", "no such file"]),
+        (
+            ["fetch", "task.path=/nowhere.jsonl", "task.prompt=compact"],
+            ["task.path", "'/nowhere.jsonl'", "no such file"],
+        ),
         (["fetch", "--wet-run"], ["flag", "'--wet-run'"]),
         (["validate", "model=nope"], ["model", "'nope'", "tiny"]),
     ],
 )
-def test_verbs(args: list[str], words: list[str], posbench: Callable[..., Result], outputs: Path, tmp_path: Path) -> None:
+def test_verbs(
+    args: list[str], words: list[str], posbench: Callable[..., Result], outputs: Path, tmp_path: Path
+) -> None:
     (tmp_path / "foreign.txt").write_text("not a run")
     _expect(posbench(*(a.replace("{here}", str(tmp_path)) for a in args), verb=True), words, outputs)
     assert [p.name for p in tmp_path.iterdir()] == ["foreign.txt"]
@@ -252,7 +390,11 @@ def test_outputs_that_are_a_file(posbench: Callable[..., Result], outputs: Path,
 def test_broken_yaml_of_the_user(posbench: Callable[..., Result], outputs: Path, tmp_path: Path) -> None:
     (tmp_path / "conf" / "model").mkdir(parents=True)
     (tmp_path / "conf" / "model" / "mine.yaml").write_text("name: [mine\n")
-    _expect(posbench("--config-dir", str(tmp_path / "conf"), "model=mine"), ["config file", "conf", "valid YAML"], outputs)
+    _expect(
+        posbench("--config-dir", str(tmp_path / "conf"), "model=mine"),
+        ["config file", "conf", "valid YAML"],
+        outputs,
+    )
 
 
 @pytest.mark.slow

@@ -1,4 +1,5 @@
-"""The chain on one page is made of its links: each gives the numbers that it gives alone, and the ends those of a plain run."""
+"""The chain on one page is made of its links: each gives the numbers that it gives alone, and the ends those
+of a plain run."""
 
 from __future__ import annotations
 
@@ -18,7 +19,9 @@ def test_chain_is_made_of_its_links(posbench: Callable[..., Result], outputs: Pa
     done = posbench("study=chain", *FEW, *sizes)
     assert done.status == 0, done.err
     (folder,) = run_folders(outputs)
-    assert (folder / "figures" / "chain.png").is_file() and "shifted position ids" in (folder / "report.html").read_text()
+    assert (folder / "figures" / "chain.png").is_file() and "shifted position ids" in (
+        folder / "report.html"
+    ).read_text()
     alone = {
         "hidden_perturbation/effects": ["study.texts=6", "study.controls=2"],
         "crop_mask/crop_mask_effects": ["study.examples=6"],
@@ -31,7 +34,11 @@ def test_chain_is_made_of_its_links(posbench: Callable[..., Result], outputs: Pa
     assert posbench("stages=[evaluate]", *FEW).status == 0
     (metrics,) = outputs.glob("kv_retrieval/*/*/metrics.csv")
     scores = pd.read_csv(metrics, dtype={"position": str}).query("metric == 'accuracy' and position != 'all'")
-    scores = scores.assign(position=scores["position"].astype(int)).set_index(["method", "position"])["value"].sort_index()
+    scores = (
+        scores.assign(position=scores["position"].astype(int))
+        .set_index(["method", "position"])["value"]
+        .sort_index()
+    )
     bias = pd.read_csv(folder / "bias.csv", keep_default_na=False)
     bias = bias.set_index(["method", "gold_position"])["score"].sort_index()
     assert np.allclose(bias.to_numpy(), scores.to_numpy()) and list(bias.index) == list(scores.index)

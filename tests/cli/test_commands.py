@@ -26,7 +26,10 @@ FIXED = ["method.channel=3", "method.factor=0.5", "method.layers=[1,2]", "stages
 def test_help_and_version(posbench: Callable[..., Result]) -> None:
     for flag in ("-h", "--help", "help"):
         result = posbench(flag, verb=True)
-        assert result.status == 0 and "posbench task=kv_retrieval model=mistral7b method=scale_channel" in result.out
+        assert (
+            result.status == 0
+            and "posbench task=kv_retrieval model=mistral7b method=scale_channel" in result.out
+        )
     assert posbench("--version", verb=True).out == f"posbench {__version__}\n"
 
 
@@ -35,7 +38,9 @@ def test_ls_names_every_file(posbench: Callable[..., Result]) -> None:
     assert everything.status == 0
     for verb, group in GROUPS.items():
         listed = posbench("ls", verb, verb=True).out
-        names = {line.split()[0] for line in listed.splitlines()[2:] if not line.startswith(" ") and line.strip()}
+        names = {
+            line.split()[0] for line in listed.splitlines()[2:] if not line.startswith(" ") and line.strip()
+        }
         assert set(choices(paths.CONF / group)) <= names
     assert all(name in everything.out for name in choices(paths.EXPERIMENTS))
 
@@ -44,7 +49,9 @@ def test_validate_checks_everything_and_runs_nothing(
     posbench: Callable[..., Result], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("posbench.pipeline.execute.execute", lambda *args, **kwargs: pytest.fail("validate ran a job"))
+    monkeypatch.setattr(
+        "posbench.pipeline.execute.execute", lambda *args, **kwargs: pytest.fail("validate ran a job")
+    )
     # Two of each group: test_config.py composes all of them.
     monkeypatch.setattr("posbench.cli.main.choices", lambda *folders: choices(*folders)[:2])
     result = posbench("validate", verb=True)
@@ -71,22 +78,41 @@ def test_cfg_prints_the_composed_config(posbench: Callable[..., Result], outputs
 
 
 def test_the_default_run_on_the_embedded_model(posbench: Callable[..., Result], outputs: Path) -> None:
-    """``posbench`` as typed first, with fewer examples: all four stages and everything that the folder promises."""
-    few = ["task.examples_per_position=4", "task.calibration_examples=6", "search.strings=40", "runtime.intervene_examples=2"]
+    """``posbench`` as typed first, with fewer examples: all four stages and everything that the folder
+    promises."""
+    few = [
+        "task.examples_per_position=4",
+        "task.calibration_examples=6",
+        "search.strings=40",
+        "runtime.intervene_examples=2",
+    ]
     result = posbench(*few, "runtime.resamples=50")
     assert result.status == 0, result.err
     (folder,) = run_folders(outputs)
     assert folder.parent == outputs / "kv_retrieval/v001" and folder.name.startswith("tiny__scale_channel__")
     names = {p.name for p in folder.iterdir()}
     assert names >= {
-        "config.yaml", "provenance.json", "status.json", "predictions.jsonl", "metrics.csv", "search.csv", "channels.csv",
-        "found.yaml", "attention.csv", "figures", "report.html", "DONE",
-    }  # fmt: skip
+        "config.yaml",
+        "provenance.json",
+        "status.json",
+        "predictions.jsonl",
+        "metrics.csv",
+        "search.csv",
+        "channels.csv",
+        "found.yaml",
+        "attention.csv",
+        "figures",
+        "report.html",
+        "DONE",
+    }
     table = pd.read_csv(folder / "metrics.csv", dtype={"position": str})
     assert set(table["method"]) == {"none", "scale_channel"} and len(set(table["position"])) == 10
     assert list((folder / "figures").iterdir())
     facts = json.loads((folder / "provenance.json").read_text())
-    assert facts["command"].startswith("posbench task.examples_per_position=4") and facts["posbench"] == __version__
+    assert (
+        facts["command"].startswith("posbench task.examples_per_position=4")
+        and facts["posbench"] == __version__
+    )
     assert "report.html" in result.out
 
 
@@ -112,7 +138,11 @@ def test_a_paper_is_compared_with_the_runs_in_its_setting_only(
     posbench: Callable[..., Result], small: list[str], outputs: Path
 ) -> None:
     rest = [o for o in small if not o.startswith(("stages", "task.pairs", "task.positions", "model.name"))]
-    setting = ["experiment.reference.setting.pairs=12", "experiment.reference.setting.prompt=compact", "model.name=mistral7b"]
+    setting = [
+        "experiment.reference.setting.pairs=12",
+        "experiment.reference.setting.prompt=compact",
+        "model.name=mistral7b",
+    ]
     stages = ["stages=[evaluate,report]", "task.pairs=8,12"]
     result = posbench("experiment=yu2025_table1_kv", *rest, *FIXED, *setting, *stages)
     assert result.status == 0, result.err
@@ -121,7 +151,11 @@ def test_a_paper_is_compared_with_the_runs_in_its_setting_only(
     reference = json.loads((sweep / "reference.json").read_text())
     _, rows = tables.reference_table(summary, reference)
     assert len(rows) == 2 * 6, "two methods, five positions and the average, of one run"
-    here = (summary["task.pairs"].astype(str) == "12") & (summary["position"] == "all") & (summary["metric"] == "accuracy")
+    here = (
+        (summary["task.pairs"].astype(str) == "12")
+        & (summary["position"] == "all")
+        & (summary["metric"] == "accuracy")
+    )
     fits = summary[here]
     assert len(fits) == 2
     average = {row[1]: row[4] for row in rows if row[2] == "all"}
@@ -129,8 +163,16 @@ def test_a_paper_is_compared_with_the_runs_in_its_setting_only(
         assert average[method].startswith(f"{100 * value:.1f} [")
 
 
-def test_shortened_prompts_are_counted(posbench: Callable[..., Result], small: list[str], outputs: Path) -> None:
-    args = [*small, *FIXED, "stages=[intervene,evaluate,report]", "task.positions=[0,11]", "model.context_window=41"]
+def test_shortened_prompts_are_counted(
+    posbench: Callable[..., Result], small: list[str], outputs: Path
+) -> None:
+    args = [
+        *small,
+        *FIXED,
+        "stages=[intervene,evaluate,report]",
+        "task.positions=[0,11]",
+        "model.context_window=41",
+    ]
     refused = posbench(*args)
     assert refused.status == 2 and "task.truncation=middle" in refused.err and run_folders(outputs) == []
     result = posbench(*args, "task.truncation=middle")
@@ -144,32 +186,50 @@ def test_shortened_prompts_are_counted(posbench: Callable[..., Result], small: l
     rows = [json.loads(line) for line in (folder / "predictions.jsonl").read_text().splitlines()]
     assert len(rows) == 48 and all(row["dropped"] == over.get(row["id"], 0) for row in rows)
     mean = sum(over.values()) / len(over)
-    sentence = f"{len(over)} of 24 prompts were shortened to the context window (mean {mean:.0f} tokens removed)."
+    sentence = (
+        f"{len(over)} of 24 prompts were shortened to the context window (mean {mean:.0f} tokens removed)."
+    )
     assert sentence in " ".join(result.out.split()) and sentence in (folder / "report.html").read_text()
     assert "intervene: " in result.out
     # A prompt counts once, whatever the number of methods, and the mean is over the shortened ones.
-    rows = [{"id": name, "dropped": n, "method": method} for method in "ab" for name, n in (("x", 0), ("y", 10), ("z", 20))]
-    assert tables.shortened(rows).startswith("2 of 3 prompts were shortened to the context window (mean 15 tokens")
+    rows = [
+        {"id": name, "dropped": n, "method": method}
+        for method in "ab"
+        for name, n in (("x", 0), ("y", 10), ("z", 20))
+    ]
+    assert tables.shortened(rows).startswith(
+        "2 of 3 prompts were shortened to the context window (mean 15 tokens"
+    )
     assert tables.shortened(rows[:1]) == ""
 
 
-def test_a_typed_channel_is_the_only_one_searched(posbench: Callable[..., Result], small: list[str], outputs: Path) -> None:
+def test_a_typed_channel_is_the_only_one_searched(
+    posbench: Callable[..., Result], small: list[str], outputs: Path
+) -> None:
     result = posbench(*small, "method.channel=3", "search.factors=[0.5,-1.0]", "stages=[search,intervene]")
     assert result.status == 0, result.err
     (folder,) = run_folders(outputs)
     assert set(pd.read_csv(folder / "search.csv")["channel"]) == {3}
     applied = json.loads((folder / "method.json").read_text())
     found = yaml.safe_load((folder / "found.yaml").read_text())["scale_channel"]
-    assert applied["channel"] == 3 and applied["factor"] == found["factor"] and applied["layers"] == found["layers"]
+    assert (
+        applied["channel"] == 3
+        and applied["factor"] == found["factor"]
+        and applied["layers"] == found["layers"]
+    )
     assert "paste into the model's YAML" in result.out
     two = posbench(*small, "method.channel=[3,5]")
     assert two.status == 2 and "one channel, with the search stage" in two.err
 
 
 def test_a_users_own_method_and_a_chat_template_move_the_hash(
-    posbench: Callable[..., Result], small: list[str], outputs: Path, tmp_path: Path, checkpoint: Path,
+    posbench: Callable[..., Result],
+    small: list[str],
+    outputs: Path,
+    tmp_path: Path,
+    checkpoint: Path,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+) -> None:
     code = "from posbench.methods.unmodified import Unmodified\nclass Own(Unmodified):\n    pass\n"
     module, conf = tmp_path / "ownmethod.py", tmp_path / "conf" / "method"
     conf.mkdir(parents=True)
@@ -179,9 +239,20 @@ def test_a_users_own_method_and_a_chat_template_move_the_hash(
     copy = tmp_path / "model"
     shutil.copytree(checkpoint, copy)
     rest = [o for o in small if not o.startswith(("stages", "model.path"))]
-    command = ["--config-dir", str(conf.parent), *rest, f"model.path={copy}", "method=own", "stages=[evaluate]"]
+    command = [
+        "--config-dir",
+        str(conf.parent),
+        *rest,
+        f"model.path={copy}",
+        "method=own",
+        "stages=[evaluate]",
+    ]
     template = copy / "chat_template.jinja"
-    changes = (lambda: None, lambda: module.write_text(code + "# changed\n"), lambda: template.write_text("x"))
+    changes = (
+        lambda: None,
+        lambda: module.write_text(code + "# changed\n"),
+        lambda: template.write_text("x"),
+    )
     for change in changes:
         change()
         result = posbench(*command)
@@ -189,7 +260,9 @@ def test_a_users_own_method_and_a_chat_template_move_the_hash(
     assert len(run_folders(outputs)) == 3
 
 
-def test_a_sweep_ends_with_one_table(posbench: Callable[..., Result], small: list[str], outputs: Path) -> None:
+def test_a_sweep_ends_with_one_table(
+    posbench: Callable[..., Result], small: list[str], outputs: Path
+) -> None:
     result = posbench("-m", *small, *FIXED, "method.factor=1,0")
     assert result.status == 0, result.err
     assert len(run_folders(outputs)) == 2
@@ -197,7 +270,9 @@ def test_a_sweep_ends_with_one_table(posbench: Callable[..., Result], small: lis
     assert sweep.name.startswith("sweep__method-factor__")
     summary = pd.read_csv(sweep / "summary.csv", dtype={"position": str, "method.factor": str})
     assert set(summary["method.factor"]) == {"1", "0"}
-    average = summary[(summary["position"] == "all") & (summary["metric"] == "accuracy_difference")].set_index("method.factor")
+    average = summary[
+        (summary["position"] == "all") & (summary["metric"] == "accuracy_difference")
+    ].set_index("method.factor")
     assert average.loc["1", "value"] == 0.0
     # Each run's own rows, unchanged, under its setting.
     for folder in run_folders(outputs):
@@ -209,7 +284,9 @@ def test_a_sweep_ends_with_one_table(posbench: Callable[..., Result], small: lis
     assert posbench("report", str(sweep), verb=True).status == 0
 
 
-def test_a_failing_job_does_not_stop_the_others(posbench: Callable[..., Result], small: list[str], outputs: Path) -> None:
+def test_a_failing_job_does_not_stop_the_others(
+    posbench: Callable[..., Result], small: list[str], outputs: Path
+) -> None:
     result = posbench("-m", *small, *FIXED, "method.channel=16,3,-1")
     assert result.status == 2
     assert result.err.count("posbench: ") == 2 and "Traceback" not in result.err
@@ -255,7 +332,9 @@ def own(tmp_path: Path, checkpoint: Path) -> Path:
     return tmp_path / "conf"
 
 
-def test_a_config_dir_of_the_user(own: Path, posbench: Callable[..., Result], small: list[str], outputs: Path) -> None:
+def test_a_config_dir_of_the_user(
+    own: Path, posbench: Callable[..., Result], small: list[str], outputs: Path
+) -> None:
     rest = [o for o in small if not o.startswith(("model", "stages"))]
     result = posbench("--config-dir", str(own), "model=mine", *rest, "stages=[evaluate]")
     assert result.status == 0, result.err
@@ -269,7 +348,9 @@ def test_a_config_dir_of_the_user(own: Path, posbench: Callable[..., Result], sm
     assert "mine" in listed and "mistral7b" in listed
 
 
-def test_an_experiment_with_a_config_dir_of_the_user(own: Path, posbench: Callable[..., Result], outputs: Path) -> None:
+def test_an_experiment_with_a_config_dir_of_the_user(
+    own: Path, posbench: Callable[..., Result], outputs: Path
+) -> None:
     result = posbench("--config-dir", str(own), "experiment=yu2025_fig6", "model=mine", "--cfg", "job")
     assert result.status == 0, result.err
     assert "name: mine" in result.out and "name: yu2025_fig6" in result.out and not outputs.exists()
@@ -284,12 +365,23 @@ def test_an_experiment_with_a_config_dir_of_the_user(own: Path, posbench: Callab
     ],
 )
 def test_open_questions_about_published_constants_are_read_by_who_uses_them(
-    posbench: Callable[..., Result], small: list[str], outputs: Path, checkpoint: Path, model: str, words: list[str]
+    posbench: Callable[..., Result],
+    small: list[str],
+    outputs: Path,
+    checkpoint: Path,
+    model: str,
+    words: list[str],
 ) -> None:
     """The files' own text, on a small checkpoint that stands in for the weights."""
     rest = [o for o in small if not o.startswith(("model", "stages"))]
     fits = ["model.scale_channel.channel=3", "model.scale_channel.layers=[1,2]", "model.revision=null"]
-    stand_in = [f"model={model}", f"model.path={checkpoint}", "model.dtype=float32", *fits, "stages=[evaluate,report]"]
+    stand_in = [
+        f"model={model}",
+        f"model.path={checkpoint}",
+        "model.dtype=float32",
+        *fits,
+        "stages=[evaluate,report]",
+    ]
     result = posbench(*rest, *stand_in)
     assert result.status == 0, result.err
     (folder,) = run_folders(outputs)
@@ -302,7 +394,9 @@ def test_open_questions_about_published_constants_are_read_by_who_uses_them(
     assert other.status == 0 and "channel 5" in other.out and "constants:" not in other.out
 
 
-def test_a_model_without_positions_is_another_run(posbench: Callable[..., Result], small: list[str], outputs: Path) -> None:
+def test_a_model_without_positions_is_another_run(
+    posbench: Callable[..., Result], small: list[str], outputs: Path
+) -> None:
     rest = [o for o in small if not o.startswith("stages")]
     for rope in ("checkpoint", "none"):
         result = posbench(*rest, *FIXED, f"model.rope={rope}")

@@ -18,7 +18,8 @@ def _tokenizer(model_type: str):
 
     if model_type != "qwen2":
         return build_tokenizer()
-    # Transformers reads every qwen2 checkpoint with its own byte-level splitting, whatever tokenizer.json says.
+    # Transformers reads every qwen2 checkpoint with its own byte-level splitting, whatever tokenizer.json
+    # says.
     letters = {letter: i for i, letter in enumerate(bytes_to_unicode().values())}
     return Qwen2Tokenizer(vocab=letters | {"<|endoftext|>": len(letters)}, merges=[])
 
@@ -38,7 +39,14 @@ def test_every_stage_runs_on_a_checkpoint_of_the_family(name, tmp_path, posbench
     model.save_pretrained(folder)
     _tokenizer(model.config.model_type).save_pretrained(folder)
     own = [o for o in small if not o.startswith(("model.path=", "model.name=", "search=", "stages="))]
-    command = ["model=hf", f"model.name={name}", f"model.path={folder}", *own, "method.channel=5", "search.layers=[1,2]"]
+    command = [
+        "model=hf",
+        f"model.name={name}",
+        f"model.path={folder}",
+        *own,
+        "method.channel=5",
+        "search.layers=[1,2]",
+    ]
     # The report reads files alone: one family is enough for it.
     stages = ["search", "intervene", "evaluate", *(["report"] if name == "llama" else [])]
     result = posbench(*command, f"stages=[{','.join(stages)}]")

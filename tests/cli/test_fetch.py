@@ -35,7 +35,8 @@ UNUSED = ("pytorch_model.bin", "consolidated.safetensors", "original/params.json
 
 @pytest.fixture
 def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every connection fails, and the hub's own offline switch is off: nothing but the code keeps it from trying."""
+    """Every connection fails, and the hub's own offline switch is off: nothing but the code keeps it from
+    trying."""
 
     def refuse(*args: Any, **kwargs: Any) -> None:
         raise AssertionError("the network was touched")
@@ -72,7 +73,10 @@ class Hub:
         if self.error:
             raise self.error
         files = [p for p in self.folder.rglob("*") if p.is_file()]
-        entries = [SimpleNamespace(rfilename=p.relative_to(self.folder).as_posix(), size=p.stat().st_size) for p in files]
+        entries = [
+            SimpleNamespace(rfilename=p.relative_to(self.folder).as_posix(), size=p.stat().st_size)
+            for p in files
+        ]
         return SimpleNamespace(sha=self.commit, siblings=entries)
 
     def snapshot_download(self, repo: str, *, local_files_only: bool = False, **kwargs: Any) -> str:
@@ -84,7 +88,9 @@ class Hub:
             raise self.error
         names = [p.relative_to(self.folder).as_posix() for p in self.folder.rglob("*") if p.is_file()]
         root = self.cache / f"{kwargs['repo_type']}s--{repo.replace('/', '--')}"
-        for name in filter_repo_objects(names, **{k: kwargs[k] for k in ("allow_patterns", "ignore_patterns")}):
+        for name in filter_repo_objects(
+            names, **{k: kwargs[k] for k in ("allow_patterns", "ignore_patterns")}
+        ):
             self.downloads.append(name)
             _put(root, self.commit, name, (self.folder / name).read_bytes())
         if kwargs["revision"] != self.commit:
@@ -122,10 +128,16 @@ def _expect_refusal(result: Result, *words: str) -> None:
 FETCH = ("fetch", "model=hf", f"model.path={REPO}")
 
 
-def test_it_lists_every_file_that_loading_reads_and_no_other(posbench: Callable[..., Result], hub: Hub, checkpoint: Path) -> None:
+def test_it_lists_every_file_that_loading_reads_and_no_other(
+    posbench: Callable[..., Result], hub: Hub, checkpoint: Path
+) -> None:
     result = posbench(*FETCH, "--dry-run", verb=True)
     assert result.status == 0, result.err
-    rows = {line.split()[2]: line for line in result.out.splitlines() if REPO in line and ("missing" in line or "cached" in line)}
+    rows = {
+        line.split()[2]: line
+        for line in result.out.splitlines()
+        if REPO in line and ("missing" in line or "cached" in line)
+    }
     assert set(rows) == {p.name for p in checkpoint.iterdir()}
     assert all(row.rstrip().endswith("missing") for row in rows.values())
     assert rows["tokenizer.json"].startswith("tokenizer ") and rows["model.safetensors"].startswith("model ")
@@ -136,13 +148,21 @@ def test_it_lists_every_file_that_loading_reads_and_no_other(posbench: Callable[
 
 
 def test_what_was_fetched_runs_without_a_network(
-    posbench: Callable[..., Result], hub: Hub, checkpoint: Path, small: list[str], request: pytest.FixtureRequest
+    posbench: Callable[..., Result],
+    hub: Hub,
+    checkpoint: Path,
+    small: list[str],
+    request: pytest.FixtureRequest,
 ) -> None:
     result = posbench(*FETCH, verb=True)
     assert result.status == 0 and sorted(hub.downloads) == sorted(p.name for p in checkpoint.iterdir())
     request.getfixturevalue("no_network")
     hub.error = AssertionError("the hub was asked")
-    config = [f"model.path={REPO}" if a.startswith("model.path=") else a for a in small if not a.startswith("stages=")]
+    config = [
+        f"model.path={REPO}" if a.startswith("model.path=") else a
+        for a in small
+        if not a.startswith("stages=")
+    ]
     done = posbench(*config, "stages=[evaluate]", "method=none")
     assert done.status == 0, done.err
     ids = torch.arange(1, 20)[None]
@@ -193,7 +213,9 @@ def test_a_snapshot_without_a_shard_is_not_complete(hub: Hub) -> None:
 def test_an_unreachable_hub(posbench: Callable[..., Result], hub: Hub) -> None:
     hub.error = httpx2.ConnectError("no route to host")
     for verb in (FETCH, (*FETCH, "--dry-run")):
-        _expect_refusal(posbench(*verb, verb=True), "model.path", f"'{REPO}'", "reachable hub id", "no route to host")
+        _expect_refusal(
+            posbench(*verb, verb=True), "model.path", f"'{REPO}'", "reachable hub id", "no route to host"
+        )
     hub.error = None
     assert posbench(*FETCH, verb=True).status == 0
     hub.error = httpx2.ConnectError("no route to host")
@@ -204,13 +226,22 @@ def test_an_unreachable_hub(posbench: Callable[..., Result], hub: Hub) -> None:
 @pytest.mark.parametrize(
     ("kind", "status", "words"),
     [
-        (GatedRepoError, 403, ["model.path", "accept its licence at https://huggingface.co/some/model", "hf auth login"]),
+        (
+            GatedRepoError,
+            403,
+            ["model.path", "accept its licence at https://huggingface.co/some/model", "hf auth login"],
+        ),
         (RepositoryNotFoundError, 401, ["model.path", "check the spelling", "hf auth login"]),
         (RevisionNotFoundError, 404, ["model.revision", "'main'", "a branch, tag or commit of some/model"]),
     ],
 )
 def test_a_repository_that_the_hub_refuses(
-    kind: type[Exception], status: int, words: list[str], posbench: Callable[..., Result], hub: Hub, outputs: Path
+    kind: type[Exception],
+    status: int,
+    words: list[str],
+    posbench: Callable[..., Result],
+    hub: Hub,
+    outputs: Path,
 ) -> None:
     hub.error = _answer(kind, status)
     _expect_refusal(posbench(*FETCH, verb=True), *words)
@@ -245,7 +276,11 @@ def test_files_of_the_task_must_be_there(posbench: Callable[..., Result], tmp_pa
     gone = posbench("fetch", f"task.path={there}", f"task.calibration_path={tmp_path}/gone.jsonl", verb=True)
     _expect_refusal(gone, "task.calibration_path", "gone.jsonl", "no such file")
     assert "missing" in gone.out and "there.jsonl" in gone.out
-    _expect_refusal(posbench("fetch", "model=hf", f"model.path={tmp_path}", verb=True), "model.path", "it lacks config.json")
+    _expect_refusal(
+        posbench("fetch", "model=hf", f"model.path={tmp_path}", verb=True),
+        "model.path",
+        "it lacks config.json",
+    )
     _expect_refusal(posbench("fetch", "model=hf", verb=True), "model.path", "None")
     _expect_refusal(posbench("fetch", "model=nope", verb=True), "model", "'nope'")
 
@@ -257,7 +292,9 @@ def test_files_of_a_data_set(hub: Hub) -> None:
     source = Source(kind="dataset", id="some/set", field="task.source", files=("data/qa.jsonl",))
     assert sources.listing(source) == (OLD, [sources.File("data/qa.jsonl", 3, False)])
     assert sources.cached(source) is None
-    assert (sources.local(source) / "data" / "qa.jsonl").read_text() == "{}\n" and hub.downloads == ["data/qa.jsonl"]
+    assert (sources.local(source) / "data" / "qa.jsonl").read_text() == "{}\n" and hub.downloads == [
+        "data/qa.jsonl"
+    ]
     with pytest.raises(UserError, match=r"task\.source = 'some/set': .*gone\.jsonl"):
         sources.local(replace(source, files=("data/gone.jsonl",)))
     hub.error = RuntimeError("the hub was asked")
@@ -288,10 +325,17 @@ def test_a_url_is_downloaded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     try:
         root = f"http://127.0.0.1:{server.server_port}"
         source = Source(kind="url", id=f"{root}/data.jsonl", field="task.url")
-        assert sources.listing(source) == ("", [sources.File("data.jsonl", 5, False)]) and sources.cached(source) is None
+        assert (
+            sources.listing(source) == ("", [sources.File("data.jsonl", 5, False)])
+            and sources.cached(source) is None
+        )
         assert sources.local(source).read_bytes() == b"12345"
         before = list(asked)
-        assert sources.local(source).name == "data.jsonl" and sources.listing(source)[1][0].here and asked == before
+        assert (
+            sources.local(source).name == "data.jsonl"
+            and sources.listing(source)[1][0].here
+            and asked == before
+        )
         with pytest.raises(UserError, match=r"task\.url = .*nothing.*404"):
             sources.local(Source(kind="url", id=f"{root}/nothing", field="task.url"))
     finally:

@@ -21,9 +21,13 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder into which the wheel was installed."""
     work = tmp_path_factory.mktemp("install")
     pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
-    subprocess.run([*pip, "wheel", str(ROOT), "--no-deps", "--no-build-isolation", "-w", str(work)], check=True)
+    subprocess.run(
+        [*pip, "wheel", str(ROOT), "--no-deps", "--no-build-isolation", "-w", str(work)], check=True
+    )
     (wheel,) = work.glob("posbench-*.whl")
-    subprocess.run([*pip, "install", "--no-deps", "--no-index", "--target", str(work / "site"), str(wheel)], check=True)
+    subprocess.run(
+        [*pip, "install", "--no-deps", "--no-index", "--target", str(work / "site"), str(wheel)], check=True
+    )
     return work / "site"
 
 
@@ -38,8 +42,14 @@ def _posbench(installed: Path, cwd: Path, *args: str) -> subprocess.CompletedPro
 @pytest.mark.slow
 def test_the_wheel_holds_configs_experiments_and_models(installed: Path) -> None:
     package = installed / "posbench"
-    for name, source in (("conf", paths.CONF), ("experiments", paths.EXPERIMENTS), ("embedded/models", paths.MODELS)):
-        wanted = {p.relative_to(source) for p in source.rglob("*") if p.is_file() and "__pycache__" not in p.parts}
+    for name, source in (
+        ("conf", paths.CONF),
+        ("experiments", paths.EXPERIMENTS),
+        ("embedded/models", paths.MODELS),
+    ):
+        wanted = {
+            p.relative_to(source) for p in source.rglob("*") if p.is_file() and "__pycache__" not in p.parts
+        }
         assert wanted and wanted <= {p.relative_to(package / name) for p in (package / name).rglob("*")}
     (wheel,) = installed.parent.glob("posbench-*.whl")
     assert {name.split("/")[0].split("-")[0] for name in zipfile.ZipFile(wheel).namelist()} == {"posbench"}
@@ -48,14 +58,25 @@ def test_the_wheel_holds_configs_experiments_and_models(installed: Path) -> None
 @pytest.mark.slow
 def test_it_runs_from_an_empty_directory(installed: Path, tmp_path: Path) -> None:
     where = subprocess.run(
-        [sys.executable, "-P", "-c", "import posbench; print(posbench.__file__)"], capture_output=True, text=True, cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": str(installed)}, check=True,
-    )  # fmt: skip
+        [sys.executable, "-P", "-c", "import posbench; print(posbench.__file__)"],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(installed)},
+        check=True,
+    )
     assert Path(where.stdout.strip()).is_relative_to(installed)
     listed = _posbench(installed, tmp_path / "empty", "ls")
     assert listed.returncode == 0, listed.stderr
-    assert all(name in listed.stdout for name in [*choices(paths.CONF / "model"), *choices(paths.EXPERIMENTS)])
-    few = ["task.examples_per_position=3", "task.calibration_examples=4", "search.strings=30", "runtime.intervene_examples=1"]
+    assert all(
+        name in listed.stdout for name in [*choices(paths.CONF / "model"), *choices(paths.EXPERIMENTS)]
+    )
+    few = [
+        "task.examples_per_position=3",
+        "task.calibration_examples=4",
+        "search.strings=30",
+        "runtime.intervene_examples=1",
+    ]
     done = _posbench(installed, tmp_path / "empty", *few, "runtime.resamples=50")
     assert done.returncode == 0, done.stderr
     (folder,) = (tmp_path / "empty/outputs/kv_retrieval/v001").glob("tiny__*")
@@ -64,7 +85,9 @@ def test_it_runs_from_an_empty_directory(installed: Path, tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-def test_a_config_dir_of_the_user(installed: Path, tmp_path: Path, checkpoint: Path, small: list[str]) -> None:
+def test_a_config_dir_of_the_user(
+    installed: Path, tmp_path: Path, checkpoint: Path, small: list[str]
+) -> None:
     own = tmp_path / "own" / "model"
     own.mkdir(parents=True)
     own.joinpath("mine.yaml").write_text(f"name: mine\npath: {checkpoint}\ndtype: float32\n")

@@ -20,7 +20,8 @@ from tests.conftest import Result, run_folders
 
 RESULTS = ("metrics.csv", "search.csv", "channels.csv", "attention.csv", "found.yaml")
 
-# Imports take most of a short run: the driver forks after them, so that the moments fall into the work itself.
+# Imports take most of a short run: the driver forks after them, so that the moments fall into the work
+# itself.
 DRIVER = """
 import json, os, random, signal, sys, time
 import torch, transformers, pandas, posbench.pipeline.execute, posbench.cli.main
@@ -105,7 +106,11 @@ def _count_work(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def test_a_finished_run_repeats_no_work(
-    finished: Path, posbench: Callable[..., Result], small: list[str], outputs: Path, monkeypatch: pytest.MonkeyPatch
+    finished: Path,
+    posbench: Callable[..., Result],
+    small: list[str],
+    outputs: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     before = {p: p.read_bytes() for p in finished.iterdir() if p.suffix in (".jsonl", ".csv", ".yaml")}
     inodes = {p: p.stat().st_ino for p in before if p.suffix == ".jsonl"}
@@ -125,7 +130,11 @@ def test_a_finished_run_repeats_no_work(
 
 @pytest.mark.parametrize("damage", ["torn", "newline", "flipped", "errored", "foreign"])
 def test_damaged_rows_are_computed_again(
-    damage: str, finished: Path, posbench: Callable[..., Result], small: list[str], monkeypatch: pytest.MonkeyPatch
+    damage: str,
+    finished: Path,
+    posbench: Callable[..., Result],
+    small: list[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     file, wanted = finished / evaluate.FILE, _results(finished)
     whole = file.read_bytes()
@@ -144,7 +153,9 @@ def test_damaged_rows_are_computed_again(
 
         row = json.loads(lines[5])
         file.write_bytes(b"".join([*lines[:5], *lines[6:]]))
-        RunDir(finished).append(evaluate.FILE, [{"method": row["method"], "id": row["id"], "error": "out of memory"}])
+        RunDir(finished).append(
+            evaluate.FILE, [{"method": row["method"], "id": row["id"], "error": "out of memory"}]
+        )
     else:
         file.write_bytes(whole + b"[1, 2]\n\xff\xfe\n{}\n")
     for late in ("metrics.csv", "DONE"):  # what a killed run lacks
@@ -154,7 +165,9 @@ def test_damaged_rows_are_computed_again(
     assert len(sizes) == (1 if damage in ("torn", "flipped", "errored") else 0)
     assert _results(finished) == wanted
     rows = [json.loads(line) for line in file.read_bytes().splitlines()]
-    assert sorted((r["method"], r["id"]) for r in rows) == sorted((r["method"], r["id"]) for r in map(json.loads, lines))
+    assert sorted((r["method"], r["id"]) for r in rows) == sorted(
+        (r["method"], r["id"]) for r in map(json.loads, lines)
+    )
 
 
 def test_an_error_in_a_batch_is_recorded_and_retried(
@@ -179,7 +192,10 @@ def test_an_error_in_a_batch_is_recorded_and_retried(
     assert first.status == 1 and "8 rows of predictions.jsonl failed" in first.err and "again" in first.err
     folder = _only(other)
     assert not (folder / "DONE").exists() and not (folder / "metrics.csv").exists()
-    assert sum("error" in json.loads(line) for line in (folder / evaluate.FILE).read_text().splitlines()) == calls[1]
+    assert (
+        sum("error" in json.loads(line) for line in (folder / evaluate.FILE).read_text().splitlines())
+        == calls[1]
+    )
     assert json.loads((folder / "status.json").read_text())["state"] == "incomplete"
     assert posbench(*small, f"runtime.outputs={other}", verb=True).status == 0
     assert _results(folder) == _results(finished)
@@ -203,13 +219,18 @@ def test_out_of_memory_halves_the_batches_and_loses_nothing(
     monkeypatch.setattr(LM, "_generate_batch", holds_three)
     other = tmp_path / "other"
     assert posbench(*small, f"runtime.outputs={other}", verb=True).status == 0
-    # 36 prompts in batches of 8, longest first: 8 and 4 fail, and every batch after runs in quarters; then the second method.
+    # 36 prompts in batches of 8, longest first: 8 and 4 fail, and every batch after runs in quarters; then
+    # the second method.
     per_method = [8, 4, *[2] * 16, *[1] * 4]
     assert calls == per_method * 2
     folder = _only(other)
     assert pd.read_csv(folder / "metrics.csv").equals(pd.read_csv(finished / "metrics.csv"))
-    monkeypatch.setattr(LM, "_generate_batch", lambda *_: (_ for _ in ()).throw(torch.OutOfMemoryError("CUDA out of memory")))
-    full = posbench(*small, f"runtime.outputs={tmp_path / 'full'}", "stages=[evaluate]", "method=none", verb=True)
+    monkeypatch.setattr(
+        LM, "_generate_batch", lambda *_: (_ for _ in ()).throw(torch.OutOfMemoryError("CUDA out of memory"))
+    )
+    full = posbench(
+        *small, f"runtime.outputs={tmp_path / 'full'}", "stages=[evaluate]", "method=none", verb=True
+    )
     assert full.status == 1 and "36 rows of predictions.jsonl failed" in full.err
 
 
@@ -218,12 +239,16 @@ def test_one_process_per_folder(finished: Path, posbench: Callable[..., Result],
     with FileLock(finished.parent / ".locks" / finished.name):
         second = posbench(*small)
     assert second.status == 2 and second.err.count("\n") == 1
-    assert "run folder" in second.err and str(finished) in second.err and "one process at a time" in second.err
+    assert (
+        "run folder" in second.err and str(finished) in second.err and "one process at a time" in second.err
+    )
     assert {p: p.read_bytes() for p in finished.rglob("*") if p.is_file()} == before
     assert posbench(*small).status == 0
 
 
-def test_nothing_is_overwritten(finished: Path, posbench: Callable[..., Result], small: list[str], outputs: Path) -> None:
+def test_nothing_is_overwritten(
+    finished: Path, posbench: Callable[..., Result], small: list[str], outputs: Path
+) -> None:
     assert finished.parent.name == "v001"
     before = {p: p.read_bytes() for p in finished.rglob("*") if p.is_file()}
     assert posbench(*small, "task.seed=1").status == 0
@@ -237,7 +262,11 @@ def test_nothing_is_overwritten(finished: Path, posbench: Callable[..., Result],
 
 
 def test_the_unmodified_model_is_evaluated_once(
-    finished: Path, posbench: Callable[..., Result], small: list[str], outputs: Path, monkeypatch: pytest.MonkeyPatch
+    finished: Path,
+    posbench: Callable[..., Result],
+    small: list[str],
+    outputs: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     sizes = _count_work(monkeypatch)
     assert posbench(*small, "method.factor=-1").status == 0
@@ -246,15 +275,23 @@ def test_the_unmodified_model_is_evaluated_once(
     assert other.parent == finished.parent
 
     def unmodified(folder: Path) -> list[str]:
-        return sorted(line for line in (folder / evaluate.FILE).read_text().splitlines() if json.loads(line)["method"] == "none")
+        return sorted(
+            line
+            for line in (folder / evaluate.FILE).read_text().splitlines()
+            if json.loads(line)["method"] == "none"
+        )
 
     assert unmodified(other) == unmodified(finished)
 
 
-def test_rescore_needs_no_model(finished: Path, posbench: Callable[..., Result], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rescore_needs_no_model(
+    finished: Path, posbench: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
+) -> None:
     table = (finished / "metrics.csv").read_bytes()
     (finished / "metrics.csv").unlink()
-    monkeypatch.setattr("posbench.model.load._load_checkpoint", lambda *args: pytest.fail("a model was loaded"))
+    monkeypatch.setattr(
+        "posbench.model.load._load_checkpoint", lambda *args: pytest.fail("a model was loaded")
+    )
     result = posbench("rescore", str(finished), verb=True)
     assert result.status == 0, result.err
     assert "0 of 72 scores changed" in result.out

@@ -24,21 +24,27 @@ def test_study_writes_tables_figures_and_verdicts_and_draws_them_again(
     (folder,) = run_folders(outputs)
     assert folder.parent.parent.name == "rollout" and folder.name.startswith("tiny__rollout__none__")
     rollout = pd.read_csv(folder / "rollout.csv")
-    assert np.allclose(rollout.groupby(["rollout", "layers"])["weight"].sum(), 1), "every layer hands on all of its weight"
+    assert np.allclose(rollout.groupby(["rollout", "layers"])["weight"].sum(), 1), (
+        "every layer hands on all of its weight"
+    )
     findings = pd.read_csv(folder / "findings.csv")
     assert tuple(findings) == FINDING_COLUMNS and set(findings["model"]) == {"tiny"}
     page = (folder / "report.html").read_text()
     assert "Theorem 4.1" in page and "data:image/png" in page and "rollout.csv" in page
     drawn = (folder / "figures" / "rollout.png").read_bytes()
     (folder / "figures" / "rollout.png").unlink()
-    monkeypatch.setattr("posbench.run.base.load", lambda *args, **kwargs: pytest.fail("a finished run loaded the model"))
+    monkeypatch.setattr(
+        "posbench.run.base.load", lambda *args, **kwargs: pytest.fail("a finished run loaded the model")
+    )
     assert posbench("report", str(folder), verb=True).status == 0
     assert (folder / "figures" / "rollout.png").read_bytes() == drawn, "byte-stable"
     again = posbench(*ROLLOUT)
     assert "nothing is computed again" in again.out and "Theorem 4.1" in again.out.replace("│", "")
 
 
-def test_study_runs_inside_a_typed_method_and_by_default_in_none(posbench: Callable[..., Result], outputs: Path) -> None:
+def test_study_runs_inside_a_typed_method_and_by_default_in_none(
+    posbench: Callable[..., Result], outputs: Path
+) -> None:
     scaling = "method=position_interpolation"
     for method in ([], [scaling], [scaling, "method.scale=1"]):
         assert posbench(*ROLLOUT, *method).status == 0

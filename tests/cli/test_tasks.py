@@ -1,4 +1,5 @@
-"""Every benchmark through every stage it has, on a random model that reads bytes: limits, resume, prompts on record."""
+"""Every benchmark through every stage it has, on a random model that reads bytes: limits, resume, prompts on
+record."""
 
 from __future__ import annotations
 
@@ -36,12 +37,22 @@ def reader(tmp_path_factory: pytest.TempPathFactory) -> Path:
     backend.decoder = decoders.ByteLevel()
     backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>")
-    tokenizer.chat_template = "{% for m in messages %}{{ '[' + m['role'] + ']' + m['content'] }}{% endfor %}[assistant]"
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ '[' + m['role'] + ']' + m['content'] }}{% endfor %}[assistant]"
+    )
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=len(tokenizer), bos_token_id=0, eos_token_id=1, hidden_size=16, intermediate_size=32, num_hidden_layers=2,
-        num_attention_heads=2, num_key_value_heads=2, max_position_embeddings=8192, initializer_range=0.3,
-    )  # fmt: skip
+        vocab_size=len(tokenizer),
+        bos_token_id=0,
+        eos_token_id=1,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        max_position_embeddings=8192,
+        initializer_range=0.3,
+    )
     LlamaForCausalLM(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
@@ -70,33 +81,47 @@ def _longbench(folder: Path) -> list[str]:
 
 
 def _loogle(folder: Path) -> list[str]:
-    file = test_loogle.write(folder / "longdep_qa.jsonl", [test_loogle.FIRST, test_loogle.OTHER], [test_loogle.SECOND])
+    file = test_loogle.write(
+        folder / "longdep_qa.jsonl", [test_loogle.FIRST, test_loogle.OTHER], [test_loogle.SECOND]
+    )
     return [f"task.path={file}", "task.limit=2"]
 
 
 def _zero_scrolls(folder: Path) -> list[str]:
     for subset in ("gov_report", "qasper", "space_digest"):
-        test_zero_scrolls.write(folder, subset, *(test_zero_scrolls.row(subset, id=f"q{i}", pid=f"q{i}_0") for i in range(2)))
+        test_zero_scrolls.write(
+            folder, subset, *(test_zero_scrolls.row(subset, id=f"q{i}", pid=f"q{i}_0") for i in range(2))
+        )
     return [f"task.path={folder}", "task.subsets=[gov_report,qasper,space_digest]", "task.limit=1"]
 
 
 def _nq(_: Path) -> list[str]:
     file = DATA / "nq_multidoc/nq-open-20_total_documents_gold_at_0.first3.jsonl"
     return [
-        f"task.path={file}", "task.documents=3", "task.positions=[0,1,2]", "task.examples_per_position=2", "task.limit=1",
+        f"task.path={file}",
+        "task.documents=3",
+        "task.positions=[0,1,2]",
+        "task.examples_per_position=2",
+        "task.limit=1",
         "task.calibration_examples=1",
-    ]  # fmt: skip
+    ]
 
 
 def _kv(_: Path) -> list[str]:
     file = DATA / "kv_retrieval/kv-retrieval-75_keys.first3.jsonl"
-    return [f"task.path={file}", "task.pairs=10", "task.examples_per_position=2", "task.limit=1"]  # fmt: skip
+    return [f"task.path={file}", "task.pairs=10", "task.examples_per_position=2", "task.limit=1"]
 
 
 TASKS: dict[str, tuple[Callable[[Path], list[str]], int]] = {
-    "ceval": (_ceval, 1), "kv_retrieval": (_kv, 5), "leval_closed": (_leval, 5), "longbench": (_longbench, 6),
-    "loogle_timeline_reorder": (_loogle, 2), "mmlu": (_mmlu, 4), "nq_multidoc": (_nq, 3), "zero_scrolls": (_zero_scrolls, 3),
-}  # fmt: skip
+    "ceval": (_ceval, 1),
+    "kv_retrieval": (_kv, 5),
+    "leval_closed": (_leval, 5),
+    "longbench": (_longbench, 6),
+    "loogle_timeline_reorder": (_loogle, 2),
+    "mmlu": (_mmlu, 4),
+    "nq_multidoc": (_nq, 3),
+    "zero_scrolls": (_zero_scrolls, 3),
+}
 """Per task the files it gets, and how many examples its limit leaves."""
 POSITIONS = {"kv_retrieval", "nq_multidoc"}
 
@@ -107,25 +132,49 @@ def test_every_task_is_here() -> None:
 
 @pytest.mark.parametrize("name", TASKS)
 def test_a_task_runs_stops_and_goes_on(
-    name: str, reader: Path, tmp_path: Path, outputs: Path, posbench: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
+    name: str,
+    reader: Path,
+    tmp_path: Path,
+    outputs: Path,
+    posbench: Callable[..., Result],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     make, count = TASKS[name]
     (tmp_path / "files").mkdir()
     stages = "[search,intervene,evaluate,report]" if name == "nq_multidoc" else "[intervene,evaluate,report]"
-    search = ["search.strings=2", "search.length=40", "search.window=8", "search.skip=2", "search.factors=[0.0]",
-              "search.top_k=2", "search.candidates=all", "search.layers=[0,1]"]  # fmt: skip
+    search = [
+        "search.strings=2",
+        "search.length=40",
+        "search.window=8",
+        "search.skip=2",
+        "search.factors=[0.0]",
+        "search.top_k=2",
+        "search.candidates=all",
+        "search.layers=[0,1]",
+    ]
     args = [
-        "model=hf", "model.name=bytes", f"model.path={reader}", "runtime.device=cpu", "runtime.threads=1",
-        "runtime.resamples=100", f"task={name}", "task.max_new_tokens=4", *make(tmp_path / "files"), f"stages={stages}",
+        "model=hf",
+        "model.name=bytes",
+        f"model.path={reader}",
+        "runtime.device=cpu",
+        "runtime.threads=1",
+        "runtime.resamples=100",
+        f"task={name}",
+        "task.max_new_tokens=4",
+        *make(tmp_path / "files"),
+        f"stages={stages}",
         *(search if name == "nq_multidoc" else METHOD),
-    ]  # fmt: skip
+    ]
     first = posbench(*args)
     assert first.status == 0, first.err
     (folder,) = run_folders(outputs)
     rows = [json.loads(line) for line in (folder / evaluate.FILE).read_text().splitlines()]
     assert len(rows) == 2 * count, "two methods, and what the limit leaves"
     metrics = pd.read_csv(folder / "metrics.csv")
-    assert set(metrics["method"]) == {"none", "scale_channel"} and f"{metrics['metric'][0]}_difference" in set(metrics["metric"])
+    assert set(metrics["method"]) == {
+        "none",
+        "scale_channel",
+    } and f"{metrics['metric'][0]}_difference" in set(metrics["metric"])
     assert (folder / "attention.csv").is_file() == (name in POSITIONS)
     prompts = json.loads((folder / "prompts.json").read_text())
     assert prompts["prompts"] == count
@@ -144,8 +193,12 @@ def test_a_task_runs_stops_and_goes_on(
     (folder / "DONE").unlink()
     made: list[int] = []
     generate, choose = LM.generate, LM.continuations
-    monkeypatch.setattr(LM, "generate", lambda lm, rows, **k: made.append(len(rows)) or generate(lm, rows, **k))
-    monkeypatch.setattr(LM, "continuations", lambda lm, rows, c, **k: made.append(len(rows)) or choose(lm, rows, c, **k))
+    monkeypatch.setattr(
+        LM, "generate", lambda lm, rows, **k: made.append(len(rows)) or generate(lm, rows, **k)
+    )
+    monkeypatch.setattr(
+        LM, "continuations", lambda lm, rows, c, **k: made.append(len(rows)) or choose(lm, rows, c, **k)
+    )
     assert posbench(*args).status == 0
     assert 1 <= sum(made) <= count, "only the batch with the missing row"
     assert {f: (folder / f).read_bytes() for f in wanted} == wanted
@@ -156,8 +209,14 @@ def test_a_task_runs_stops_and_goes_on(
 def test_a_benchmark_without_calibration_is_not_searched_on(
     reader: Path, tmp_path: Path, outputs: Path, posbench: Callable[..., Result]
 ) -> None:
-    result = posbench("model=hf", f"model.path={reader}", "task=mmlu", *_mmlu(tmp_path), "stages=[search,evaluate]",
-                      "search.length=200")  # fmt: skip
+    result = posbench(
+        "model=hf",
+        f"model.path={reader}",
+        "task=mmlu",
+        *_mmlu(tmp_path),
+        "stages=[search,evaluate]",
+        "search.length=200",
+    )
     assert result.status == 2 and "no calibration questions" in result.err and not run_folders(outputs)
 
 
@@ -167,9 +226,16 @@ def test_unlabelled_questions_become_a_submission(
     for subset in ("qasper", "space_digest"):
         test_zero_scrolls.write(tmp_path, subset, test_zero_scrolls.row(subset, output=None), split="test")
     result = posbench(
-        "model=hf", f"model.path={reader}", "task=zero_scrolls", f"task.path={tmp_path}", "task.subsets=[qasper,space_digest]",
-        "task.split=test", "method=none", "task.max_new_tokens=3", "stages=[evaluate,report]",
-    )  # fmt: skip
+        "model=hf",
+        f"model.path={reader}",
+        "task=zero_scrolls",
+        f"task.path={tmp_path}",
+        "task.subsets=[qasper,space_digest]",
+        "task.split=test",
+        "method=none",
+        "task.max_new_tokens=3",
+        "stages=[evaluate,report]",
+    )
     assert result.status == 0, result.err
     (folder,) = run_folders(outputs)
     table = pd.read_csv(folder / "submission/none/zero_scrolls_predictions.csv", dtype=str)

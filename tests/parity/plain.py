@@ -1,4 +1,5 @@
-"""Attention written out: full matrices, one row and one head at a time, angles from their formula, no cache."""
+"""Attention written out: full matrices, one row and one head at a time, angles from their formula, no
+cache."""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -14,7 +15,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from tests.models import attentions
 
 FAMILIES = ("llama", "llama-gqa", "qwen2", "phi3-partial", "gemma", "cohere2")
-"""Grouped keys, one key head, biases, a fused projection, partial and interleaved rotation, windows, layers without RoPE."""
+"""Grouped keys, one key head, biases, a fused projection, partial and interleaved rotation, windows, layers
+without RoPE."""
 
 
 @dataclass(frozen=True)
@@ -63,8 +65,11 @@ def share_of(model: PreTrainedModel) -> float:
 
 
 @contextmanager
-def attending_plainly(model: PreTrainedModel, pads: list[int], attend: Callable[[Layer], Tensor]) -> Iterator[None]:
-    """Run every layer that rotates through ``attend``, from a :class:`Layer` to the output [H, T, d], others as they are."""
+def attending_plainly(
+    model: PreTrainedModel, pads: list[int], attend: Callable[[Layer], Tensor]
+) -> Iterator[None]:
+    """Run every layer that rotates through ``attend``, from a :class:`Layer` to the output [H, T, d], others
+    as they are."""
     module = sys.modules[type(attentions(model)[0]).__module__]
     phi, cohere = (model.config.model_type == name for name in ("phi3", "cohere2"))
 
@@ -72,14 +77,24 @@ def attending_plainly(model: PreTrainedModel, pads: list[int], attend: Callable[
         out, groups = torch.zeros_like(query), query.shape[1] // key.shape[1]
         total = query.shape[2]
         at = torch.arange(total)
-        # Phi-3 keeps its window in the config alone; Cohere 2 has one in some layers, and rotates in these only.
+        # Phi-3 keeps its window in the config alone; Cohere 2 has one in some layers, and rotates in these
+        # only.
         window = (model.config if phi else attention).sliding_window if phi or cohere else None
         seen = (at[:, None] >= at) & (at > at[:, None] - (window or total))
         for row, pad in enumerate(pads):
-            part = [query[row], key[row].repeat_interleave(groups, 0), value[row].repeat_interleave(groups, 0)]
+            part = [
+                query[row],
+                key[row].repeat_interleave(groups, 0),
+                value[row].repeat_interleave(groups, 0),
+            ]
             layer = Layer(
-                attention.layer_idx, *(x[:, pad:] for x in part), seen[pad:, pad:], scaling, share_of(model), cohere
-            )  # fmt: skip
+                attention.layer_idx,
+                *(x[:, pad:] for x in part),
+                seen[pad:, pad:],
+                scaling,
+                share_of(model),
+                cohere,
+            )
             if cohere and not window:
                 heads = zip(layer.query, layer.key, layer.value, strict=True)
                 out[row, :, pad:] = torch.stack([layer.weights(q, k) @ v for q, k, v in heads])
@@ -106,7 +121,9 @@ def batch(pads: list[int], total: int, seed: int = 1) -> tuple[Tensor, Tensor, T
 
 
 @torch.no_grad()
-def prompt_then_steps(model: PreTrainedModel, ids: Tensor, mask: Tensor, positions: Tensor, prompt: int) -> Tensor:
+def prompt_then_steps(
+    model: PreTrainedModel, ids: Tensor, mask: Tensor, positions: Tensor, prompt: int
+) -> Tensor:
     """Logits [B, T, V] of a prompt in one call and of the other tokens one by one on its cache."""
     out = model(ids[:, :prompt], attention_mask=mask[:, :prompt], position_ids=positions[:, :prompt])
     logits = [out.logits]

@@ -1,4 +1,5 @@
-"""Ablations and layer selection on an embedded model, against losses, replies and attentions computed plainly; and controls."""
+"""Ablations and layer selection on an embedded model, against losses, replies and attentions computed
+plainly; and controls."""
 
 from __future__ import annotations
 
@@ -42,9 +43,16 @@ def lm() -> LM:
 @pytest.fixture(scope="module")
 def task() -> KVRetrieval:
     return KVRetrieval(
-        name="kv", prompt="compact", records="words", pairs=32, positions=(0, 8, 16, 24, 31), examples_per_position=5,
-        max_new_tokens=1, calibration_pairs=32, calibration_examples=16,
-    )  # fmt: skip
+        name="kv",
+        prompt="compact",
+        records="words",
+        pairs=32,
+        positions=(0, 8, 16, 24, 31),
+        examples_per_position=5,
+        max_new_tokens=1,
+        calibration_pairs=32,
+        calibration_examples=16,
+    )
 
 
 def _folder(tmp_path_factory: pytest.TempPathFactory, study: str) -> Path:
@@ -56,12 +64,16 @@ def _folder(tmp_path_factory: pytest.TempPathFactory, study: str) -> Path:
 
 @pytest.fixture(scope="module")
 def ablated(tmp_path_factory: pytest.TempPathFactory) -> dict[str, pd.DataFrame]:
-    return study_tables(_folder(tmp_path_factory, "ablations"), ["ablations", "positions", "candidates", "findings"])
+    return study_tables(
+        _folder(tmp_path_factory, "ablations"), ["ablations", "positions", "candidates", "findings"]
+    )
 
 
 @pytest.fixture(scope="module")
 def ranged(tmp_path_factory: pytest.TempPathFactory) -> dict[str, pd.DataFrame]:
-    return study_tables(_folder(tmp_path_factory, "layer_selection"), ["ranges", "edges", "layers", "evaluation", "findings"])
+    return study_tables(
+        _folder(tmp_path_factory, "layer_selection"), ["ranges", "edges", "layers", "evaluation", "findings"]
+    )
 
 
 def _loss(lm: LM, task: KVRetrieval, method: ScaleChannel | Unmodified) -> float:
@@ -84,7 +96,9 @@ def test_without_monotonicity_smoothness_counts_every_layer_of_every_channel() -
     for layer in curves:
         for channel in range(6):
             mean = [layer[i : i + 5, channel].mean() for i in range(36)][2:]
-            rough[channel] += sum((mean[i + 1] - 2 * mean[i] + mean[i - 1]) ** 2 for i in range(1, len(mean) - 1))
+            rough[channel] += sum(
+                (mean[i + 1] - 2 * mean[i] + mean[i - 1]) ** 2 for i in range(1, len(mean) - 1)
+            )
     np.testing.assert_allclose(free.smoothness, rough)
     assert free.ranking == list(np.argsort(rough))
     with_filter = statistics.paper(curves, window=5, skip=2)
@@ -100,10 +114,20 @@ def test_every_ablation_chooses_what_the_losses_say(ablated: dict[str, pd.DataFr
         assert (rows.loc[name, "channels"], rows.loc[name, "factor"]) == (str(won["channel"]), won["factor"])
     full = rows.loc[FULL]
     monotone = seen[seen["without_smoothness"]].drop_duplicates("channel").sort_values("smoothness")
-    assert list(seen[seen["full_method"]].drop_duplicates("channel")["channel"]) == list(monotone["channel"])[:10]
+    assert (
+        list(seen[seen["full_method"]].drop_duplicates("channel")["channel"])
+        == list(monotone["channel"])[:10]
+    )
     assert rows.loc["without validation", "channels"] == str(monotone["channel"].iloc[0])
-    same = seen[seen["full_method"] & (seen["factor"] == full["factor"])].sort_values("loss")["channel"].astype(str)
-    assert rows.loc["top-2 channels", "channels"] == f"{full['channels']}+{next(c for c in same if c != full['channels'])}"
+    same = (
+        seen[seen["full_method"] & (seen["factor"] == full["factor"])]
+        .sort_values("loss")["channel"]
+        .astype(str)
+    )
+    assert (
+        rows.loc["top-2 channels", "channels"]
+        == f"{full['channels']}+{next(c for c in same if c != full['channels'])}"
+    )
     assert list(rows.loc[["last 16 tokens", "all tokens", FULL], "last"]) == ["16", "all", "1"]
     assert rows.loc[CONTROL, "channels"] != full["channels"]
     free = seen.drop_duplicates("channel").groupby("without_monotonicity")["smoothness_all_layers"]
@@ -122,9 +146,14 @@ def test_losses_and_scores_of_the_ablations_are_those_of_plain_calls(
     right = {"none": _right(lm, task, Unmodified())}
     for name in (FULL, "without validation", "top-2 channels", "all tokens"):
         row = rows.loc[name]
-        channels, (first, last) = tuple(map(int, row["channels"].split("+"))), map(int, row["layers"].split("-"))
+        channels, (first, last) = (
+            tuple(map(int, row["channels"].split("+"))),
+            map(int, row["layers"].split("-")),
+        )
         rows_of_prompt = row["last"] if row["last"] == "all" else int(row["last"])
-        method = ScaleChannel(channel=channels, factor=float(row["factor"]), layers=(first, last), last=rows_of_prompt)
+        method = ScaleChannel(
+            channel=channels, factor=float(row["factor"]), layers=(first, last), last=rows_of_prompt
+        )
         right[name] = _right(lm, task, method)
     for name, found in right.items():
         assert rows.loc[name, "value"] == pytest.approx(found.mean())
@@ -149,21 +178,30 @@ def test_the_verdicts_follow_the_intervals(ablated: dict[str, pd.DataFrame]) -> 
         assert (row.verdict == "holds") == (row.high < 0)
 
 
-def test_on_a_random_model_the_method_gains_nothing(posbench: Callable[..., Result], small: list[str], outputs: Path) -> None:
+def test_on_a_random_model_the_method_gains_nothing(
+    posbench: Callable[..., Result], small: list[str], outputs: Path
+) -> None:
     rest = [o for o in small if not o.startswith(("stages", "search=", "search.factors"))]
     result = posbench("study=ablations", *rest, "search.factors=[0.5,0.0]")
     assert result.status == 0, result.err
     (folder,) = run_folders(outputs)
     tables = study_tables(folder, ["ablations", "findings"])
-    assert (tables["findings"]["verdict"].iloc[0], tables["ablations"]["gain"].abs().max() < 0.2) == ("does not hold", True)
+    assert (tables["findings"]["verdict"].iloc[0], tables["ablations"]["gain"].abs().max() < 0.2) == (
+        "does not hold",
+        True,
+    )
 
 
 def test_random_channels_take_the_place_of_smooth_ones() -> None:
     found = statistics.ChannelStatistics(np.zeros((4, 30)), np.arange(30), np.arange(30.0), list(range(25)))
     search = ChannelSearch(top_k=4)
-    pools = {s: Ablations(smoothness="random", seed=s).pools(search, found, found)["without smoothness"] for s in range(6)}
+    pools = {
+        s: Ablations(smoothness="random", seed=s).pools(search, found, found)["without smoothness"]
+        for s in range(6)
+    }
     assert (
-        all(len(pool) == 4 and set(pool) <= set(range(25)) for pool in pools.values()) and len({*map(tuple, pools.values())}) > 1
+        all(len(pool) == 4 and set(pool) <= set(range(25)) for pool in pools.values())
+        and len({*map(tuple, pools.values())}) > 1
     )
     assert Ablations().pools(search, found, found)["without smoothness"] == list(range(25))
 
@@ -185,27 +223,41 @@ def test_the_papers_numbers_stand_beside_its_own_models_in_its_own_setting_only(
 
     def run(model: str, task: str, documents: int) -> SimpleNamespace:
         config = SimpleNamespace(
-            experiment=SimpleNamespace(reference=reference), model=SimpleNamespace(name=model),
+            experiment=SimpleNamespace(reference=reference),
+            model=SimpleNamespace(name=model),
             task=SimpleNamespace(name=task, documents=documents),
-        )  # fmt: skip
+        )
         return SimpleNamespace(config=config)
 
     printed = ablations.paper(run("llama2_7b", "nq_multidoc", 20))
-    assert printed["all tokens"] == pytest.approx(0.44) and printed["without validation"] == pytest.approx(0.301)
+    assert printed["all tokens"] == pytest.approx(0.44) and printed["without validation"] == pytest.approx(
+        0.301
+    )
     assert set(printed) == {"none", FULL, *ablations.CLAIMS}
-    assert ablations.paper(run("tiny", "nq_multidoc", 20)) == ablations.paper(run("llama2_7b", "kv_retrieval", 20)) == {}
+    assert (
+        ablations.paper(run("tiny", "nq_multidoc", 20))
+        == ablations.paper(run("llama2_7b", "kv_retrieval", 20))
+        == {}
+    )
     assert ablations.paper(run("llama2_7b", "nq_multidoc", 10)) == {}
 
 
-def test_losses_over_ranges_are_those_of_plain_calls(ranged: dict[str, pd.DataFrame], lm: LM, task: KVRetrieval) -> None:
+def test_losses_over_ranges_are_those_of_plain_calls(
+    ranged: dict[str, pd.DataFrame], lm: LM, task: KVRetrieval
+) -> None:
     ranges = ranged["ranges"]
     own = ranges[ranges["kind"] == layer_selection.CHOSEN]
     assert {*zip(own["first"], own["last"], strict=True)} == {(a, b) for a in range(4) for b in range(a, 4)}
     base = _loss(lm, task, Unmodified())
     for _, row in ranges.iloc[[2, -1]].iterrows():
-        method = ScaleChannel(channel=int(row["channel"]), factor=-1.0, layers=(int(row["first"]), int(row["last"])))
+        method = ScaleChannel(
+            channel=int(row["channel"]), factor=-1.0, layers=(int(row["first"]), int(row["last"]))
+        )
         loss = _loss(lm, task, method)
-        assert (row["loss"], row["change"]) == (pytest.approx(loss, abs=1e-5), pytest.approx(loss - base, abs=1e-5))
+        assert (row["loss"], row["change"]) == (
+            pytest.approx(loss, abs=1e-5),
+            pytest.approx(loss - base, abs=1e-5),
+        )
     best, rows = own.loc[own["loss"].idxmin()], ranged["evaluation"].set_index("setting")
     assert rows.loc["best range", "layers"] == f"{best['first']}-{best['last']}"
     right = _right(lm, task, ScaleChannel(channel=15, factor=-1.0, layers=(0, 3)))
@@ -216,7 +268,9 @@ def test_losses_over_ranges_are_those_of_plain_calls(ranged: dict[str, pd.DataFr
     assert benefit["2"] == pytest.approx(without - within)
 
 
-def test_the_retrieval_score_is_that_of_eager_attention(ranged: dict[str, pd.DataFrame], lm: LM, task: KVRetrieval) -> None:
+def test_the_retrieval_score_is_that_of_eager_attention(
+    ranged: dict[str, pd.DataFrame], lm: LM, task: KVRetrieval
+) -> None:
     hits = np.zeros(lm.layers)
     examples = task.evaluation()
     before = lm.model.config._attn_implementation
@@ -225,7 +279,9 @@ def test_the_retrieval_score_is_that_of_eager_attention(ranged: dict[str, pd.Dat
         code = lm.encode(e.prompt)
         with torch.no_grad():
             weights = lm.model(torch.tensor([code.ids]), output_attentions=True).attentions
-        spans = [[i for i, (a, b) in enumerate(code.offsets) if a < last and b > first] for first, last in e.items]
+        spans = [
+            [i for i, (a, b) in enumerate(code.offsets) if a < last and b > first] for first, last in e.items
+        ]
         for layer, maps in enumerate(weights):
             row = maps[0].mean(0)[-1]
             means = [float(row[span].mean()) for span in spans]
@@ -234,12 +290,16 @@ def test_the_retrieval_score_is_that_of_eager_attention(ranged: dict[str, pd.Dat
     found = ranged["layers"].set_index("layer").loc[["0", "1", "2", "3"], "retrieval"]
     np.testing.assert_allclose(found, hits / len(examples) - 1 / 32, atol=1e-6)
     rows = ranged["layers"].set_index("layer")
-    assert rows.loc["inside minus outside the published range", "retrieval"] == pytest.approx(found[1:].mean() - found.iloc[0])
+    assert rows.loc["inside minus outside the published range", "retrieval"] == pytest.approx(
+        found[1:].mean() - found.iloc[0]
+    )
 
 
 def test_edges_compare_ranges_one_step_apart() -> None:
     rng = np.random.default_rng(0)
-    changes = {Candidate(1, 0.0, (a, b)): rng.normal(size=5) for a in range(0, 6, 2) for b in range(a + 1, 6, 2)}
+    changes = {
+        Candidate(1, 0.0, (a, b)): rng.normal(size=5) for a in range(0, 6, 2) for b in range(a + 1, 6, 2)
+    }
     changes[Candidate(2, 0.0, (0, 5))] = np.full(5, 99.0)
     rows = edges(changes, 1, 6, list("abcde"), 100).set_index("edge")["change"]
     value = {c.layers: v.mean() for c, v in changes.items() if c.channel == 1}
@@ -251,7 +311,10 @@ def test_edges_compare_ranges_one_step_apart() -> None:
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["study=ablations", "method=scale_channel"], "method = 'scale_channel': allowed: none, or a method that treats"),
+        (
+            ["study=ablations", "method=scale_channel"],
+            "method = 'scale_channel': allowed: none, or a method that treats",
+        ),
         (["study=ablations", "search=official"], "search = 'official, monotone'"),
         (["study=ablations", "search.length=9999"], "search.length = 9999"),
         (["study=layer_selection", "method=none"], "scale_channel with one channel"),
@@ -259,7 +322,9 @@ def test_edges_compare_ranges_one_step_apart() -> None:
         (["study=layer_selection", "study.step=0"], "study.step = 0"),
     ],
 )
-def test_what_does_not_fit_is_refused(posbench: Callable[..., Result], outputs: Path, args: list[str], message: str) -> None:
+def test_what_does_not_fit_is_refused(
+    posbench: Callable[..., Result], outputs: Path, args: list[str], message: str
+) -> None:
     result = posbench(*args)
     assert result.status == 2 and result.err.count("\n") == 1 and message in result.err, result.err
     assert not run_folders(outputs)

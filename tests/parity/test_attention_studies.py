@@ -1,4 +1,5 @@
-"""Attention to the gold item, its doubling, and positional channels: against full eager attention, enumeration and controls."""
+"""Attention to the gold item, its doubling, and positional channels: against full eager attention,
+enumeration and controls."""
 
 from __future__ import annotations
 
@@ -26,15 +27,29 @@ from posbench.report.page import study_tables
 from posbench.search import ChannelSearch
 from posbench.search.channel_run import average_states, random_strings
 from posbench.studies import gold_positions as gold_statistics
-from posbench.studies.yu2025.attention_to_gold import AttentionToGold, head_row, mean_maps, scores, vertical_share
+from posbench.studies.yu2025.attention_to_gold import (
+    AttentionToGold,
+    head_row,
+    mean_maps,
+    scores,
+    vertical_share,
+)
 from posbench.studies.yu2025.doubling import Doubling, multiplied
-from posbench.studies.yu2025.positional_channels import PositionalChannels, correlation, jackknife, mean_correlation, moments
+from posbench.studies.yu2025.positional_channels import (
+    PositionalChannels,
+    correlation,
+    jackknife,
+    mean_correlation,
+    moments,
+)
 from posbench.tasks import KVRetrieval
 from tests.conftest import Result, run_folders
 from tests.models import LAYERS, WIDTH, build
 from tests.parity.plain import batch
 
-SMALL = dict(prompt="compact", records="words", pairs=6, examples_per_position=2, max_new_tokens=1, positions=(0, 3, 5))
+SMALL = dict(
+    prompt="compact", records="words", pairs=6, examples_per_position=2, max_new_tokens=1, positions=(0, 3, 5)
+)
 PADS, TOTAL = [0, 7], 30
 CLOSE = dict(atol=2e-5, rtol=1e-4)
 """The library's eager attention takes its softmax in float32."""
@@ -46,7 +61,8 @@ FEW = ["study.examples=6", "task.examples_per_position=6", "task.positions=[0,5,
 def plainly(
     model, tokens: torch.Tensor, factor: float, layers, renormalise: bool, rows: Callable[[int], slice]
 ) -> Iterator[list[torch.Tensor]]:
-    """Eager attention whose whole weight matrix is made, then changed in some rows; yields the matrices in layer order."""
+    """Eager attention whose whole weight matrix is made, then changed in some rows; yields the matrices in
+    layer order."""
     made: list[torch.Tensor] = []
     softmax = torch.nn.functional.softmax
 
@@ -80,7 +96,9 @@ def marked() -> torch.Tensor:
 
 
 @pytest.mark.parametrize("renormalise", [True, False])
-@pytest.mark.parametrize("name", ["llama-gqa", "mistral-window", "gemma2", "phi3-partial", "mpt", "falcon", "falcon-7b"])
+@pytest.mark.parametrize(
+    "name", ["llama-gqa", "mistral-window", "gemma2", "phi3-partial", "mpt", "falcon", "falcon-7b"]
+)
 def test_doubling_equals_full_matrices_with_their_last_row_changed(name: str, renormalise: bool) -> None:
     model = build(name)  # padding overflows in float64 where a family takes its softmax in float32
     ids, mask, positions = batch(PADS, TOTAL)
@@ -113,7 +131,9 @@ def test_doubling_while_tokens_follow_equals_one_long_forward(name: str, generat
             out = model(ids[:, :TOTAL], use_cache=True)
             logits.append(out.logits[:, -1])
             for at in range(TOTAL, TOTAL + 3):
-                out = model(ids[:, at : at + 1], attention_mask=mask[:, : at + 1], past_key_values=out.past_key_values)
+                out = model(
+                    ids[:, at : at + 1], attention_mask=mask[:, : at + 1], past_key_values=out.past_key_values
+                )
                 logits.append(out.logits[:, -1])
         rows = slice(first, None) if generated else slice(first, first + 1)
         with plainly(model, tokens, 3.0, range(LAYERS), True, lambda n: rows):
@@ -132,7 +152,9 @@ def test_doubling_by_one_changes_nothing_and_works_inside_a_method() -> None:
         with ScaleChannel(channel=5, factor=-1.0, layers=(1, 2)).applied(lm):
             with multiplied(lm, tokens, 2.0, layers=range(LAYERS)) as weights:
                 found = model(**call).logits[:, -1]
-            with plainly(model, tokens, 2.0, range(LAYERS), True, lambda n: slice(n - 1, n) if n == 1 else slice(0, 0)) as full:
+            with plainly(
+                model, tokens, 2.0, range(LAYERS), True, lambda n: slice(n - 1, n) if n == 1 else slice(0, 0)
+            ) as full:
                 expected = model(**call).logits[:, -1]
     torch.testing.assert_close(found, expected, **CLOSE)
     torch.testing.assert_close(weights[2], full[-2][:, :, -1], **CLOSE)
@@ -141,7 +163,9 @@ def test_doubling_by_one_changes_nothing_and_works_inside_a_method() -> None:
 def test_doubling_marks_the_tokens_of_its_item_in_any_order_of_the_batch() -> None:
     lm = package.load("tiny")
     task = KVRetrieval(**(SMALL | {"pairs": 8, "positions": (1, 6)}))
-    examples = sorted(task.evaluation()[:3] + KVRetrieval(**SMALL).evaluation()[:2], key=lambda e: -len(e.items))[:3]
+    examples = sorted(
+        task.evaluation()[:3] + KVRetrieval(**SMALL).evaluation()[:2], key=lambda e: -len(e.items)
+    )[:3]
     encoded = {e.id: lm.encode(e.prompt) for e in examples}
     study = Doubling(factor=4.0)
     targets = [study.target("gold", e) for e in examples]
@@ -154,7 +178,9 @@ def test_doubling_marks_the_tokens_of_its_item_in_any_order_of_the_batch() -> No
         torch.testing.assert_close(plain[0], lm_row, **CLOSE)
         before, after = plain[0, 0, target], alone[0, 0, target]
         assert before < after <= 4 * before, "layer 0 sees no earlier change: more weight, at most the factor"
-    assert {study.target("other", e) for e in examples if e.id == examples[0].id}.isdisjoint({examples[0].gold_position})
+    assert {study.target("other", e) for e in examples if e.id == examples[0].id}.isdisjoint(
+        {examples[0].gold_position}
+    )
 
 
 def test_attention_by_head_equals_full_eager_attention() -> None:
@@ -178,7 +204,9 @@ def test_attention_by_head_equals_full_eager_attention() -> None:
                 weights = found[row, layer, head].tolist()
                 assert kept["largest"][layer][head] == weights.index(max(weights))
                 assert kept["gold"][layer][head] == pytest.approx(weights[gold], rel=1e-5)
-                assert kept["others"][layer][head] == pytest.approx((sum(weights) - weights[gold]) / 5, rel=1e-4, abs=1e-7)
+                assert kept["others"][layer][head] == pytest.approx(
+                    (sum(weights) - weights[gold]) / 5, rel=1e-4, abs=1e-7
+                )
 
 
 def test_retrieval_score_is_what_shuffling_leaves() -> None:
@@ -215,7 +243,9 @@ def test_layers_that_follow_are_found_and_random_ones_are_not() -> None:
 def test_statistics_over_gold_positions() -> None:
     rng = np.random.default_rng(2)
     x, y = rng.random((5, 9)), rng.integers(0, 4, (5, 9)).astype(float)
-    assert np.allclose(gold_statistics.spearman(x, y), [spearmanr(a, b).statistic for a, b in zip(x, y, strict=True)])
+    assert np.allclose(
+        gold_statistics.spearman(x, y), [spearmanr(a, b).statistic for a, b in zip(x, y, strict=True)]
+    )
     few = np.array([3.0, 1.0, 2.0, 5.0, 4.0]), np.array([2.0, 1.0, 3.0, 5.0, 4.0])
     every = [spearmanr(few[0], order).statistic for order in permutations(few[1])]
     exact = np.mean(np.array(every) >= spearmanr(*few).statistic - 1e-12)
@@ -232,29 +262,41 @@ def test_statistics_over_gold_positions() -> None:
     frame["cluster"] = [str(i) for i in range(50)] * 3
     frame["value"] = np.tile(rng.normal(size=50), 3)
     together = gold_statistics.position_draws(frame, ["value"])["value"]
-    assert np.allclose(together[:, 0], together[:, 2]), "a question asked at every position is drawn at all of them"
+    assert np.allclose(together[:, 0], together[:, 2]), (
+        "a question asked at every position is drawn at all of them"
+    )
 
 
 @pytest.mark.parametrize("site", ["attention_input", "residual"])
 @pytest.mark.parametrize("name", ["tiny_nope", "tiny_alibi"])
 def test_moments_equal_what_all_states_give(name: str, site: str) -> None:
     lm, skip, channels = package.load(name), 4, [3, 40]
-    search = ChannelSearch(strings=45, length=24, alphabet="tokens", window=3, skip=skip, batch_size=20, site=site, seed=3)
+    search = ChannelSearch(
+        strings=45, length=24, alphabet="tokens", window=3, skip=skip, batch_size=20, site=site, seed=3
+    )
     found = moments(lm, search, channels, skip)
     averages = average_states(lm, search)
     expected = averages["attention_input"] if site == "attention_input" else averages["residual"][1:]
     assert np.allclose(found.mean, expected, atol=1e-5)
     with torch.no_grad():
-        out = lm.model.base_model(input_ids=torch.tensor(random_strings(lm, search)), output_hidden_states=True, use_cache=False)
+        out = lm.model.base_model(
+            input_ids=torch.tensor(random_strings(lm, search)), output_hidden_states=True, use_cache=False
+        )
     if site == "residual":
         states = torch.stack(out.hidden_states[1:]).double().numpy()  # [L, strings, P, D]
         assert np.allclose(found.mean, states.mean(1), atol=1e-5)
-        assert np.allclose(found.variance, states[:, :, skip:][..., channels].var((1, 2)), rtol=1e-3, atol=1e-6)
+        assert np.allclose(
+            found.variance, states[:, :, skip:][..., channels].var((1, 2)), rtol=1e-3, atol=1e-6
+        )
         for group in (0, 7):
             assert np.allclose(found.groups[group], states[:, group::20][..., channels].mean(1), atol=1e-5)
-    assert np.allclose(np.einsum("g,glpc->lpc", found.sizes / 45, found.groups), found.mean[..., channels], atol=1e-5)
+    assert np.allclose(
+        np.einsum("g,glpc->lpc", found.sizes / 45, found.groups), found.mean[..., channels], atol=1e-5
+    )
     assert np.allclose(found.shuffled[:, :skip], found.mean[:, :skip], atol=1e-5), "the first positions stay"
-    assert np.allclose(found.shuffled[:, skip:].mean(1), found.mean[:, skip:].mean(1), atol=1e-5), "the rest only moves"
+    assert np.allclose(found.shuffled[:, skip:].mean(1), found.mean[:, skip:].mean(1), atol=1e-5), (
+        "the rest only moves"
+    )
     assert np.abs(found.shuffled - found.mean).max() > 0.01
 
 
@@ -274,17 +316,27 @@ def test_a_planted_trend_is_found_and_noise_is_not() -> None:
 def drawn(folder: Path) -> dict[str, tuple[Figure, str]]:
     """The figures of a run folder, from its files alone."""
     study, _ = study_of(yaml.safe_load((folder / "config.yaml").read_text())["study"])
-    return dict(study.figures(study_tables(folder, json.loads((folder / "study.json").read_text())["tables"])))
+    return dict(
+        study.figures(study_tables(folder, json.loads((folder / "study.json").read_text())["tables"]))
+    )
 
 
 def test_an_untrained_model_has_neither_retrieval_nor_gain(
     posbench: Callable[..., Result], outputs: Path, checkpoint: Path
 ) -> None:
     model = [
-        "model=hf", "model.name=random", f"model.path={checkpoint}", "model.dtype=float32", "task.prompt=compact",
-        "task.records=words", "task.max_new_tokens=1",
-    ]  # fmt: skip
-    for study, fields in (("attention_to_gold", ["study.pairs=[9]", "task.positions=[0,4,8]"]), ("doubling", [])):
+        "model=hf",
+        "model.name=random",
+        f"model.path={checkpoint}",
+        "model.dtype=float32",
+        "task.prompt=compact",
+        "task.records=words",
+        "task.max_new_tokens=1",
+    ]
+    for study, fields in (
+        ("attention_to_gold", ["study.pairs=[9]", "task.positions=[0,4,8]"]),
+        ("doubling", []),
+    ):
         result = posbench(f"study={study}", BARE, *model, *FEW, *fields)
         assert result.status == 0, result.err
     tables = {folder.name.split("__")[1]: folder for folder in run_folders(outputs)}
@@ -293,7 +345,9 @@ def test_an_untrained_model_has_neither_retrieval_nor_gain(
     assert set(drawn(folder)) == {"maps", "heads", "head_maps", "gold", "lengths"}, "the best layer stands in"
     verdicts = pd.read_csv(folder / "findings.csv")["verdict"]
     assert "holds" not in set(verdicts) and "not testable here" in set(verdicts)
-    examples = pd.read_csv(tables["doubling"] / "examples.csv").pivot(index="id", columns="mode", values="score")
+    examples = pd.read_csv(tables["doubling"] / "examples.csv").pivot(
+        index="id", columns="mode", values="score"
+    )
     assert abs((examples["gold"] - examples["none"]).mean()) < 0.15
 
 
@@ -311,7 +365,9 @@ def test_the_studies_on_a_trained_model(posbench: Callable[..., Result], outputs
     layers = pd.read_csv(folder / "layers.csv")
     assert layers["retrieval"].tolist() == [False, True, False, False]
     maps, examples = pd.read_csv(folder / "maps.csv"), pd.read_csv(folder / "examples.csv")
-    diagonal = maps[(maps["layer"] == 1) & (maps["item"] == maps["gold_position"])].set_index("gold_position")["attention"]
+    diagonal = maps[(maps["layer"] == 1) & (maps["item"] == maps["gold_position"])].set_index(
+        "gold_position"
+    )["attention"]
     own = examples[examples["items"] == 12].groupby("gold_position")["attention"].mean()
     assert np.allclose(diagonal, own, rtol=1e-4) and set(examples["items"]) == {12, 24}
     assert set(drawn(folder)) == {"maps", "heads", "head_maps", "gold", "lengths"}
@@ -323,10 +379,15 @@ def test_the_studies_on_a_trained_model(posbench: Callable[..., Result], outputs
     assert (wide["gold"] > wide["none"]).all() and (wide["other"] < wide["gold"]).all()
     folder = folders["positional_channels"]
     curves, null = pd.read_csv(folder / "curves.csv"), pd.read_csv(folder / "null.csv").set_index("positions")
-    assert 15 in set(curves["channel"]) and curves.groupby(["channel", "kind", "layer"])["position"].count().eq(64).all()
+    assert (
+        15 in set(curves["channel"])
+        and curves.groupby(["channel", "kind", "layer"])["position"].count().eq(64).all()
+    )
     assert null.loc["as they are", "largest"] > null.loc["shuffled positions", "largest"]
     assert not (folder / "search_state.npz").exists()
-    assert {"averaged", "statistics", "layers_15"} <= set(drawn(folder)) and set(drawn(folders["doubling"])) == {"doubling"}
+    assert {"averaged", "statistics", "layers_15"} <= set(drawn(folder)) and set(
+        drawn(folders["doubling"])
+    ) == {"doubling"}
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,17 @@ from posbench.pipeline.config import check, plain
 from tests.models import LAYERS, build
 from tests.parity.test_families import Memory
 from tests.parity.test_methods import BY_HAND, ROTATES, method
-from tests.parity.test_rope import BASES, PROMPT, SCALES, STEPS, TIGHT, attentions, frequencies, prompts, through_posbench
+from tests.parity.test_rope import (
+    BASES,
+    PROMPT,
+    SCALES,
+    STEPS,
+    TIGHT,
+    attentions,
+    frequencies,
+    prompts,
+    through_posbench,
+)
 
 NAMES = sorted({file.stem for file in (paths.CONF / "method").glob("*.yaml")} - {"none"})
 CHANNEL = dict(channel=(5, 9), factor=-1.0, layers=(1, 2))
@@ -59,9 +69,9 @@ def test_any_neutral_pair_changes_nothing(pair, family, models, neutral):
 
 @torch.no_grad()
 def two_attentions(model, ids, mask, *, scales, first_row):
-    """Logits of one forward without cache: every layer rotates at position / scale, by tables made here, and the chosen ones
-    run once on their input and once on the scaled input with the values of the first run; rows from ``first_row`` on are the
-    second run's."""
+    """Logits of one forward without cache: every layer rotates at position / scale, by tables made here, and
+    the chosen ones run once on their input and once on the scaled input with the values of the first run;
+    rows from ``first_row`` on are the second run's."""
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
 
     def wrap(number, module, scale):
@@ -70,7 +80,9 @@ def two_attentions(model, ids, mask, *, scales, first_row):
         def call(*args, **kwargs):
             bound = signature.bind(*args, **kwargs).arguments
             arguments = {k: v for k, v in bound.items() if k != "kwargs"} | bound.get("kwargs", {})
-            angles = torch.stack([torch.outer(row.float() / scale, frequencies(module)) for row in positions]).repeat(1, 1, 2)
+            angles = torch.stack(
+                [torch.outer(row.float() / scale, frequencies(module)) for row in positions]
+            ).repeat(1, 1, 2)
             arguments["position_embeddings"] = (angles.cos(), angles.sin())
             first = Memory()
             base = forward(**arguments | {"past_key_values": first})
@@ -94,7 +106,9 @@ def two_attentions(model, ids, mask, *, scales, first_row):
 @pytest.mark.parametrize("name", ["llama", "llama-gqa", "mistral-window", "qwen2", "qwen3"])
 def test_layer_scaling_with_scale_channel_equals_two_attentions(name, padded):
     model = build(name)
-    both = Composed(parts={"layer_scaling": LayerScaling(scales=SCALES), "scale_channel": ScaleChannel(**CHANNEL)})
+    both = Composed(
+        parts={"layer_scaling": LayerScaling(scales=SCALES), "scale_channel": ScaleChannel(**CHANNEL)}
+    )
     ids, mask = prompts(padded)
     prefill, steps, tokens = through_posbench(posbench.load(model), both, ids, mask)
     whole = torch.cat([mask, torch.ones(len(ids), STEPS, dtype=torch.long)], dim=1)
@@ -105,12 +119,17 @@ def test_layer_scaling_with_scale_channel_equals_two_attentions(name, padded):
         two_attentions(model, tokens, whole, scales=SCALES, first_row=tokens.shape[1]),
         two_attentions(model, tokens, whole, scales=(1.0,) * LAYERS, first_row=PROMPT - 1),
     ):
-        assert (expected - other)[:, PROMPT - 1 :].abs().max() > 100 * TIGHT, "one of the two has no effect to test"
+        assert (expected - other)[:, PROMPT - 1 :].abs().max() > 100 * TIGHT, (
+            "one of the two has no effect to test"
+        )
 
 
 def test_position_scales_multiply():
     lm, (ids, mask) = posbench.load(build("llama-gqa")), prompts(True)
-    parts = {"position_interpolation": PositionInterpolation(scale=1.5), "layer_scaling": LayerScaling(scales=SCALES)}
+    parts = {
+        "position_interpolation": PositionInterpolation(scale=1.5),
+        "layer_scaling": LayerScaling(scales=SCALES),
+    }
     with LayerScaling(scales=tuple(1.5 * s for s in SCALES)).applied(lm):
         expected = lm.logits(ids, mask)
     for order in (parts, dict(reversed(parts.items()))):
@@ -124,7 +143,8 @@ def test_position_scales_multiply():
     ids=["layer_scaling", "scale_channel", "ms_poe"],
 )
 def test_buckets_around_another_method_mix_its_runs(other):
-    """The same as a bucket of one base at a time around that method, mixed afterwards; padding and cached decoding included."""
+    """The same as a bucket of one base at a time around that method, mixed afterwards; padding and cached
+    decoding included."""
     lm, (ids, mask) = posbench.load(build("llama-gqa")), prompts(True)
     parts = {"attention_buckets": AttentionBuckets(bases=BASES), "other": other}
     prefill, steps, tokens = through_posbench(lm, Composed(parts=parts), ids, mask)
@@ -138,7 +158,9 @@ def test_buckets_around_another_method_mix_its_runs(other):
             for step in range(STEPS - 1):
                 seen = torch.cat([seen, torch.ones(len(ids), 1, dtype=torch.long)], dim=1)
                 given, at = tokens[:, PROMPT + step : PROMPT + step + 1], seen.sum(-1, keepdim=True) - 1
-                out = lm.model(given, attention_mask=seen, position_ids=at, past_key_values=out.past_key_values)
+                out = lm.model(
+                    given, attention_mask=seen, position_ids=at, past_key_values=out.past_key_values
+                )
                 later.append(out.logits)
         found.append((lm_logits(lm, one, ids, mask), torch.cat(later, dim=1)))
     whole, generated = (torch.stack(part, dim=1) for part in zip(*found, strict=True))
@@ -171,7 +193,10 @@ class Noted(Unmodified):
 def test_the_first_part_is_the_outermost_also_after_an_exception():
     diary: list[str] = []
     parts: dict[str, Method] = {name: Noted(name=name, diary=diary) for name in "abc"}
-    with pytest.raises(RuntimeError, match="inside"), Composed(parts=parts).applied(posbench.load(build("llama"))):
+    with (
+        pytest.raises(RuntimeError, match="inside"),
+        Composed(parts=parts).applied(posbench.load(build("llama"))),
+    ):
         raise RuntimeError("inside")
     assert diary == ["+a", "+b", "+c", "-c", "-b", "-a"]
 
@@ -179,9 +204,15 @@ def test_the_first_part_is_the_outermost_also_after_an_exception():
 def test_a_part_that_does_not_fit_leaves_the_model_alone():
     lm, (ids, mask) = posbench.load(build("llama")), prompts(False)
     before = lm.logits(ids, mask)
-    parts = {"layer_scaling": LayerScaling(scales=SCALES), "scale_channel": ScaleChannel(channel=4000, factor=0.0, layers=(0, 1))}
+    parts = {
+        "layer_scaling": LayerScaling(scales=SCALES),
+        "scale_channel": ScaleChannel(channel=4000, factor=0.0, layers=(0, 1)),
+    }
     both = Composed(parts=parts)
-    with pytest.raises(UserError, match=r"^method\.parts\.scale_channel\.channel = \[4000\]"), both.applied(lm):
+    with (
+        pytest.raises(UserError, match=r"^method\.parts\.scale_channel\.channel = \[4000\]"),
+        both.applied(lm),
+    ):
         pass
     assert torch.equal(lm.logits(ids, mask), before)
     assert both.needs_prompt and not Composed(parts={"layer_scaling": parts["layer_scaling"]}).needs_prompt
@@ -195,9 +226,11 @@ def built(*overrides: str):
 
 def test_the_command_line_builds_the_parts_in_order():
     config = built(
-        "method=[position_interpolation,scale_channel]", "method.parts.scale_channel.factor=0.5",
-        "method.parts.position_interpolation.scale=1.25", "stages=[evaluate]",
-    )  # fmt: skip
+        "method=[position_interpolation,scale_channel]",
+        "method.parts.scale_channel.factor=0.5",
+        "method.parts.position_interpolation.scale=1.25",
+        "stages=[evaluate]",
+    )
     assert config.method_name == "position_interpolation-scale_channel"
     expected = {
         "position_interpolation": PositionInterpolation(scale=1.25),
@@ -209,12 +242,19 @@ def test_the_command_line_builds_the_parts_in_order():
 
 
 def test_lists_stand_among_the_values_of_a_sweep(tmp_path):
-    found = composed(["method=none,[position_interpolation, scale_channel],[none,scale_channel]", "task.pairs=[1]"], tmp_path)
-    assert found[:2] == ["method=none,position_interpolation-scale_channel,none-scale_channel", "task.pairs=[1]"]
+    found = composed(
+        ["method=none,[position_interpolation, scale_channel],[none,scale_channel]", "task.pairs=[1]"],
+        tmp_path,
+    )
+    assert found[:2] == [
+        "method=none,position_interpolation-scale_channel,none-scale_channel",
+        "task.pairs=[1]",
+    ]
     assert found[2:] == [f"hydra.searchpath=[file://{tmp_path}]"]
     assert {file.stem for file in (tmp_path / "method").iterdir()} == {
-        "position_interpolation-scale_channel", "none-scale_channel"
-    }  # fmt: skip
+        "position_interpolation-scale_channel",
+        "none-scale_channel",
+    }
 
 
 def test_a_search_path_that_was_given_is_kept(tmp_path):
@@ -229,9 +269,18 @@ def test_a_search_path_that_was_given_is_kept(tmp_path):
         (["method=[scale_channel,scale_channel]"], "different ones of"),
         (["method=[]"], "different ones of"),
         (["method=[none,scale_channel]", "method.factor=0"], "name the part"),
-        (["method=[none,scale_channel]", "method.parts.scale_channel.factr=0"], "did you mean method.parts.scale_channel.factor"),
-        (["method=[none,layer_scaling]", "method.parts.layer_scaling.points=null"], "method.parts.layer_scaling.points = None"),
-        (["method=[none,scale_channel]", "method.parts.scale_channel.last=0.5"], "method.parts.scale_channel.last = 0.5"),
+        (
+            ["method=[none,scale_channel]", "method.parts.scale_channel.factr=0"],
+            "did you mean method.parts.scale_channel.factor",
+        ),
+        (
+            ["method=[none,layer_scaling]", "method.parts.layer_scaling.points=null"],
+            "method.parts.layer_scaling.points = None",
+        ),
+        (
+            ["method=[none,scale_channel]", "method.parts.scale_channel.last=0.5"],
+            "method.parts.scale_channel.last = 0.5",
+        ),
     ],
     ids=lambda case: case[-1] if isinstance(case, list) else None,
 )
@@ -256,7 +305,9 @@ def test_a_search_serves_its_part_of_a_list():
     assert found.parts["scale_channel"] == ScaleChannel(channel=3, factor=0.5, layers=(0, 1))
     assert found.parts["layer_scaling"] == genetic.method().parts["layer_scaling"]
     # What is typed stays.
-    typed = config_of(both, "method.parts.scale_channel.channel=9", typed=["method.parts.scale_channel.channel"])
+    typed = config_of(
+        both, "method.parts.scale_channel.channel=9", typed=["method.parts.scale_channel.channel"]
+    )
     assert typed.typed == {"channel": 9}
     assert typed.method({"channel": 3, "factor": 0.5, "layers": (0, 1)}).parts["scale_channel"].channel == 9
 

@@ -1,4 +1,5 @@
-"""scale_channel on every family against two full attentions without cache, which know nothing of the family table."""
+"""scale_channel on every family against two full attentions without cache, which know nothing of the family
+table."""
 
 import inspect
 from contextlib import ExitStack
@@ -23,7 +24,8 @@ EAGER = ("gemma2", "mpt", "mpt-clip")
 
 
 def exact(name, padded):
-    """The model in float64 and its tolerance; in float32 where eager attention turns float64 padding into NaN."""
+    """The model in float64 and its tolerance; in float32 where eager attention turns float64 padding into
+    NaN."""
     single = padded and name in EAGER
     return build(name, dtype=torch.float32 if single else torch.float64), TIGHT if single else EXACT
 
@@ -48,8 +50,11 @@ class Memory:
 
 
 @torch.no_grad()
-def double_forward(model, ids, mask, *, first_row, channels, factor, layers, scale_keys=True, scale_values=False):
-    """Logits [B, T, V]: each chosen attention runs on its input and on the scaled input with the values of the first run."""
+def double_forward(
+    model, ids, mask, *, first_row, channels, factor, layers, scale_keys=True, scale_values=False
+):
+    """Logits [B, T, V]: each chosen attention runs on its input and on the scaled input with the values of
+    the first run."""
 
     def twice(forward):
         parameters = inspect.signature(forward).parameters
@@ -57,7 +62,9 @@ def double_forward(model, ids, mask, *, first_row, channels, factor, layers, sca
 
         def call(*args, **kwargs):
             bound = inspect.signature(forward).bind(*args, **kwargs)
-            arguments = {k: v for k, v in bound.arguments.items() if k != "kwargs"} | bound.arguments.get("kwargs", {})
+            arguments = {k: v for k, v in bound.arguments.items() if k != "kwargs"} | bound.arguments.get(
+                "kwargs", {}
+            )
             first, hidden = Memory(), arguments["hidden_states"]
             base = forward(**arguments | {place: first})
             scaled = hidden.clone()
@@ -92,18 +99,27 @@ def through_posbench(model, method, ids, mask, steps=STEPS):
     with method.applied(lm):
         prefill = lm.logits(ids, mask)
         out = lm.model.generate(
-            ids, attention_mask=mask, max_new_tokens=steps, do_sample=False, return_dict_in_generate=True, output_logits=True,
-        )  # fmt: skip
+            ids,
+            attention_mask=mask,
+            max_new_tokens=steps,
+            do_sample=False,
+            return_dict_in_generate=True,
+            output_logits=True,
+        )
     return prefill, torch.stack(out.logits, dim=1), out.sequences
 
 
 def errors(model, method, *, padded, steps=STEPS, **wrong):
-    """Largest difference to the two attentions in the prompt and in the generated tokens, and the size of the effect."""
+    """Largest difference to the two attentions in the prompt and in the generated tokens, and the size of the
+    effect."""
     ids, mask = prompts(padded)
     prefill, generated, tokens = through_posbench(model, method, ids, mask, steps)
     whole = torch.cat([mask, torch.ones(len(ids), steps, dtype=torch.long)], dim=1)
     first_row = 0 if method.last == "all" else PROMPT - method.last
-    setting = dict(channels=method.channels, factor=method.factor, layers=method.layers, first_row=first_row) | wrong
+    setting = (
+        dict(channels=method.channels, factor=method.factor, layers=method.layers, first_row=first_row)
+        | wrong
+    )
     expected = double_forward(model, tokens, whole, **setting)
     plain = double_forward(model, tokens, whole, **setting | dict(first_row=tokens.shape[1]))
     seen = mask.bool()
@@ -120,7 +136,9 @@ def test_prefill_and_cached_decoding_equal_two_attentions(name, padded):
     """Also over the window: those of the windowed models are shorter than the prompt."""
     model, tolerance = exact(name, padded)
     for channels, factor, layers in SETTINGS:
-        prompt, generated, effect = errors(model, ScaleChannel(channel=channels, factor=factor, layers=layers), padded=padded)
+        prompt, generated, effect = errors(
+            model, ScaleChannel(channel=channels, factor=factor, layers=layers), padded=padded
+        )
         assert prompt < tolerance and generated < tolerance
         assert effect > 1000 * EXACT, "the setting has no effect to test"
 
@@ -138,11 +156,15 @@ def test_more_scaled_rows(name, last):
 
 @pytest.mark.parametrize("name", BUILDERS)
 def test_single_precision(name):
-    prompt, generated, _ = errors(build(name), ScaleChannel(channel=(5, 9), factor=-1.0, layers=(1, 2)), padded=True)
+    prompt, generated, _ = errors(
+        build(name), ScaleChannel(channel=(5, 9), factor=-1.0, layers=(1, 2)), padded=True
+    )
     assert prompt < TIGHT and generated < TIGHT
 
 
-@pytest.mark.parametrize("wrong", [dict(scale_keys=False), dict(scale_values=True), dict(layers=(0, 1))], ids=str)
+@pytest.mark.parametrize(
+    "wrong", [dict(scale_keys=False), dict(scale_values=True), dict(layers=(0, 1))], ids=str
+)
 @pytest.mark.parametrize("name", BUILDERS)
 def test_wrong_interventions_are_told_apart(name, wrong):
     method = ScaleChannel(channel=(0, 5, 17, 41), factor=-1.0, layers=(1, 2))
@@ -183,7 +205,8 @@ def test_a_wrong_family_row_does_not_go_unnoticed(name, mutation, monkeypatch):
 
 
 class Int8Linear(nn.Module):
-    """A linear that rounds its input row by row as 8-bit kernels do: not linear, and without a weight to read."""
+    """A linear that rounds its input row by row as 8-bit kernels do: not linear, and without a weight to
+    read."""
 
     def __init__(self, linear):
         super().__init__()
@@ -202,7 +225,9 @@ class Adapted(nn.Linear):
 
 
 def _adapted(linear):
-    new = Adapted(linear.in_features, linear.out_features, bias=linear.bias is not None, dtype=linear.weight.dtype)
+    new = Adapted(
+        linear.in_features, linear.out_features, bias=linear.bias is not None, dtype=linear.weight.dtype
+    )
     new.load_state_dict(linear.state_dict())
     new.down = torch.randn(linear.in_features, 2, dtype=linear.weight.dtype) * 0.3
     new.up = torch.randn(2, linear.out_features, dtype=linear.weight.dtype) * 0.3
@@ -217,7 +242,9 @@ def test_projections_whose_weight_does_not_tell_all(name, wrap):
         for part, child in list(attention.named_children()):
             if part in ("q_proj", "k_proj", "v_proj", "qkv_proj", "query_key_value"):
                 setattr(attention, part, wrap(child))
-    prompt, generated, effect = errors(model, ScaleChannel(channel=(5, 9), factor=-1.0, layers=(1, 2)), padded=True)
+    prompt, generated, effect = errors(
+        model, ScaleChannel(channel=(5, 9), factor=-1.0, layers=(1, 2)), padded=True
+    )
     assert prompt < EXACT and generated < EXACT and effect > 1000 * EXACT
 
 
@@ -231,7 +258,10 @@ def test_falcon_with_alibi_shows_the_attention_that_it_computes():
             inside = lm.logits(ids, mask)
         assert torch.equal(lm.logits(ids, mask), outside)
     assert (inside - outside).abs().max() < EXACT
-    assert all((row.sum(-1) - 1).abs().max() < 1e-5 and (row * (1 - mask[:, None])).abs().max() == 0 for row in rows.values())
+    assert all(
+        (row.sum(-1) - 1).abs().max() < 1e-5 and (row * (1 - mask[:, None])).abs().max() == 0
+        for row in rows.values()
+    )
 
 
 @pytest.mark.parametrize("name", [name for name in BUILDERS if name != "falcon-alibi"])
@@ -249,7 +279,9 @@ def test_the_last_row_of_attention_equals_the_full_matrix(name):
         else:
             model.config._attn_implementation = "eager"
         positions = (mask.cumsum(-1) - 1).clamp(min=0)
-        full = model(ids, attention_mask=mask, position_ids=positions, output_attentions=True, use_cache=False).attentions
+        full = model(
+            ids, attention_mask=mask, position_ids=positions, output_attentions=True, use_cache=False
+        ).attentions
     assert sorted(rows) == list(range(lm.layers))
     for layer, row in rows.items():
         assert row.shape == full[layer][:, :, -1].shape
@@ -258,7 +290,9 @@ def test_the_last_row_of_attention_equals_the_full_matrix(name):
         assert (row * (1 - mask[:, None])).abs().max() == 0
 
 
-@pytest.mark.parametrize("name", ["llama-gqa", "mistral-window", "qwen3", "gemma3", "mpt", "mpt-clip", "falcon", "phi3", "olmo2"])
+@pytest.mark.parametrize(
+    "name", ["llama-gqa", "mistral-window", "qwen3", "gemma3", "mpt", "mpt-clip", "falcon", "phi3", "olmo2"]
+)
 def test_one_prefill_serves_all_candidates_to_the_bit(name):
     lm = posbench.load(build(name))
     ids, mask = prompts(padded=True)
@@ -267,7 +301,9 @@ def test_one_prefill_serves_all_candidates_to_the_bit(name):
     together = candidate_losses(lm, pairs, candidates)
     inputs, targets = lm.pad_with_answers(pairs)
     for candidate, losses in zip(candidates, together[1:], strict=True):
-        method = ScaleChannel(channel=candidate.channel, factor=candidate.factor, layers=candidate.layers, last=3)
+        method = ScaleChannel(
+            channel=candidate.channel, factor=candidate.factor, layers=candidate.layers, last=3
+        )
         with torch.no_grad(), method.applied(lm):
             alone = lm.answer_nats(lm.model(**inputs, logits_to_keep=3).logits, targets)
         assert torch.equal(alone.double(), torch.tensor(losses))

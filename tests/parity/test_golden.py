@@ -1,4 +1,5 @@
-"""scale_channel and the channel search against outputs of the authors' program (tests/parity/golden/README.md)."""
+"""scale_channel and the channel search against outputs of the authors' program
+(tests/parity/golden/README.md)."""
 
 import json
 from pathlib import Path
@@ -15,9 +16,12 @@ from posbench.search import statistics
 GOLDEN = Path(__file__).parent / "golden"
 MANIFEST = json.loads((GOLDEN / "manifest.json").read_text())
 ATOL = MANIFEST["tolerance"]["logits_atol"]
-# skip_first and change_value are switches of the authors' program that the paper does not describe and posbench lacks.
+# skip_first and change_value are switches of the authors' program that the paper does not describe and
+# posbench lacks.
 CASES = [
-    c for c in MANIFEST["scale_channel"]["llama-mha"]["cases"] if c["channels"] and not c["skip_first"] and not c["change_value"]
+    c
+    for c in MANIFEST["scale_channel"]["llama-mha"]["cases"]
+    if c["channels"] and not c["skip_first"] and not c["change_value"]
 ]
 
 
@@ -35,7 +39,10 @@ def arrays():
 def method_of(case):
     layers = case["layers"]
     return ScaleChannel(
-        channel=tuple(case["channels"]), factor=case["factor"], layers=(layers[0], layers[-1]), last=case["last_recompute_tokens"]
+        channel=tuple(case["channels"]),
+        factor=case["factor"],
+        layers=(layers[0], layers[-1]),
+        last=case["last_recompute_tokens"],
     )
 
 
@@ -57,13 +64,22 @@ def test_prompt_and_greedy_decoding(lm, arrays, case):
     with method_of(case).applied(lm):
         out = lm.model(ids, attention_mask=mask, position_ids=(mask.cumsum(-1) - 1).clamp(min=0))
         generated = lm.model.generate(
-            ids, attention_mask=mask, max_new_tokens=tokens.shape[-1], do_sample=False, pad_token_id=0,
-            return_dict_in_generate=True, output_logits=True,
-        )  # fmt: skip
+            ids,
+            attention_mask=mask,
+            max_new_tokens=tokens.shape[-1],
+            do_sample=False,
+            pad_token_id=0,
+            return_dict_in_generate=True,
+            output_logits=True,
+        )
     if f"{name}/prefill_logits" in arrays:
-        np.testing.assert_allclose(out.logits.squeeze(0).numpy(), arrays[f"{name}/prefill_logits"], atol=ATOL, rtol=0)
+        np.testing.assert_allclose(
+            out.logits.squeeze(0).numpy(), arrays[f"{name}/prefill_logits"], atol=ATOL, rtol=0
+        )
     if f"{name}/last_logits" in arrays:
-        np.testing.assert_allclose(out.logits[:, -1].numpy(), arrays[f"{name}/last_logits"], atol=ATOL, rtol=0)
+        np.testing.assert_allclose(
+            out.logits[:, -1].numpy(), arrays[f"{name}/last_logits"], atol=ATOL, rtol=0
+        )
     if f"{name}/key_cache" in arrays:
         keys = torch.stack([layer.keys[0] for layer in out.past_key_values.layers])
         np.testing.assert_allclose(keys.numpy(), arrays[f"{name}/key_cache"], atol=ATOL, rtol=0)
@@ -81,7 +97,9 @@ def test_teacher_forcing_in_one_call_and_on_the_cache(lm, arrays, case):
     labels[:, :start] = -100
     with method_of(case).applied(lm):
         once = lm.model(ids, labels=labels)
-    one_row = ScaleChannel(channel=tuple(case["channels"]), factor=case["factor"], layers=method_of(case).layers)
+    one_row = ScaleChannel(
+        channel=tuple(case["channels"]), factor=case["factor"], layers=method_of(case).layers
+    )
     with one_row.applied(lm):
         prompt = lm.model(ids[:, :start])
         answer = lm.model(ids[:, start:], past_key_values=prompt.past_key_values)
@@ -89,7 +107,9 @@ def test_teacher_forcing_in_one_call_and_on_the_cache(lm, arrays, case):
     np.testing.assert_allclose(once.logits[0, -rows:].numpy(), expected, atol=ATOL, rtol=0)
     cached = torch.cat([prompt.logits[:, -1:], answer.logits], dim=1)[0]
     np.testing.assert_allclose(cached.numpy(), expected, atol=ATOL, rtol=0)
-    np.testing.assert_allclose(once.loss.item(), arrays[f"{case['id']}/loss"], atol=MANIFEST["tolerance"]["loss_atol"], rtol=0)
+    np.testing.assert_allclose(
+        once.loss.item(), arrays[f"{case['id']}/loss"], atol=MANIFEST["tolerance"]["loss_atol"], rtol=0
+    )
 
 
 def test_official_channel_filter():

@@ -1,4 +1,5 @@
-"""lm-evaluation-harness under posbench: its own numbers where the method is neutral, the method's own elsewhere."""
+"""lm-evaluation-harness under posbench: its own numbers where the method is neutral, the method's own
+elsewhere."""
 
 import json
 import logging
@@ -73,7 +74,10 @@ def pairs() -> list[Instance]:
 
 
 def generations(*, until: str = '"', most: int = 6) -> list[Instance]:
-    return asked("generate_until", *((c, {"until": [until], "max_gen_toks": most, "do_sample": False}) for c in CONTEXTS))
+    return asked(
+        "generate_until",
+        *((c, {"until": [until], "max_gen_toks": most, "do_sample": False}) for c in CONTEXTS),
+    )
 
 
 def assert_same(found: list[tuple[float, bool]], expected: list[tuple[float, bool]]) -> None:
@@ -85,21 +89,32 @@ def assert_same(found: list[tuple[float, bool]], expected: list[tuple[float, boo
 def tasks(tmp_path_factory: pytest.TempPathFactory) -> TaskManager:
     """Two local tasks of the harness, read without network: four choices, and a generated answer."""
     folder = tmp_path_factory.mktemp("tasks")
-    rows = [{"text": c, "choices": [w + '"' for w in WORDS[i : i + 4]], "gold": i % 4} for i, c in enumerate(CONTEXTS)]
+    rows = [
+        {"text": c, "choices": [w + '"' for w in WORDS[i : i + 4]], "gold": i % 4}
+        for i, c in enumerate(CONTEXTS)
+    ]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     shared = {
-        "dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(folder / "rows.jsonl")}}, "test_split": "test",
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {"test": str(folder / "rows.jsonl")}},
+        "test_split": "test",
         "doc_to_text": "{{text}}",
-    }  # fmt: skip
+    }
     choice = {
-        "task": "pb_choice", "output_type": "multiple_choice", "doc_to_choice": "{{choices}}", "doc_to_target": "gold",
-        "target_delimiter": "", "metric_list": [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}],
-    }  # fmt: skip
+        "task": "pb_choice",
+        "output_type": "multiple_choice",
+        "doc_to_choice": "{{choices}}",
+        "doc_to_target": "gold",
+        "target_delimiter": "",
+        "metric_list": [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}],
+    }
     answer = {
-        "task": "pb_answer", "output_type": "generate_until", "doc_to_target": "{{choices[gold]}}",
+        "task": "pb_answer",
+        "output_type": "generate_until",
+        "doc_to_target": "{{choices[gold]}}",
         "generation_kwargs": {"until": ['"'], "max_gen_toks": 6, "do_sample": False},
         "metric_list": [{"metric": "bypass"}],
-    }  # fmt: skip
+    }
     for task in (choice, answer):
         (folder / f"{task['task']}.yaml").write_text(yaml.safe_dump(shared | task))
     return TaskManager(include_path=str(folder), include_defaults=False)
@@ -108,10 +123,11 @@ def tasks(tmp_path_factory: pytest.TempPathFactory) -> TaskManager:
 def results(model: Any, tasks: TaskManager, **settings: Any) -> tuple[float, list[Any], list[Any]]:
     """Accuracy, and every answer of both tasks."""
     out = simple_evaluate(
-        model=model, tasks=["pb_choice", "pb_answer"], task_manager=tasks,
-        bootstrap_iters=0, **settings,
-    )  # fmt: skip
-    samples = [[sample["filtered_resps"] for sample in out["samples"][name]] for name in ("pb_choice", "pb_answer")]
+        model=model, tasks=["pb_choice", "pb_answer"], task_manager=tasks, bootstrap_iters=0, **settings
+    )
+    samples = [
+        [sample["filtered_resps"] for sample in out["samples"][name]] for name in ("pb_choice", "pb_answer")
+    ]
     return out["results"]["pb_choice"]["acc,none"], samples[0], samples[1]
 
 
@@ -131,10 +147,16 @@ def test_whole_tasks_give_the_harness_s_own_numbers(stock: HFLM, tasks: TaskMana
     ("settings", "batch_size"),
     [({"method": "none"}, 1), ({"method": "none"}, 4), (NEUTRAL, 1), (NEUTRAL, 4), (NEUTRAL, "auto")],
 )
-def test_a_neutral_method_scores_as_the_harness_does(stock: HFLM, settings: dict[str, Any], batch_size: int | str):
+def test_a_neutral_method_scores_as_the_harness_does(
+    stock: HFLM, settings: dict[str, Any], batch_size: int | str
+):
     model = ours(batch_size, max_batch_size=2, max_length=128, **settings)
-    assert_same(model.loglikelihood(pairs(), disable_tqdm=True), stock.loglikelihood(pairs(), disable_tqdm=True))
-    assert model.generate_until(generations(), disable_tqdm=True) == stock.generate_until(generations(), disable_tqdm=True)
+    assert_same(
+        model.loglikelihood(pairs(), disable_tqdm=True), stock.loglikelihood(pairs(), disable_tqdm=True)
+    )
+    assert model.generate_until(generations(), disable_tqdm=True) == stock.generate_until(
+        generations(), disable_tqdm=True
+    )
 
 
 def test_prompts_over_max_length_lose_their_beginning_as_in_the_harness():
@@ -220,7 +242,9 @@ def test_whole_texts_are_scored_where_all_tokens_are_treated_alike():
     texts = asked("loglikelihood_rolling", *((context,) for context in CONTEXTS))
     found = ours(4, method="none", max_length=16).loglikelihood_rolling(texts, disable_tqdm=True)
     lm = posbench.load("tiny", device="cpu")
-    expected = HFLM(lm.model, tokenizer=lm.tokenizer, max_length=16).loglikelihood_rolling(texts, disable_tqdm=True)
+    expected = HFLM(lm.model, tokenizer=lm.tokenizer, max_length=16).loglikelihood_rolling(
+        texts, disable_tqdm=True
+    )
     assert found == pytest.approx(expected, abs=1e-4)
     everywhere = ours(4, **HALF, last="all").loglikelihood_rolling(texts, disable_tqdm=True)
     with ScaleChannel(channel=15, factor=0.5, layers=(1, 3), last="all").applied(lm):
@@ -255,11 +279,17 @@ def test_a_cache_of_another_model_type_is_refused(stock: HFLM, tmp_path: Path):
 
 
 def test_constants_come_from_the_model_s_file_or_from_the_user(tmp_path: Path):
-    assert compose("tiny", "scale_channel", {}).method() == ScaleChannel(channel=15, factor=-1.0, layers=(1, 3))
-    given = compose("tiny", "scale_channel", {"channel": "15:20", "layers": [0, 2], "last": 2, "dtype": "float64"})
+    assert compose("tiny", "scale_channel", {}).method() == ScaleChannel(
+        channel=15, factor=-1.0, layers=(1, 3)
+    )
+    given = compose(
+        "tiny", "scale_channel", {"channel": "15:20", "layers": [0, 2], "last": 2, "dtype": "float64"}
+    )
     assert given.method() == ScaleChannel(channel=(15, 20), factor=-1.0, layers=(0, 2), last=2)
     assert given.model.dtype == "float64"
-    own = yaml.safe_load((posbench.model.load.paths.CONF / "model" / "tiny.yaml").read_text()) | {"name": "mine"}
+    own = yaml.safe_load((posbench.model.load.paths.CONF / "model" / "tiny.yaml").read_text()) | {
+        "name": "mine"
+    }
     own["scale_channel"]["factor"] = 0.25
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "mine.yaml").write_text(yaml.safe_dump(own))
@@ -275,7 +305,9 @@ def test_several_methods_are_joined_by_plus_signs():
     with parts["layer_scaling"].applied(lm), ScaleChannel(channel=15, factor=-8.0, layers=(0, 2)).applied(lm):
         expected = [lm.generate([c], max_new_tokens=6, stop=["kop"])[0] for c in CONTEXTS]
     assert found == expected
-    assert found != ours(2, method="layer_scaling").generate_until(generations(until="kop"), disable_tqdm=True)
+    assert found != ours(2, method="layer_scaling").generate_until(
+        generations(until="kop"), disable_tqdm=True
+    )
 
 
 def test_a_directory_is_a_model(checkpoint: Path):
@@ -312,9 +344,13 @@ def test_a_directory_is_a_model(checkpoint: Path):
 def test_bad_arguments_are_one_line(
     arguments: str, field: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    monkeypatch.setattr(sys, "argv", ["lm_eval", "--model", "posbench", "--model_args", arguments, "--tasks", "none"])
+    monkeypatch.setattr(
+        sys, "argv", ["lm_eval", "--model", "posbench", "--model_args", arguments, "--tasks", "none"]
+    )
     # Reading the harness's own list of tasks takes seconds, and the model comes first.
-    monkeypatch.setattr("lm_eval.config.evaluate_config.EvaluatorConfig.process_tasks", lambda self, metadata: None)
+    monkeypatch.setattr(
+        "lm_eval.config.evaluate_config.EvaluatorConfig.process_tasks", lambda self, metadata: None
+    )
     assert command.main() == 2
     err = [line for line in capsys.readouterr().err.splitlines() if line.startswith("posbench: ")]
     assert len(err) == 1
@@ -326,7 +362,9 @@ def test_a_task_whose_choice_is_empty_is_one_line():
         ours(1).loglikelihood(asked("loglikelihood", (CONTEXTS[0], "")))
 
 
-def test_without_the_harness_the_line_says_what_to_install(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+def test_without_the_harness_the_line_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
     monkeypatch.setitem(sys.modules, "lm_eval.__main__", None)
     monkeypatch.setattr(sys, "argv", ["lm_eval", "--tasks", "pb_choice"])
     assert command.main() == 2

@@ -39,7 +39,11 @@ def router_file(folder, lm, experts, std=1.0):
     config = lm.model.config
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     shapes = {1: (experts, width), 2: (experts, experts), 3: (experts, width)}
-    tensors = {gate(i, n): torch.randn(shape, generator=generator) * std for i in range(lm.layers) for n, shape in shapes.items()}
+    tensors = {
+        gate(i, n): torch.randn(shape, generator=generator) * std
+        for i in range(lm.layers)
+        for n, shape in shapes.items()
+    }
     save_file(tensors, folder / "router.safetensors")
     return str(folder / "router.safetensors"), tensors
 
@@ -69,7 +73,9 @@ def plainly(model, ids, pads, tensors, top_k):
         return model(ids, use_cache=False).logits
 
 
-@pytest.mark.parametrize(("family", "top_k"), [*((family, 3) for family in FAMILIES), ("llama-gqa", 1), ("qwen2", 2)])
+@pytest.mark.parametrize(
+    ("family", "top_k"), [*((family, 3) for family in FAMILIES), ("llama-gqa", 1), ("qwen2", 2)]
+)
 def test_prompt_and_steps_equal_a_plain_recomputation(tmp_path, family, top_k):
     lm = posbench.load(build(family))
     weights, tensors = router_file(tmp_path, lm, len(APART))
@@ -140,9 +146,14 @@ def test_outputs_of_the_released_program(golden, case, kind):
     with method.applied(lm):
         out = lm.model(ids)
         generated = lm.model.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False, pad_token_id=0,
-            return_dict_in_generate=True, output_logits=True,
-        )  # fmt: skip
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=12,
+            do_sample=False,
+            pad_token_id=0,
+            return_dict_in_generate=True,
+            output_logits=True,
+        )
     tokens, steps = generated.sequences[:, ids.shape[1] :], torch.stack(generated.logits, 1)
     if kind:
         np.testing.assert_allclose(out.logits[:, -1], arrays[f"{name}/batch_last_logits"], atol=ATOL, rtol=0)
@@ -150,7 +161,9 @@ def test_outputs_of_the_released_program(golden, case, kind):
         np.testing.assert_allclose(out.logits[0], arrays[f"{name}/prefill_logits"], atol=ATOL, rtol=0)
         tokens, steps = tokens[0], steps[0]
         if f"{name}/key_cache_unrotated" in arrays:
-            keys = torch.stack([layer.keys[0, :, ::8].transpose(0, 1) for layer in out.past_key_values.layers])
+            keys = torch.stack(
+                [layer.keys[0, :, ::8].transpose(0, 1) for layer in out.past_key_values.layers]
+            )
             np.testing.assert_allclose(keys, arrays[f"{name}/key_cache_unrotated"], atol=ATOL, rtol=0)
     np.testing.assert_array_equal(tokens, arrays[f"{name}/{kind}tokens"])
     np.testing.assert_allclose(steps, arrays[f"{name}/{kind}step_logits"], atol=ATOL, rtol=0)
@@ -184,12 +197,16 @@ def test_the_auxiliary_loss_says_nothing_where_all_experts_are_kept():
 
 def test_the_router_of_the_embedded_model_helps_on_prompts_it_was_not_trained_on():
     lm, rows = posbench.load("tiny"), []
-    task = KVRetrieval(pairs=32, positions=(0, 15, 31), records="words", prompt="compact", examples_per_position=8)
+    task = KVRetrieval(
+        pairs=32, positions=(0, 15, 31), records="words", prompt="compact", examples_per_position=8
+    )
     for example in task.examples("evaluation"):
         prompt, answer = lm.answer_ids(example.prompt, example.answers[0])
         rows.append(prompt + answer)
     losses = held_out(lm, rows, load_routers(lm, "posbench://tiny/moice.safetensors", len(BASES)), Settings())
-    trained, even, stock = (torch.tensor(losses[n]).mean() for n in ("trained router", "even mixture", "unmodified"))
+    trained, even, stock = (
+        torch.tensor(losses[n]).mean() for n in ("trained router", "even mixture", "unmodified")
+    )
     assert trained < stock < even
 
 
@@ -201,11 +218,15 @@ def test_mixture_keeps_the_largest():
 @pytest.mark.parametrize(
     ("given", "field"),
     [
-        ({"weights": None}, "weights"), ({"weights": "missing.safetensors"}, "weights"), ({"top_k": 8}, "top_k"),
-        ({"top_k": 0}, "top_k"), ({"weights": "uniform", "top_k": 3}, "top_k"), ({"bases": (1.0,), "top_k": 1}, "bases"),
+        ({"weights": None}, "weights"),
+        ({"weights": "missing.safetensors"}, "weights"),
+        ({"top_k": 8}, "top_k"),
+        ({"top_k": 0}, "top_k"),
+        ({"weights": "uniform", "top_k": 3}, "top_k"),
+        ({"bases": (1.0,), "top_k": 1}, "bases"),
         ({"bases": (10000.0, 20000.0), "top_k": 2}, "weights"),
     ],
-)  # fmt: skip
+)
 def test_bad_parameters(golden, given, field):
     lm = golden[0]
     with pytest.raises(UserError) as error, MoICE(**{"weights": str(ROUTER), **given}).applied(lm):

@@ -25,7 +25,8 @@ PADS, PROMPT, STEPS = [0, 5, 11], 40, 6
 
 
 def plain_ratios(layer, variant, prompt, low=1.2, high=1.8, alpha=3.0):
-    """Ratio of each head from full attention over the prompt, the formulas of the paper or of the released program."""
+    """Ratio of each head from full attention over the prompt, the formulas of the paper or of the released
+    program."""
     aware, heads = [], len(layer.query)
     for query, key in zip(layer.query, layer.key, strict=True):
         pair = (layer.turn(query), layer.turn(key)) if variant == "paper" else (query, key)
@@ -102,7 +103,9 @@ def test_a_cache_that_is_copied_reordered_or_cut_back_goes_on_as_it_should():
         torch.testing.assert_close(step(back, every), expected, atol=1e-5, rtol=0)
         # Beams of one prompt: rows share positions and ranking, their later tokens differ.
         twice = torch.tensor([1, 1])
-        beams = lm.model(ids[twice][:, :-2], attention_mask=mask[twice][:, :-2], position_ids=positions[twice][:, :-2])
+        beams = lm.model(
+            ids[twice][:, :-2], attention_mask=mask[twice][:, :-2], position_ids=positions[twice][:, :-2]
+        )
         cache, tokens = beams.past_key_values, torch.tensor([[7], [9]])
         now = {"attention_mask": mask[twice][:, :-1], "position_ids": positions[twice][:, -2:-1]}
         lm.model(tokens, past_key_values=cache, **now)
@@ -166,7 +169,9 @@ def golden():
 
 
 def method_of(case):
-    order = "reversed" if case["head_type"] == "normal" else "rank" if case["id"].startswith("rankfix") else None
+    order = (
+        "reversed" if case["head_type"] == "normal" else "rank" if case["id"].startswith("rankfix") else None
+    )
     ratios, first = (case["ratio_min"], case["ratio_max"]), case["layers"][0]
     return MsPoE(ratios=ratios, first_layer=first, variant="official", order=order)
 
@@ -191,16 +196,27 @@ def test_outputs_of_the_released_program(golden, case):
             out = lm.model(ids)
     with method.applied(lm):
         generated = lm.model.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False, pad_token_id=0,
-            return_dict_in_generate=True, output_logits=True,
-        )  # fmt: skip
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=12,
+            do_sample=False,
+            pad_token_id=0,
+            return_dict_in_generate=True,
+            output_logits=True,
+        )
     np.testing.assert_allclose(torch.stack(kept["ratios"]), arrays[f"{name}/query_head_ratio"], atol=1e-6)
     if f"{name}/outlier_fraction" in arrays and case["head_type"] is None:
-        np.testing.assert_allclose(torch.stack(kept["fraction"]), arrays[f"{name}/outlier_fraction"], atol=1e-6)
-    np.testing.assert_allclose(out.logits[0, ::16], arrays[f"{name}/prefill_logits_every16"], atol=ATOL, rtol=0)
+        np.testing.assert_allclose(
+            torch.stack(kept["fraction"]), arrays[f"{name}/outlier_fraction"], atol=1e-6
+        )
+    np.testing.assert_allclose(
+        out.logits[0, ::16], arrays[f"{name}/prefill_logits_every16"], atol=ATOL, rtol=0
+    )
     np.testing.assert_allclose(out.logits[0, -1], arrays[f"{name}/prefill_last_logits"], atol=ATOL, rtol=0)
     np.testing.assert_array_equal(generated.sequences[0, ids.shape[1] :], arrays[f"{name}/tokens"])
-    np.testing.assert_allclose(torch.stack(generated.logits, 1)[0], arrays[f"{name}/step_logits"], atol=ATOL, rtol=0)
+    np.testing.assert_allclose(
+        torch.stack(generated.logits, 1)[0], arrays[f"{name}/step_logits"], atol=ATOL, rtol=0
+    )
 
 
 @torch.no_grad()
@@ -213,7 +229,11 @@ def test_ties_chunks_and_a_second_prompt_of_the_released_program(golden):
         chunk = lm.model(ids[:, 128:], past_key_values=begun.past_key_values).logits[0, -1]
         # Ranked anew: what the released program gives after a reset.
         fresh = lm.model(torch.tensor(arrays["noreset/ids"])).logits[0, -1]
-    for found, name in ((short, "short8/logits"), (chunk, "chunk128/last_logits"), (fresh, "noreset/fresh_logits")):
+    for found, name in (
+        (short, "short8/logits"),
+        (chunk, "chunk128/last_logits"),
+        (fresh, "noreset/fresh_logits"),
+    ):
         np.testing.assert_allclose(found, arrays[name], atol=ATOL, rtol=0)
     assert np.abs(arrays["noreset/fresh_logits"] - arrays["noreset/stale_logits"]).max() > 10 * ATOL
 
@@ -233,7 +253,8 @@ def test_a_text_without_a_prompt_has_no_ranking():
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [("ratios", (1.8, 1.2)), ("ratios", (0.0, 1.2)), ("first_layer", 4), ("first_layer", -1), ("alpha", 0.0)]
+    ("field", "value"),
+    [("ratios", (1.8, 1.2)), ("ratios", (0.0, 1.2)), ("first_layer", 4), ("first_layer", -1), ("alpha", 0.0)],
 )
 def test_bad_parameters(field, value):
     lm = posbench.load(build("llama"))

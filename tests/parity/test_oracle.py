@@ -1,4 +1,5 @@
-"""scale_channel against a plain recomputation: both attentions in full for the whole sequence, no cache, no rank-1 term."""
+"""scale_channel against a plain recomputation: both attentions in full for the whole sequence, no cache, no
+rank-1 term."""
 
 import pytest
 import torch
@@ -19,12 +20,15 @@ def rotated(x: Tensor, positions: Tensor, theta: float) -> Tensor:
     half = x.shape[-1] // 2
     angle = positions[:, None, :, None].double() * theta ** (-torch.arange(half).double() / half)
     a, b = x[..., :half].double(), x[..., half:].double()
-    return torch.cat([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()], dim=-1).to(x.dtype)
+    return torch.cat([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()], dim=-1).to(
+        x.dtype
+    )
 
 
 @torch.no_grad()
 def recompute(model, ids, mask, *, first_row, channels, factor, layers, scale_keys=True, scale_values=False):
-    """Logits [B, T, V] where rows from ``first_row`` on attend with scaled queries to scaled keys of all positions."""
+    """Logits [B, T, V] where rows from ``first_row`` on attend with scaled queries to scaled keys of all
+    positions."""
     config, total = model.config, ids.shape[1]
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
     heads, groups = config.num_attention_heads, config.num_key_value_heads
@@ -79,7 +83,12 @@ def run_posbench(model, method, ids, mask):
     with torch.no_grad(), method.applied(lm):
         prefill = lm.model(ids, attention_mask=mask, position_ids=(mask.cumsum(-1) - 1).clamp(min=0)).logits
         out = lm.model.generate(
-            ids, attention_mask=mask, max_new_tokens=STEPS, do_sample=False, return_dict_in_generate=True, output_logits=True
+            ids,
+            attention_mask=mask,
+            max_new_tokens=STEPS,
+            do_sample=False,
+            return_dict_in_generate=True,
+            output_logits=True,
         )
     return prefill, torch.stack(out.logits, dim=1), out.sequences
 
@@ -112,7 +121,9 @@ def test_prefill_and_cached_decoding_equal_the_recomputation(name, last, padded)
         assert (oracle - untouched)[:, PROMPT - 1 :].abs().max() > 0.01, "the setting has no effect to test"
 
 
-@pytest.mark.parametrize("wrong", [dict(scale_keys=False), dict(scale_values=True), dict(layers=(0, 1))], ids=str)
+@pytest.mark.parametrize(
+    "wrong", [dict(scale_keys=False), dict(scale_values=True), dict(layers=(0, 1))], ids=str
+)
 def test_the_recomputation_tells_wrong_interventions_apart(wrong):
     model = build("llama-gqa")
     ids, mask = prompts(padded=True)
@@ -128,7 +139,8 @@ def test_double_precision_agrees_to_rounding(name):
     ids, mask = prompts(padded=True)
     method = ScaleChannel(channel=(3, 9), factor=-0.7, layers=(1, 3))
     prefill, _, _ = run_posbench(model, method, ids, mask)
-    # Transformers computes cos and sin in float32 whatever the model's dtype; the rank-1 term uses the same table.
+    # Transformers computes cos and sin in float32 whatever the model's dtype; the rank-1 term uses the same
+    # table.
     oracle = recompute(model, ids, mask, channels=(3, 9), factor=-0.7, layers=(1, 3), first_row=PROMPT - 1)
     assert (prefill - oracle)[mask.bool()].abs().max() < TIGHT
 
@@ -145,7 +157,11 @@ def test_factor_one_is_the_identity(name, last):
     with torch.no_grad():
         before = lm.model(ids, attention_mask=mask).logits
         cache = DynamicCache(config=model.config)
-        split = [lm.model(ids[:, :head], attention_mask=mask[:, :head], past_key_values=cache).logits] if head else []
+        split = (
+            [lm.model(ids[:, :head], attention_mask=mask[:, :head], past_key_values=cache).logits]
+            if head
+            else []
+        )
         split.append(lm.model(ids[:, head:], attention_mask=mask, past_key_values=cache).logits)
         with method.applied(lm):
             inside = lm.model(ids, attention_mask=mask).logits
@@ -193,10 +209,16 @@ def test_logits_to_keep_and_hidden_states_match_the_full_output():
     with torch.no_grad(), ScaleChannel(channel=5, factor=0.0, layers=(1, 2), last=4).applied(lm):
         full = lm.model(ids, attention_mask=mask, output_hidden_states=True)
         for keep in (1, 3, 4, 9):
-            assert torch.equal(lm.model(ids, attention_mask=mask, logits_to_keep=keep).logits, full.logits[:, -keep:])
+            assert torch.equal(
+                lm.model(ids, attention_mask=mask, logits_to_keep=keep).logits, full.logits[:, -keep:]
+            )
         picked = torch.tensor([0, PROMPT - 1])
-        assert torch.equal(lm.model(ids, attention_mask=mask, logits_to_keep=picked).logits, full.logits[:, picked])
-        from_embeddings = lm.model(inputs_embeds=lm.model.get_input_embeddings()(ids), attention_mask=mask).logits
+        assert torch.equal(
+            lm.model(ids, attention_mask=mask, logits_to_keep=picked).logits, full.logits[:, picked]
+        )
+        from_embeddings = lm.model(
+            inputs_embeds=lm.model.get_input_embeddings()(ids), attention_mask=mask
+        ).logits
         as_tuple = lm.model(ids, attention_mask=mask, return_dict=False, use_cache=False)
     assert len(full.hidden_states) == LAYERS + 1
     assert all(state.shape == (4, PROMPT, WIDTH) for state in full.hidden_states)
@@ -209,7 +231,10 @@ def test_a_cache_from_outside_the_block_is_refused():
     ids, _ = prompts(padded=False)
     with torch.no_grad():
         cache = lm.model(ids).past_key_values
-        with ScaleChannel(channel=5, factor=0.0, layers=(1, 2)).applied(lm), pytest.raises(ValueError, match="outside"):
+        with (
+            ScaleChannel(channel=5, factor=0.0, layers=(1, 2)).applied(lm),
+            pytest.raises(ValueError, match="outside"),
+        ):
             lm.model(ids[:, :1], past_key_values=cache)
 
 

@@ -1,4 +1,5 @@
-"""Cropped masks, moved positions and subtracted channels against prompts run alone, changed inputs and written-out attention."""
+"""Cropped masks, moved positions and subtracted channels against prompts run alone, changed inputs and
+written-out attention."""
 
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -55,7 +56,10 @@ def test_span_that_sees_nothing_before_it_is_the_span_as_a_prompt_of_its_own(nam
         alone = states(lm, {"input_ids": inputs["input_ids"][row : row + 1, inside(row)]})[:, 0]
         assert far(shut[:, row, inside(row)], alone) < 5e-5
         assert far(free[:, row, inside(row)], alone) > 0.5, "without the crop it can"
-        assert far(shut[:, row, PADS[row] : inside(row).start], free[:, row, PADS[row] : inside(row).start]) < 5e-5
+        assert (
+            far(shut[:, row, PADS[row] : inside(row).start], free[:, row, PADS[row] : inside(row).start])
+            < 5e-5
+        )
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_neox", "mpt", "falcon-alibi"])
@@ -69,11 +73,23 @@ def test_crop_of_some_layers_ends_with_them_and_the_first_token_may_stay(name):
     other = dict(inputs, input_ids=inputs["input_ids"].clone())
     other["input_ids"][0, 1 : SPANS[0][0]] = 7
     for keep, same in ((True, True), (False, True), (None, False)):
-        block = [] if keep is None else [perturb.cropped(lm, LENGTHS, SPANS, range(LAYERS), keep_first=keep) for _ in range(2)]
-        one, two = (states(lm, x, b)[-1, 0, inside(0)] for x, b in zip((inputs, other), block or [None, None], strict=True))
-        assert (far(one, two) < 5e-5) == same, "what lies between the first token and the span reaches it only uncropped"
+        block = (
+            []
+            if keep is None
+            else [perturb.cropped(lm, LENGTHS, SPANS, range(LAYERS), keep_first=keep) for _ in range(2)]
+        )
+        one, two = (
+            states(lm, x, b)[-1, 0, inside(0)]
+            for x, b in zip((inputs, other), block or [None, None], strict=True)
+        )
+        assert (far(one, two) < 5e-5) == same, (
+            "what lies between the first token and the span reaches it only uncropped"
+        )
     other["input_ids"][0, 0] = 7
-    kept = [states(lm, x, perturb.cropped(lm, LENGTHS, SPANS, range(LAYERS)))[-1, 0, inside(0)] for x in (inputs, other)]
+    kept = [
+        states(lm, x, perturb.cropped(lm, LENGTHS, SPANS, range(LAYERS)))[-1, 0, inside(0)]
+        for x in (inputs, other)
+    ]
     assert far(*kept) > 0.01, "the first token reaches it"
     nothing = states(lm, inputs, perturb.cropped(lm, LENGTHS, [(0, 0), (0, 0)], range(LAYERS)))
     assert torch.equal(nothing, free)
@@ -133,7 +149,9 @@ def test_crop_and_move_equal_attention_written_out(name):
         if key != "none":
             rows = slice(-1, None)
             assert far(got[key][:, rows], got["none"][:, rows]) > 1e-2, "and the last token notices"
-    assert torch.equal(got["move"][:, :-1][seen[:, :-1]], got["none"][:, :-1][seen[:, :-1]]), "earlier rows do not"
+    assert torch.equal(got["move"][:, :-1][seen[:, :-1]], got["none"][:, :-1][seen[:, :-1]]), (
+        "earlier rows do not"
+    )
 
 
 @pytest.mark.parametrize("name", MOVABLE)
@@ -190,7 +208,12 @@ def test_attention_weights_that_eager_returns_have_the_moved_last_row():
     assert weights[0].shape == (2, 4, TOTAL, TOTAL)
 
 
-NORMS = {"llama": "input_layernorm", "gemma": "input_layernorm", "gpt_neox": "input_layernorm", "mpt": "norm_1"}
+NORMS = {
+    "llama": "input_layernorm",
+    "gemma": "input_layernorm",
+    "gpt_neox": "input_layernorm",
+    "mpt": "norm_1",
+}
 
 
 @pytest.mark.parametrize("name", NORMS)
@@ -204,7 +227,10 @@ def test_subtraction_equals_a_changed_norm_or_a_changed_embedding(name):
     @contextmanager
     def by_norm(layers):
         blocks = lm.model.get_submodule(arch.family_of(lm.model).layers)
-        hooks = [blocks[i].get_submodule(NORMS[name]).register_forward_hook(lambda m, a, out: out - change) for i in layers]
+        hooks = [
+            blocks[i].get_submodule(NORMS[name]).register_forward_hook(lambda m, a, out: out - change)
+            for i in layers
+        ]
         yield
         for hook in hooks:
             hook.remove()
@@ -215,8 +241,13 @@ def test_subtraction_equals_a_changed_norm_or_a_changed_embedding(name):
     got = states(lm, inputs, perturb.subtracted(lm, LENGTHS, SPANS, channel, {0: 1.5}, site="residual"))
     changed = base[0] - change
     ids = {key: value for key, value in inputs.items() if key != "input_ids"}
-    assert far(got[1:], states(lm, ids | {"inputs_embeds": changed})[1:]) < 1e-5 < 1e-2 < far(got[1:], base[1:])
-    with perturb.subtracted(lm, LENGTHS, SPANS, channel, {1: 1.5}), perturb.channel_input(lm, [channel]) as after:
+    assert (
+        far(got[1:], states(lm, ids | {"inputs_embeds": changed})[1:]) < 1e-5 < 1e-2 < far(got[1:], base[1:])
+    )
+    with (
+        perturb.subtracted(lm, LENGTHS, SPANS, channel, {1: 1.5}),
+        perturb.channel_input(lm, [channel]) as after,
+    ):
         states(lm, inputs)
     with perturb.channel_input(lm, [channel]) as before:
         states(lm, inputs)
@@ -270,7 +301,11 @@ def test_positions_of_a_model_without_rope_cannot_be_moved(name):
 
 def test_what_does_not_fit_is_refused(monkeypatch):
     lm = posbench.load(build("llama"))
-    with MsPoE().applied(lm), pytest.raises(UserError, match="head by head"), perturb.moved(lm, LENGTHS, SPANS, TARGETS):
+    with (
+        MsPoE().applied(lm),
+        pytest.raises(UserError, match="head by head"),
+        perturb.moved(lm, LENGTHS, SPANS, TARGETS),
+    ):
         pass
     with pytest.raises(ValueError, match="span"), perturb.cropped(lm, LENGTHS, [(0, 3), (30, 34)], [0]):
         pass

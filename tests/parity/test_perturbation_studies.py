@@ -1,4 +1,5 @@
-"""The studies of perturbed prompts against full attention written out, spans run alone, and hooks on the norms."""
+"""The studies of perturbed prompts against full attention written out, spans run alone, and hooks on the
+norms."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +20,14 @@ from tests.conftest import Result, run_folders
 from tests.parity import plain
 
 PAIRS, POSITIONS, EACH = 8, (0, 3, 7), 2
-TASK = dict(prompt="compact", records="words", pairs=PAIRS, positions=POSITIONS, examples_per_position=EACH, max_new_tokens=1)
+TASK = dict(
+    prompt="compact",
+    records="words",
+    pairs=PAIRS,
+    positions=POSITIONS,
+    examples_per_position=EACH,
+    max_new_tokens=1,
+)
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +35,14 @@ def overrides(checkpoint: Path) -> list[str]:
     """A run on the random checkpoint: 6 prompts of 8 pairs."""
     task = [f"task.{key}={list(value) if key == 'positions' else value}" for key, value in TASK.items()]
     rest = ["model=hf", "model.name=random", f"model.path={checkpoint}", "model.dtype=float32"]
-    return [*rest, *task, "runtime.device=cpu", "runtime.threads=1", "runtime.resamples=50", "runtime.batch_size=4"]
+    return [
+        *rest,
+        *task,
+        "runtime.device=cpu",
+        "runtime.threads=1",
+        "runtime.resamples=50",
+        "runtime.batch_size=4",
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -38,26 +53,35 @@ def lm(checkpoint: Path):
 def tables(outputs: Path) -> dict[str, pd.DataFrame]:
     """All tables of the one run."""
     (folder,) = run_folders(outputs)
-    return {path.stem: pd.read_csv(path, keep_default_na=False, na_values=["", "nan"]) for path in folder.glob("*.csv")}
+    return {
+        path.stem: pd.read_csv(path, keep_default_na=False, na_values=["", "nan"])
+        for path in folder.glob("*.csv")
+    }
 
 
 def spans(lm, example):
     """Token spans of the items, from the text that each token spells."""
     encoded = lm.encode(example.prompt)
-    touching = [[i for i, (a, b) in enumerate(encoded.offsets) if a < last and b > first] for first, last in example.items]
+    touching = [
+        [i for i, (a, b) in enumerate(encoded.offsets) if a < last and b > first]
+        for first, last in example.items
+    ]
     return encoded.ids, [(tokens[0], tokens[-1] + 1) for tokens in touching]
 
 
 @torch.no_grad()
 def written_out(lm, example, crop=None, crop_layers=(), move=None):
-    """Attention of the last token to each item in each layer, [L, N], and the reply's token: full matrices, every head apart."""
+    """Attention of the last token to each item in each layer, [L, N], and the reply's token: full matrices,
+    every head apart."""
     ids, items = spans(lm, example)
     rows = {}
 
     def attend(layer):
         if crop is not None and layer.number in crop_layers:
             for query in range(*crop):
-                layer.open[query, [key for key in range(len(ids)) if key and not crop[0] <= key < crop[1]]] = False
+                layer.open[
+                    query, [key for key in range(len(ids)) if key and not crop[0] <= key < crop[1]]
+                ] = False
         out, last = [], []
         for q, k, v in zip(layer.query, layer.key, layer.value, strict=True):
             weights = layer.weights(layer.turn(q), layer.turn(k))
@@ -84,7 +108,9 @@ def written_out(lm, example, crop=None, crop_layers=(), move=None):
 def test_crop_mask_equals_full_attention_written_out(
     posbench: Callable[..., Result], outputs: Path, overrides: list[str], lm
 ) -> None:
-    result = posbench("study=crop_mask", "study.layers=[0,1]", "study.retrieval=[2,3]", "stages=[study]", *overrides)
+    result = posbench(
+        "study=crop_mask", "study.layers=[0,1]", "study.retrieval=[2,3]", "stages=[study]", *overrides
+    )
     assert result.status == 0, result.err
     found = tables(outputs)
     got = found["crop_mask"].set_index(["variant", "position", "measure"])
@@ -102,8 +128,12 @@ def test_crop_mask_equals_full_attention_written_out(
             examples = [e for e in task.evaluation() if e.gold_position == position]
             each = [written_out(lm, e, **setting(spans(lm, e)[1], position)) for e in examples]
             attention = np.mean([weights[:, position] for weights, _ in each], axis=0)
-            score = np.mean([task.score(e, reply)["accuracy"] for e, (_, reply) in zip(examples, each, strict=True)])
-            assert got.loc[(variant, position, "attention"), "value"] == pytest.approx(attention[2:].mean(), abs=1e-6)
+            score = np.mean(
+                [task.score(e, reply)["accuracy"] for e, (_, reply) in zip(examples, each, strict=True)]
+            )
+            assert got.loc[(variant, position, "attention"), "value"] == pytest.approx(
+                attention[2:].mean(), abs=1e-6
+            )
             assert got.loc[(variant, position, "accuracy"), "value"] == score
             seen[variant, position] = attention[2:].mean()
             if position == 3:
@@ -131,10 +161,14 @@ def test_hidden_perturbation_equals_spans_run_alone_and_position_ids_by_hand(
         "study.skip=4",
         "study.bins=20",
     ]
-    result = posbench("study=hidden_perturbation", f"study.channel={channel}", *study, "study.controls=2", *overrides)
+    result = posbench(
+        "study=hidden_perturbation", f"study.channel={channel}", *study, "study.controls=2", *overrides
+    )
     assert result.status == 0, result.err
     found = tables(outputs)
-    texts = torch.tensor(random_strings(lm, ChannelSearch(strings=6, length=length, alphabet="tokens", seed=0)))
+    texts = torch.tensor(
+        random_strings(lm, ChannelSearch(strings=6, length=length, alphabet="tokens", seed=0))
+    )
 
     def normed(ids, positions=None):
         """The channel behind the first norm of every layer, [L, B, P]."""
@@ -166,8 +200,12 @@ def test_hidden_perturbation_equals_spans_run_alone_and_position_ids_by_hand(
     assert abs(crop[1:].mean()) > 0.01 and abs(shift[1:].mean()) > 0.01
     table = found["layer_effects"]
     rows = table[(table["where"] == "inside") & (table["channel"] == channel) & (table["variant"] == "crop")]
-    assert np.allclose(rows["change"], crop, atol=1e-4) and rows["change"].iloc[0] == 0, "layer 0 has attended to nothing yet"
-    assert table["control"].sum() == 2 * 2 * 2 * lm.layers and channel not in set(table.loc[table["control"], "channel"])
+    assert np.allclose(rows["change"], crop, atol=1e-4) and rows["change"].iloc[0] == 0, (
+        "layer 0 has attended to nothing yet"
+    )
+    assert table["control"].sum() == 2 * 2 * 2 * lm.layers and channel not in set(
+        table.loc[table["control"], "channel"]
+    )
     curves = found["curves"]
     lines = curves[(curves["variant"] == "none") & (curves["channel"] == channel)]
     assert np.allclose(lines["value"].to_numpy().reshape(lm.layers, 20)[:, 2:], curve, atol=1e-5)
@@ -177,7 +215,13 @@ def test_channel_subtraction_equals_hooks_on_the_norms(
     posbench: Callable[..., Result], outputs: Path, overrides: list[str], lm
 ) -> None:
     channel, gold, other = 5, 3, 5
-    study = ["study=channel_subtraction", f"study.channel={channel}", "study.layers=[1,2]", "study.controls=1", "study.value=2"]
+    study = [
+        "study=channel_subtraction",
+        f"study.channel={channel}",
+        "study.layers=[1,2]",
+        "study.controls=1",
+        "study.value=2",
+    ]
     result = posbench(*study, *overrides)
     assert result.status == 0, result.err
     found = tables(outputs)
@@ -194,7 +238,9 @@ def test_channel_subtraction_equals_hooks_on_the_norms(
             kept = {}
 
             def change(module, args, out, kept=kept, tokens=tokens):
-                number = next(i for i, layer in enumerate(lm.model.model.layers) if layer.input_layernorm is module)
+                number = next(
+                    i for i, layer in enumerate(lm.model.model.layers) if layer.input_layernorm is module
+                )
                 out = out.clone()
                 if number in amounts:
                     out[:, slice(*tokens[item]), channel] -= amounts[number]
@@ -214,7 +260,9 @@ def test_channel_subtraction_equals_hooks_on_the_norms(
     curves, plain_weights = hooked({}, gold)
     rising = np.sign([np.polyfit(range(PAIRS), curve, 1)[0] for curve in curves])
     amounts = dict(zip((1, 2), 2 * rising * np.ptp(curves, axis=1), strict=True))
-    assert dict(zip(found["amounts"]["layer"], found["amounts"]["subtracted"], strict=True)) == pytest.approx(amounts, abs=1e-4)
+    assert dict(zip(found["amounts"]["layer"], found["amounts"]["subtracted"], strict=True)) == pytest.approx(
+        amounts, abs=1e-4
+    )
     assert np.allclose(items["none", "attention"], plain_weights, atol=1e-6)
     for where, item in (("gold", gold), ("other", other)):
         states, weights = hooked(amounts, item)
@@ -226,7 +274,9 @@ def test_channel_subtraction_equals_hooks_on_the_norms(
 
 
 @pytest.mark.parametrize("study", ["crop_mask", "hidden_perturbation"])
-def test_model_without_rope_says_what_cannot_be_tested(posbench: Callable[..., Result], outputs: Path, study: str) -> None:
+def test_model_without_rope_says_what_cannot_be_tested(
+    posbench: Callable[..., Result], outputs: Path, study: str
+) -> None:
     small = ["study.examples=2"] if study == "crop_mask" else ["study.texts=3", "study.length=48"]
     result = posbench(f"study={study}", "model=tiny_nope", "runtime.resamples=20", *small)
     assert result.status == 0, result.err
@@ -248,7 +298,9 @@ def test_intervals_keep_pairs_together_and_agree_with_a_plain_bootstrap() -> Non
     value, low, high = perturbing.interval({"b": (list(noise), clusters)}, lambda m: m["b"], resamples=4000)
     pairs = noise.reshape(30, 2).mean(1)
     plain_means = np.array([pairs[rng.integers(0, 30, 30)].mean() for _ in range(4000)])
-    assert value == pytest.approx(noise.mean()) and np.allclose([low, high], np.quantile(plain_means, [0.025, 0.975]), atol=0.03)
+    assert value == pytest.approx(noise.mean()) and np.allclose(
+        [low, high], np.quantile(plain_means, [0.025, 0.975]), atol=0.03
+    )
 
 
 def test_task_without_gold_items_is_refused() -> None:
@@ -258,8 +310,14 @@ def test_task_without_gold_items_is_refused() -> None:
 
 
 def test_layers_of_the_paper_and_of_other_depths() -> None:
-    assert perturbing.share(perturbing.CROP, 32) == (1, 7) and perturbing.share(perturbing.RETRIEVAL, 32) == (15, 20)
-    assert perturbing.share(perturbing.CROP, 4) == (0, 1) and perturbing.share(perturbing.RETRIEVAL, 80) == (38, 50)
+    assert perturbing.share(perturbing.CROP, 32) == (1, 7) and perturbing.share(perturbing.RETRIEVAL, 32) == (
+        15,
+        20,
+    )
+    assert perturbing.share(perturbing.CROP, 4) == (0, 1) and perturbing.share(perturbing.RETRIEVAL, 80) == (
+        38,
+        50,
+    )
     assert perturbing.retrieval_layers(None, [0.1] * 32) == (15, 20)
     assert perturbing.retrieval_layers(None, [0.1, 0.3, 0.2]) == (1, 1)
     assert perturbing.retrieval_layers((0, 2), [0.1, 0.3, 0.2]) == (0, 2)
@@ -268,22 +326,41 @@ def test_layers_of_the_paper_and_of_other_depths() -> None:
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["study=hidden_perturbation"], "find one: posbench stages=[search] model=random method=scale_channel"),
+        (
+            ["study=hidden_perturbation"],
+            "find one: posbench stages=[search] model=random method=scale_channel",
+        ),
         (["study=channel_subtraction", "study.channel=16"], "different channels from 0 to 15"),
         (["study=crop_mask", "study.layers=[2,4]"], "study.layers = [2, 4]: allowed: [first, last]"),
         (["study=crop_mask", "study.examples=0"], "study.examples = 0: allowed: a whole number from 1 up"),
-        (["study=crop_mask", "method=moice", "method.weights=uniform"], "no method of rotary embeddings inside one"),
-        (["study=hidden_perturbation", "study.channel=3", "study.span=[0.2,0.6]"], "no longer than what comes before it"),
+        (
+            ["study=crop_mask", "method=moice", "method.weights=uniform"],
+            "no method of rotary embeddings inside one",
+        ),
+        (
+            ["study=hidden_perturbation", "study.channel=3", "study.span=[0.2,0.6]"],
+            "no longer than what comes before it",
+        ),
         (["study=hidden_perturbation", "study.channel=3", "study.length=500"], "(window of random)"),
-        (["study=hidden_perturbation", "study.channel=3", "study.layers=[3,3]"], "layers before the last one"),
-        (["study=channel_subtraction", "study.channel=3", "study.other=0.4"], "another item than the gold one"),
+        (
+            ["study=hidden_perturbation", "study.channel=3", "study.layers=[3,3]"],
+            "layers before the last one",
+        ),
+        (
+            ["study=channel_subtraction", "study.channel=3", "study.other=0.4"],
+            "another item than the gold one",
+        ),
         (["study=channel_subtraction", "study.channel=3", "study.value=-1"], "a number above 0"),
     ],
 )
 def test_what_does_not_fit_gets_one_line_and_leaves_nothing(
     posbench: Callable[..., Result], outputs: Path, overrides: list[str], args: list[str], message: str
 ) -> None:
-    length = ["study.length=100"] if args[0] == "study=hidden_perturbation" and "study.length=500" not in args else []
+    length = (
+        ["study.length=100"]
+        if args[0] == "study=hidden_perturbation" and "study.length=500" not in args
+        else []
+    )
     result = posbench(*overrides, *length, *args)
     assert result.status == 2 and result.err.count("\n") == 1 and message in result.err, result.err
     assert not run_folders(outputs)

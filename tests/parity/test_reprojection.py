@@ -1,4 +1,5 @@
-"""The benchmark's yardstick computes the same thing as scale_channel: otherwise its ratio would compare two methods."""
+"""The benchmark's yardstick computes the same thing as scale_channel: otherwise its ratio would compare two
+methods."""
 
 import pytest
 import torch
@@ -9,7 +10,9 @@ from posbench.studies.cost.latency import Reprojection
 from tests.models import VOCABULARY, build
 
 
-@pytest.mark.parametrize("name", ["llama", "llama-gqa", "mistral-window", "qwen2", "gemma", "mpt", "gpt_neox", "qwen3", "phi3"])
+@pytest.mark.parametrize(
+    "name", ["llama", "llama-gqa", "mistral-window", "qwen2", "gemma", "mpt", "gpt_neox", "qwen3", "phi3"]
+)
 def test_direct_reprojection_gives_the_same_logits(name):
     lm = posbench.load(build(name))
     torch.manual_seed(0)
@@ -19,9 +22,14 @@ def test_direct_reprojection_gives_the_same_logits(name):
     for method in (ScaleChannel(**setting), Reprojection(**setting)):
         with torch.no_grad(), method.applied(lm):
             out = lm.model.generate(
-                ids, attention_mask=torch.ones_like(ids), max_new_tokens=6, do_sample=False, return_dict_in_generate=True,
-                output_logits=True, use_cache=True,
-            )  # fmt: skip
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=6,
+                do_sample=False,
+                return_dict_in_generate=True,
+                output_logits=True,
+                use_cache=True,
+            )
         found.append(torch.stack(out.logits))
     assert (found[0] - found[1]).abs().max() < 5e-5
     assert not [m for m in lm.model.modules() if "forward" in vars(m)]

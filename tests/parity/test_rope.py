@@ -1,4 +1,5 @@
-"""Methods of rotary embeddings against forwards that rotate by hand, and against transformers' own scaling."""
+"""Methods of rotary embeddings against forwards that rotate by hand, and against transformers' own
+scaling."""
 
 import copy
 from contextlib import ExitStack
@@ -20,10 +21,23 @@ from tests.models import LAYERS, VOCABULARY, attentions, build
 PROMPT, STEPS, TIGHT = 33, 6, 1e-4
 SCALES = (1.0, 1.3, 1.7, 2.4)
 FAMILIES = [
-    "llama", "llama-gqa", "llama-tied-llama3", "mistral-window", "qwen2", "qwen3", "gemma2", "gemma3", "phi3-partial", "gpt_neox",
-    "falcon", "olmo2", "smollm3", "cohere2",
-]  # fmt: skip
-"""Grouped keys, rescaled and partial rotation, norms behind the projection, windows, fused projections, layers without RoPE."""
+    "llama",
+    "llama-gqa",
+    "llama-tied-llama3",
+    "mistral-window",
+    "qwen2",
+    "qwen3",
+    "gemma2",
+    "gemma3",
+    "phi3-partial",
+    "gpt_neox",
+    "falcon",
+    "olmo2",
+    "smollm3",
+    "cohere2",
+]
+"""Grouped keys, rescaled and partial rotation, norms behind the projection, windows, fused projections,
+layers without RoPE."""
 LINEAR = ["llama", "llama-gqa", "mistral", "qwen2", "qwen3", "gemma", "gpt_neox", "olmo2"]
 BASES = (10000.0, 500.0, None, 40000.0)
 
@@ -42,18 +56,26 @@ def through_posbench(lm, method, ids, mask):
     with method.applied(lm):
         prefill = lm.logits(ids, mask)
         out = lm.model.generate(
-            ids, attention_mask=mask, max_new_tokens=STEPS, do_sample=False, return_dict_in_generate=True, output_logits=True,
+            ids,
+            attention_mask=mask,
+            max_new_tokens=STEPS,
+            do_sample=False,
+            return_dict_in_generate=True,
+            output_logits=True,
             use_cache=True,
-        )  # fmt: skip
+        )
     return prefill, torch.stack(out.logits, dim=1), out.sequences
 
 
 def frequencies(module) -> Tensor:
-    """Angles per position, [r / 2], written out for plain RoPE; a rescaled rotation is read from the model."""
+    """Angles per position, [r / 2], written out for plain RoPE; a rescaled rotation is read from the
+    model."""
     config = module.config
     rope = config.rope_parameters
     if "rope_theta" not in rope:
-        rope = rope[module.layer_type if hasattr(module, "layer_type") else config.layer_types[module.layer_idx]]
+        rope = rope[
+            module.layer_type if hasattr(module, "layer_type") else config.layer_types[module.layer_idx]
+        ]
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     width = int(width * rope.get("partial_rotary_factor", 1.0))
     assert rope["rope_type"] == "default"
@@ -64,7 +86,8 @@ def frequencies(module) -> Tensor:
 def rotated_by_hand(model, ids, mask, scales) -> Tensor:
     """Logits [B, T, V] of one forward without cache in which each layer rotates at position / scale.
 
-    Each attention is called with cos and sin that are computed here, position by position, and knows nothing of posbench.
+    Each attention is called with cos and sin that are computed here, position by position, and knows nothing
+    of posbench.
     """
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
     own = model.base_model.rotary_emb
@@ -74,7 +97,9 @@ def rotated_by_hand(model, ids, mask, scales) -> Tensor:
 
         def call(*args, **kwargs):
             if kwargs.get("position_embeddings") is not None:
-                plain = own.inv_freq if "llama3" in str(getattr(own, "rope_type", "")) else frequencies(module)
+                plain = (
+                    own.inv_freq if "llama3" in str(getattr(own, "rope_type", "")) else frequencies(module)
+                )
                 angles = torch.stack([torch.outer(row.float() / scale, plain) for row in positions])
                 if "cohere2" in module.config.model_type:
                     angles = angles.repeat_interleave(2, dim=-1)
@@ -93,7 +118,9 @@ def rotated_by_hand(model, ids, mask, scales) -> Tensor:
 
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("padded", [False, True], ids=["plain", "left-padded"])
-@pytest.mark.parametrize("method", [LayerScaling(scales=SCALES), PositionInterpolation(scale=1.6)], ids=["layers", "uniform"])
+@pytest.mark.parametrize(
+    "method", [LayerScaling(scales=SCALES), PositionInterpolation(scale=1.6)], ids=["layers", "uniform"]
+)
 def test_scaled_positions_equal_a_rotation_by_hand(name, padded, method):
     model = build(name)
     ids, mask = prompts(padded)
@@ -147,7 +174,9 @@ def mixed(parts: list[Tensor], mixture: str) -> Tensor:
 
 
 @pytest.mark.parametrize("mixture", ["logits", "probabilities"])
-@pytest.mark.parametrize("name", ["llama", "llama-gqa", "mistral-window", "qwen3", "phi3-partial", "falcon", "cohere2"])
+@pytest.mark.parametrize(
+    "name", ["llama", "llama-gqa", "mistral-window", "qwen3", "phi3-partial", "falcon", "cohere2"]
+)
 def test_buckets_equal_stock_models_of_each_base(name, mixture):
     model = build(name)
     lm = posbench.load(model)
@@ -157,11 +186,15 @@ def test_buckets_equal_stock_models_of_each_base(name, mixture):
         ids, mask = prompts(padded)
         prefill, steps, tokens = through_posbench(lm, method, ids, mask)
         whole = torch.cat([mask, torch.ones(len(ids), STEPS, dtype=torch.long)], dim=1)
-        expected = mixed([posbench.load(with_base(model, base)).logits(tokens, whole) for base in BASES], mixture)
+        expected = mixed(
+            [posbench.load(with_base(model, base)).logits(tokens, whole) for base in BASES], mixture
+        )
         assert (prefill - expected[:, :PROMPT])[mask.bool()].abs().max() < TIGHT
         assert (steps - expected[:, PROMPT - 1 : -1]).abs().max() < TIGHT
         alone = posbench.load(with_base(model, BASES[0])).logits(tokens, whole)
-        assert (expected.softmax(-1) - alone.softmax(-1))[whole.bool()].abs().max() > 1e-3, "the bases have no effect to test"
+        assert (expected.softmax(-1) - alone.softmax(-1))[whole.bool()].abs().max() > 1e-3, (
+            "the bases have no effect to test"
+        )
 
 
 def test_buckets_in_turn_hold_the_activations_of_one_and_the_cache_of_all():
@@ -219,7 +252,9 @@ def test_buckets_in_losses_and_continuations():
     with method.applied(lm):
         loss = lm.answer_loss([prompt, prompt[11:]], ["gel kop", "gel"])[0]
         found = lm.continuations([ids, ids[5:]], [[answer, answer[:1]], [answer]])[0][0][0]
-        out = lm.model(input_ids=torch.tensor([ids + answer]), labels=torch.tensor([[-100] * len(ids) + answer]))
+        out = lm.model(
+            input_ids=torch.tensor([ids + answer]), labels=torch.tensor([[-100] * len(ids) + answer])
+        )
     assert len(answer) > 1
     torch.testing.assert_close(loss, out.loss.detach(), atol=2e-5, rtol=0)
     assert abs(found + len(answer) * loss.item()) < 1e-3
@@ -257,7 +292,9 @@ def test_attention_under_buckets_is_that_of_all_bases(batch_tokens):
             assert (found[layer][number :: len(BASES)] - rows).abs().max() < 1e-5
 
 
-@pytest.mark.parametrize("method", [LayerScaling(scales=SCALES), PositionInterpolation(scale=1.6), AttentionBuckets(bases=BASES)])
+@pytest.mark.parametrize(
+    "method", [LayerScaling(scales=SCALES), PositionInterpolation(scale=1.6), AttentionBuckets(bases=BASES)]
+)
 def test_restored_after_an_exception(method):
     lm = posbench.load(build("llama-gqa"))
     ids, mask = prompts(True)
@@ -266,11 +303,18 @@ def test_restored_after_an_exception(method):
         lm.logits(ids, mask)
         raise RuntimeError("inside")
     assert torch.equal(lm.logits(ids, mask), before)
-    assert not [m for m in lm.model.modules() if "forward" in vars(m) or m._forward_pre_hooks or m._forward_hooks]
+    assert not [
+        m for m in lm.model.modules() if "forward" in vars(m) or m._forward_pre_hooks or m._forward_hooks
+    ]
 
 
 @pytest.mark.parametrize("name", ["mpt", "falcon-alibi", "smollm3-nope"])
-@pytest.mark.parametrize("method", [LayerScaling(scales=SCALES), PositionInterpolation(scale=1.6), AttentionBuckets(bases=BASES)])
+@pytest.mark.parametrize(
+    "method", [LayerScaling(scales=SCALES), PositionInterpolation(scale=1.6), AttentionBuckets(bases=BASES)]
+)
 def test_models_without_rope_are_refused_in_words(name, method):
-    with pytest.raises(UserError, match="a model with rotary position embedding"), method.applied(posbench.load(build(name))):
+    with (
+        pytest.raises(UserError, match="a model with rotary position embedding"),
+        method.applied(posbench.load(build(name))),
+    ):
         pass

@@ -27,7 +27,13 @@ def test_no_type_is_both_served_and_refused_and_all_exist():
 
 @pytest.mark.parametrize(
     ("kind", "reason"),
-    [("deepseek_v3", "MLA"), ("llama4", "Llama 4"), ("qwen3_next", "linear attention"), ("gemma3n", "share"), ("t5", "causal")],
+    [
+        ("deepseek_v3", "MLA"),
+        ("llama4", "Llama 4"),
+        ("qwen3_next", "linear attention"),
+        ("gemma3n", "share"),
+        ("t5", "causal"),
+    ],
 )
 def test_architectures_outside_the_shape_are_refused_with_the_reason(kind, reason):
     with pytest.raises(UserError) as refused:
@@ -72,7 +78,9 @@ def test_projected_keys_are_those_the_model_caches(name):
     ids = torch.randint(1, 200, (2, 9))
     seen = {}
     module = arch.attention_modules(model)[1]
-    handle = module.register_forward_pre_hook(lambda m, a, k: seen.update(h=arch.attention_input(a, k)), with_kwargs=True)
+    handle = module.register_forward_pre_hook(
+        lambda m, a, k: seen.update(h=arch.attention_input(a, k)), with_kwargs=True
+    )
     with torch.no_grad():
         cached = model(ids, use_cache=True).past_key_values.layers[1].keys
         keys = arch.finish_keys(model, 1, arch.project_keys(model, 1, seen["h"]), None)

@@ -11,12 +11,20 @@ EMPTY = np.array([], dtype=int)
 
 def planted(**found):
     """Candidates 1, 2, ... with peaks and troughs: ``a=([peaks], [troughs])``."""
-    return {float(i + 1): (np.array(p, dtype=int), np.array(t, dtype=int)) for i, (p, t) in enumerate(found.values())}
+    return {
+        float(i + 1): (np.array(p, dtype=int), np.array(t, dtype=int))
+        for i, (p, t) in enumerate(found.values())
+    }
 
 
 def test_a_base_is_chosen_for_its_peaks_in_troughs_and_its_troughs_under_peaks():
-    found = planted(first=([100, 500], [300]), same=([100, 500], [300]), fills=([301], [99, 502]), half=([297], []))
-    assert choose(found, 1.0, 2) == [Step(1.0, 0, pytest.approx(float("nan"), nan_ok=True)), Step(3.0, 3, 2.0)]
+    found = planted(
+        first=([100, 500], [300]), same=([100, 500], [300]), fills=([301], [99, 502]), half=([297], [])
+    )
+    assert choose(found, 1.0, 2) == [
+        Step(1.0, 0, pytest.approx(float("nan"), nan_ok=True)),
+        Step(3.0, 3, 2.0),
+    ]
 
 
 def test_what_cancelled_counts_no_more():
@@ -28,7 +36,11 @@ def test_what_cancelled_counts_no_more():
 def test_ties_go_to_the_smaller_offset_then_to_the_smaller_base():
     found = planted(first=([100], []), far=([], [103]), near=([], [101]), too_far=([], [104]))
     assert [step.base for step in choose(found, 1.0, 2)] == [1.0, 3.0]
-    assert [step.base for step in choose(planted(first=([5], []), a=([], [6]), b=([], [4])), 1.0, 3)] == [1.0, 2.0, 3.0]
+    assert [step.base for step in choose(planted(first=([5], []), a=([], [6]), b=([], [4])), 1.0, 3)] == [
+        1.0,
+        2.0,
+        3.0,
+    ]
 
 
 def test_extrema_are_the_largest_and_smallest_within_reach():

@@ -25,15 +25,27 @@ from posbench.tasks import KVRetrieval
 from posbench.tasks.kv_retrieval import WORDS
 from tests.models import VOCABULARY, build
 
-TASK = KVRetrieval(prompt="compact", records="words", pairs=6, examples_per_position=2, max_new_tokens=2, positions=(0, 3, 5))
-SEARCH = ChannelSearch(strings=6, length=40, window=6, skip=2, alphabet="tokens", batch_size=4, factors=(0.0,))
-PARTS = ("model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head", *(f"model.layers.{i}" for i in range(4)))
+TASK = KVRetrieval(
+    prompt="compact", records="words", pairs=6, examples_per_position=2, max_new_tokens=2, positions=(0, 3, 5)
+)
+SEARCH = ChannelSearch(
+    strings=6, length=40, window=6, skip=2, alphabet="tokens", batch_size=4, factors=(0.0,)
+)
+PARTS = (
+    "model.embed_tokens",
+    "model.norm",
+    "model.rotary_emb",
+    "lm_head",
+    *(f"model.layers.{i}" for i in range(4)),
+)
 OFFLOADED = {name: "disk" if name in ("model.layers.1", "model.layers.3") else "cpu" for name in PARTS}
 MAPS: dict[str, dict[str, Any]] = {
     "one device": {"device_map": {"": "cpu"}},
     "auto": {"device_map": "auto"},
     "layers on disk": {"device_map": OFFLOADED},
-    "embedding and head on disk": {"device_map": OFFLOADED | {"model.embed_tokens": "disk", "lm_head": "disk"}},
+    "embedding and head on disk": {
+        "device_map": OFFLOADED | {"model.embed_tokens": "disk", "lm_head": "disk"}
+    },
     "little memory": {"device_map": "auto", "max_memory": {"cpu": "18KB"}},
 }
 
@@ -50,7 +62,9 @@ def _everything(lm: LM) -> dict[str, Any]:
         with ScaleChannel(channel=5, factor=factor, layers=(1, 3)).applied(lm):
             out[f"{name} text"] = lm.generate([e.ids for e in encoded], max_new_tokens=2, batch_size=4)
             out[f"{name} attention"] = attention_to_items(lm, encoded, examples)
-            out[f"{name} loss"] = lm.answer_loss([e.prompt for e in examples], [e.answers[0] for e in examples])
+            out[f"{name} loss"] = lm.answer_loss(
+                [e.prompt for e in examples], [e.answers[0] for e in examples]
+            )
     return out
 
 
@@ -60,7 +74,9 @@ def plain(checkpoint: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", MAPS)
-def test_sharded_and_offloaded_models_give_the_same_numbers(name: str, checkpoint: Path, plain: dict[str, Any]) -> None:
+def test_sharded_and_offloaded_models_give_the_same_numbers(
+    name: str, checkpoint: Path, plain: dict[str, Any]
+) -> None:
     lm = load(checkpoint, **MAPS[name])
     places = set((getattr(lm.model, "hf_device_map", None) or {}).values())
     assert ("disk" in places) is (name not in ("one device", "auto"))
@@ -71,17 +87,24 @@ def test_sharded_and_offloaded_models_give_the_same_numbers(name: str, checkpoin
         if isinstance(value, list):
             assert found[key] == value, key
         else:
-            torch.testing.assert_close(found[key], value, atol=1e-5, rtol=1e-5, msg=lambda text: f"{key}: {text}")  # noqa: B023
+            torch.testing.assert_close(
+                found[key], value, atol=1e-5, rtol=1e-5, msg=lambda text: f"{key}: {text}"
+            )
     # The method does something here, or the comparison would prove nothing.
     assert not np.allclose(plain["scaled attention"], plain["plain attention"], atol=1e-3)
 
 
-def test_a_run_takes_the_device_map(tmp_path: Path, small: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_takes_the_device_map(
+    tmp_path: Path, small: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     maps = []
     monkeypatch.setattr("posbench.run.base.load", lambda *a, **k: maps.append(load(*a, **k)) or maps[-1])
     args = [a for a in small if not a.startswith("runtime.device=")]
     sharded = ["runtime.device_map=auto", "runtime.max_memory={cpu:18KB}"]
-    for name, extra in (("plain", ["runtime.device=cpu"]), ("sharded", sharded if not torch.cuda.is_available() else [])):
+    for name, extra in (
+        ("plain", ["runtime.device=cpu"]),
+        ("sharded", sharded if not torch.cuda.is_available() else []),
+    ):
         assert main([*args, *extra, f"runtime.outputs={tmp_path / name}"]) == 0
     assert "disk" in maps[1].model.hf_device_map.values() or torch.cuda.is_available()
     one, two = (sorted((tmp_path / name).glob("*/v*/*/predictions.jsonl")) for name in ("plain", "sharded"))
@@ -108,7 +131,8 @@ def test_auto_keeps_the_precision_of_a_checkpoint_except_on_a_cpu(tmp_path: Path
 
 
 def test_averages_of_a_low_precision_model_are_summed_in_full(checkpoint: Path) -> None:
-    """Against a float64 mean of the hidden states that transformers returns; a bfloat16 sum would be off by 1e-2."""
+    """Against a float64 mean of the hidden states that transformers returns; a bfloat16 sum would be off by
+    1e-2."""
     lm = load(checkpoint, dtype="bfloat16")
     search = replace(SEARCH, strings=64, batch_size=8)
     found = average_states(lm, search)["residual"]

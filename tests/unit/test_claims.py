@@ -14,7 +14,10 @@ from posbench.studies.base import FINDING_COLUMNS
 
 
 def findings(model: str, *rows: tuple[str, float, str]) -> pd.DataFrame:
-    made = [(model, claim, "points", value, value - 1, value + 1, 9, verdict, "") for claim, value, verdict in rows]
+    made = [
+        (model, claim, "points", value, value - 1, value + 1, 9, verdict, "")
+        for claim, value, verdict in rows
+    ]
     return pd.DataFrame(made, columns=list(FINDING_COLUMNS))
 
 
@@ -33,7 +36,9 @@ def test_only_the_newest_run_of_a_study_and_model_counts(tmp_path: Path) -> None
 def test_the_page_holds_every_claim_once_in_the_matrix_and_each_number_once() -> None:
     found = pd.concat(
         [
-            findings("tiny", ("C2: b", 1.25, "holds"), ("C1: a", 2.5, "holds"), ("C1: a", 3.75, "does not hold")),
+            findings(
+                "tiny", ("C2: b", 1.25, "holds"), ("C1: a", 2.5, "holds"), ("C1: a", 3.75, "does not hold")
+            ),
             findings("tiny_b", ("C2: b", 4.25, "not testable here"), ("Control: c", 5.5, "holds")),
         ]
     )
@@ -43,11 +48,15 @@ def test_the_page_holds_every_claim_once_in_the_matrix_and_each_number_once() ->
     assert matrix[2:] == ["| C2: b | holds | not testable here |", "| Control: c |  | holds |"]
     for number in ("1.25", "2.5", "3.75", "4.25", "5.5"):
         assert page.count(f"| {number} [") == 1, number
-    assert page.index("### C1: a") < page.index("### C2: b") < page.index("### Control: c") and "posbench study=chain" in page
+    assert (
+        page.index("### C1: a") < page.index("### C2: b") < page.index("### Control: c")
+        and "posbench study=chain" in page
+    )
 
 
 @pytest.mark.parametrize(
-    ("verdicts", "word"), [(["holds"], "holds"), (["holds"] * 2, "holds"), (["does not hold", "holds"], "1 of 2 hold")]
+    ("verdicts", "word"),
+    [(["holds"], "holds"), (["holds"] * 2, "holds"), (["does not hold", "holds"], "1 of 2 hold")],
 )
 def test_verdicts_of_several_statistics(verdicts: list[str], word: str) -> None:
     assert claims.verdict_of(findings("tiny", *(("C1: a", 1.0, verdict) for verdict in verdicts))) == word

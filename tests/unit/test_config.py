@@ -44,14 +44,21 @@ def _checked(*overrides: str) -> configs.Config:
 def test_every_combination_composes(model: str) -> None:
     path = ["model.path=."] if model == "hf" else []
     tasks, methods, searches = (choices(paths.CONF / group) for group in ("task", "method", "search"))
-    # Tasks do not depend on methods and searches, nor these on the model; few models bring something of their own for a task.
+    # Tasks do not depend on methods and searches, nor these on the model; few models bring something of their
+    # own for a task.
     own = tasks if model in ("tiny", "hf", "vicuna_7b") else ["kv_retrieval", "longbench"]
     triples = [(task, "scale_channel", "channel") for task in own]
     if model == "tiny":
         triples += [("kv_retrieval", method, "channel") for method in methods]
         triples += [("kv_retrieval", "scale_channel", search) for search in searches]
     for task, method, search in triples:
-        names = [f"model={model}", f"task={task}", f"method={method}", f"search={search}", "stages=[evaluate]"]
+        names = [
+            f"model={model}",
+            f"task={task}",
+            f"method={method}",
+            f"search={search}",
+            "stages=[evaluate]",
+        ]
         raw = plain(_composed(*names, *path, *GIVEN.get(method, [])))
         checked = check(raw)
         assert checked.raw["model"] == raw["model"] and checked.model.name == model
@@ -65,10 +72,19 @@ def test_every_study_composes(study: str) -> None:
 
 @pytest.mark.parametrize("name", choices(paths.EXPERIMENTS))
 def test_every_experiment_composes_at_both_ends_of_its_sweep(name: str) -> None:
-    sweep = yaml.safe_load((paths.EXPERIMENTS / f"{name}.yaml").read_text()).get("hydra", {}).get("sweeper", {}).get("params", {})
+    sweep = (
+        yaml.safe_load((paths.EXPERIMENTS / f"{name}.yaml").read_text())
+        .get("hydra", {})
+        .get("sweeper", {})
+        .get("params", {})
+    )
     parsed = OverridesParser.create().parse_overrides([f"{key}={values}" for key, values in sweep.items()])
     for end in (0, -1):
-        point = [f"{o.key_or_group}={list(o.sweep_string_iterator())[end]}" for o in parsed if o.is_sweep_override()]
+        point = [
+            f"{o.key_or_group}={list(o.sweep_string_iterator())[end]}"
+            for o in parsed
+            if o.is_sweep_override()
+        ]
         GlobalHydra.instance().clear()
         with initialize_config_dir(str(paths.EXPERIMENTS), version_base="1.3"):
             raw = plain(compose(name, overrides=[*point, f"hydra.searchpath=[file://{paths.CONF}]"]))
@@ -87,18 +103,25 @@ def test_every_experiment_composes_at_both_ends_of_its_sweep(name: str) -> None:
     ],
 )
 def test_yaml_and_dataclass_name_the_same_keys(cls: type[Any], group: str) -> None:
-    """Each key is known to the class; each field without a place in any YAML would be a switch that nobody finds."""
+    """Each key is known to the class; each field without a place in any YAML would be a switch that nobody
+    finds."""
     known = {f.name for f in fields(cls)}
     named: set[str] = set()
     for name in choices(paths.CONF / group):
         keys = yaml.safe_load((paths.CONF / group / f"{name}.yaml").read_text())
         inherited = (
-            yaml.safe_load((paths.CONF / group / f"{keys['defaults'][0]}.yaml").read_text()) if "defaults" in keys else keys
+            yaml.safe_load((paths.CONF / group / f"{keys['defaults'][0]}.yaml").read_text())
+            if "defaults" in keys
+            else keys
         )
         if group in ("method", "search") and get_class(inherited["_target_"]) is not cls:
             continue
         # A model's file also holds blocks of constants for methods that its class does not name.
-        blocks = {key for key, value in keys.items() if group == "model" and isinstance(value, dict) and key not in known}
+        blocks = {
+            key
+            for key, value in keys.items()
+            if group == "model" and isinstance(value, dict) and key not in known
+        }
         assert blocks <= set(choices(paths.CONF / "method")), name
         keys = set(keys) - blocks - {"_target_", "defaults"} - ({"name"} if group == "method" else set())
         assert keys <= known, name
@@ -114,7 +137,8 @@ def test_a_tasks_yaml_names_every_field_of_its_class(name: str) -> None:
 
 
 def test_the_defaults_of_the_yaml_are_those_of_the_class() -> None:
-    """The task and the search without a model's own values: the paper's settings, once in YAML and once in Python."""
+    """The task and the search without a model's own values: the paper's settings, once in YAML and once in
+    Python."""
     composed = plain(_composed("model=mistral7b"))
     for group, cls in (("task", KVRetrieval), ("search", ChannelSearch)):
         values = {k: v for k, v in composed[group].items() if k != "_target_"}
@@ -123,7 +147,11 @@ def test_the_defaults_of_the_yaml_are_those_of_the_class() -> None:
 
 def test_models_bring_defaults_and_typed_values_win() -> None:
     tiny = _checked("model=tiny").task
-    assert isinstance(tiny, KVRetrieval) and (tiny.pairs, tiny.prompt, tiny.records) == (32, "compact", "words")
+    assert isinstance(tiny, KVRetrieval) and (tiny.pairs, tiny.prompt, tiny.records) == (
+        32,
+        "compact",
+        "words",
+    )
     typed = _checked("model=tiny", "task.pairs=16", "search.strings=9")
     assert isinstance(typed.task, KVRetrieval) and typed.task.pairs == 16 and typed.search.strings == 9
     mistral = _checked("model=mistral7b")
@@ -146,7 +174,9 @@ def test_a_method_without_constants_names_the_command_that_finds_them() -> None:
     command = r"posbench stages=\[search\] model=hf model.path=\. method=scale_channel"
     with pytest.raises(UserError, match=r"method.channel = None.*" + command):
         _checked("model=hf", "model.path=.")
-    assert _checked("model=hf", "model.path=.", "stages=[search]").trial() == ScaleChannel(channel=0, factor=1.0, layers=(0, 0))
+    assert _checked("model=hf", "model.path=.", "stages=[search]").trial() == ScaleChannel(
+        channel=0, factor=1.0, layers=(0, 0)
+    )
 
 
 def test_a_default_search_stage_is_left_out_where_the_method_has_none() -> None:
@@ -179,7 +209,10 @@ class _Sample:
         ({"share": "inf"}, "where.share = 'inf': allowed: a finite number"),
         ({"many": [1.0, float("inf")]}, "where.many = [1.0, inf]: allowed: a list [...] of: a finite number"),
         ({"kind": "c"}, "where.kind = 'c': allowed: a | b"),
-        ({"pair": [1]}, "where.pair = [1]: allowed: a list of exactly 2: [a whole number, a whole number], or null"),
+        (
+            {"pair": [1]},
+            "where.pair = [1]: allowed: a list of exactly 2: [a whole number, a whole number], or null",
+        ),
         ({"facts": 3}, "where.facts = 3: allowed: a mapping, or null"),
         ({"flag": "perhaps"}, "where.flag = 'perhaps': allowed: true or false"),
         (
@@ -204,8 +237,14 @@ def test_a_missing_field_is_named() -> None:
     [
         ({"modle": 1}, "modle = 1"),
         ({"model": None}, "model = None"),
-        ({"method": {"_target_": "posbench.methods.Nothing"}}, "method._target_ = 'posbench.methods.Nothing'"),
-        ({"method": {"_target_": "posbench.tasks.KVRetrieval"}}, "a subclass of posbench.methods.base.Method"),
+        (
+            {"method": {"_target_": "posbench.methods.Nothing"}},
+            "method._target_ = 'posbench.methods.Nothing'",
+        ),
+        (
+            {"method": {"_target_": "posbench.tasks.KVRetrieval"}},
+            "a subclass of posbench.methods.base.Method",
+        ),
         ({"task": {}}, "task._target_ = None"),
         ({"stages": "search"}, "stages = 'search'"),
         ({"stages": None}, "stages = None"),

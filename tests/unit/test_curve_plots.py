@@ -7,7 +7,9 @@ import pytest
 from posbench.errors import UserError
 from posbench.plots import search as curve_plots
 
-GENERATIONS = pd.DataFrame({"generation": [0, 1, 2], "best": [0.5, 0.6, 0.75], "mean": [0.4, 0.5, 0.7], "unmodified": 0.55})
+GENERATIONS = pd.DataFrame(
+    {"generation": [0, 1, 2], "best": [0.5, 0.6, 0.75], "mean": [0.4, 0.5, 0.7], "unmodified": 0.55}
+)
 PARTS = pd.DataFrame(
     [
         ("point", 0.0, 1.0),
@@ -21,10 +23,14 @@ PARTS = pd.DataFrame(
 )
 SEARCH = pd.DataFrame(
     {
-        "beginning": [1.0, 0.9], "middle": [0.8, 0.3], "end": [0.9, 1.0], "fitness": [0.89, 0.77],
-        "unmodified": [False, True], "selected": [True, False],
+        "beginning": [1.0, 0.9],
+        "middle": [0.8, 0.3],
+        "end": [0.9, 1.0],
+        "fitness": [0.89, 0.77],
+        "unmodified": [False, True],
+        "selected": [True, False],
     }
-)  # fmt: skip
+)
 
 
 def test_convergence_draws_best_mean_and_the_unmodified_model():
@@ -46,7 +52,9 @@ def test_curve_has_points_scales_and_accuracies():
     left, middle, right = curve_plots.curve(PARTS, SEARCH).axes
     np.testing.assert_allclose(left.lines[1].get_xydata(), [[0, 1], [3, 2]])
     np.testing.assert_allclose(middle.lines[0].get_xydata(), [[0, 1], [1, 2]])
-    np.testing.assert_allclose([bar.get_height() for bar in right.patches], [90, 30, 100, 77, 100, 80, 90, 89])
+    np.testing.assert_allclose(
+        [bar.get_height() for bar in right.patches], [90, 30, 100, 77, 100, 80, 90, 89]
+    )
     assert len(curve_plots.curve(PARTS[PARTS["part"] == "layer"], SEARCH).axes) == 2
 
 

@@ -1,4 +1,5 @@
-"""MMLU and C-Eval: prompts typed off the official ones, files, scores, categories, and the letters as tokens."""
+"""MMLU and C-Eval: prompts typed off the official ones, files, scores, categories, and the letters as
+tokens."""
 
 from __future__ import annotations
 
@@ -29,7 +30,11 @@ OWN = os.environ.get("POSBENCH_DATA")
 real = pytest.mark.skipif(not OWN, reason="POSBENCH_DATA names no folder with the benchmarks' files")
 
 Row = list[str]
-DEV = [["1+1=?", "2", "3", "4", "5", "A"], [" 2+1=? ", "2", "3", "4", "5", "B"], *([["x", "1", "2", "3", "4", "C"]] * 3)]
+DEV = [
+    ["1+1=?", "2", "3", "4", "5", "A"],
+    [" 2+1=? ", "2", "3", "4", "5", "B"],
+    *([["x", "1", "2", "3", "4", "C"]] * 3),
+]
 TEST = [[" 0.10 is ", "0.10", "None", "NA", "1,000\n2", "D"], ["y", "a", "b", "c", "d", "A"]]
 C_DEV = [
     ["0", "一加一等于____。", "二", "三", "四", "五", "A", "1. 一加一\n2. 等于二"],
@@ -101,7 +106,12 @@ def test_the_mmlu_prompt_character_by_character(mmlu: Path) -> None:
         "2\n"
         "Answer:"
     )
-    assert (example.choices, example.answers, example.chat, example.stop) == ((" A", " B", " C", " D"), ("D",), False, ())
+    assert (example.choices, example.answers, example.chat, example.stop) == (
+        (" A", " B", " C", " D"),
+        ("D",),
+        False,
+        (),
+    )
 
 
 def test_the_original_mmlu_prompt_character_by_character(mmlu: Path) -> None:
@@ -167,15 +177,21 @@ def test_five_real_demonstrations_in_file_order() -> None:
     task = MMLU(path=str(DATA), subjects=("moral_disputes", "abstract_algebra"))
     examples = task.evaluation()
     assert [(e.id, e.answers) for e in examples] == [
-        ("moral_disputes-0", ("A",)), ("moral_disputes-1", ("C",)), ("moral_disputes-2", ("A",)),
-        ("abstract_algebra-0", ("B",)), ("abstract_algebra-1", ("C",)), ("abstract_algebra-2", ("D",)),
-    ]  # fmt: skip
+        ("moral_disputes-0", ("A",)),
+        ("moral_disputes-1", ("C",)),
+        ("moral_disputes-2", ("A",)),
+        ("abstract_algebra-0", ("B",)),
+        ("abstract_algebra-1", ("C",)),
+        ("abstract_algebra-2", ("D",)),
+    ]
     blocks = examples[3].prompt.split("\n\n")
     with open(DATA / "dev/abstract_algebra_dev.csv", newline="") as stream:
         dev = list(csv.reader(stream))
     assert [block.split("\n")[0] for block in blocks[1:6]] == [row[0].strip() for row in dev]
     assert [block[-1] for block in blocks[1:6]] == [row[-1] for row in dev]
-    assert blocks[6].startswith("Find the degree for the given field extension Q(sqrt(2), sqrt(3), sqrt(18)) over Q.\nA. 0\n")
+    assert blocks[6].startswith(
+        "Find the degree for the given field extension Q(sqrt(2), sqrt(3), sqrt(18)) over Q.\nA. 0\n"
+    )
 
 
 def test_answers_by_reply_and_in_a_chat(mmlu: Path, ceval: Path) -> None:
@@ -186,7 +202,8 @@ def test_answers_by_reply_and_in_a_chat(mmlu: Path, ceval: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("reply", "score"), [("A", 1), (" A", 1), ("(a).", 1), ("B", 0), ("", 0), ("A. Paris", 0), ("AB", 0), ("Answer", 0)]
+    ("reply", "score"),
+    [("A", 1), (" A", 1), ("(a).", 1), ("B", 0), ("", 0), ("A. Paris", 0), ("AB", 0), ("Answer", 0)],
 )
 def test_mmlu_scores_the_exact_letter(mmlu: Path, reply: str, score: float) -> None:
     task = _mmlu(mmlu)
@@ -224,12 +241,21 @@ def test_every_subject_is_in_one_category(task: Exam, count: int) -> None:
 
 def test_categories_as_the_benchmarks_have_them() -> None:
     assert {name: len(subjects) for name, subjects in MMLU().averages().items()} == {
-        "STEM": 18, "humanities": 13, "social sciences": 12, "other": 14,
-    }  # fmt: skip
+        "STEM": 18,
+        "humanities": 13,
+        "social sciences": 12,
+        "other": 14,
+    }
     assert {name: len(subjects) for name, subjects in CEval().averages().items()} == {
-        "STEM": 20, "Social Science": 10, "Humanities": 11, "Other": 11,
-    }  # fmt: skip
-    assert CEval(subjects=("law", "physician")).averages() == {"Humanities": ("law",), "Other": ("physician",)}
+        "STEM": 20,
+        "Social Science": 10,
+        "Humanities": 11,
+        "Other": 11,
+    }
+    assert CEval(subjects=("law", "physician")).averages() == {
+        "Humanities": ("law",),
+        "Other": ("physician",),
+    }
 
 
 def test_the_mean_is_a_choice() -> None:
@@ -261,16 +287,23 @@ def test_a_zip_reads_like_its_folder(mmlu: Path, tmp_path: Path, prefix: str) ->
     assert _mmlu(packed).evaluation() == _mmlu(mmlu).evaluation()
 
 
-def _hub(folder: Path, choices: Callable[[Row], Any] = lambda row: row[1:5], dev: list[Row] = DEV, answer: int = 0) -> None:
+def _hub(
+    folder: Path, choices: Callable[[Row], Any] = lambda row: row[1:5], dev: list[Row] = DEV, answer: int = 0
+) -> None:
     from datasets import Dataset
 
     for part, rows in (("dev", dev), ("test", TEST)):
-        table = [{"question": r[0], "subject": "", "choices": choices(r), "answer": "ABCD".index(r[5]) + answer} for r in rows]
+        table = [
+            {"question": r[0], "subject": "", "choices": choices(r), "answer": "ABCD".index(r[5]) + answer}
+            for r in rows
+        ]
         (folder / "us_foreign_policy").mkdir(parents=True, exist_ok=True)
         Dataset.from_list(table).to_parquet(folder / f"us_foreign_policy/{part}-00000-of-00001.parquet")
 
 
-def test_the_hubs_files_read_like_the_originals(mmlu: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_hubs_files_read_like_the_originals(
+    mmlu: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("posbench.tasks.exam.local", lambda source: tmp_path / "hub")
     _hub(tmp_path / "hub")
     from_hub = MMLU(subjects=("us_foreign_policy",)).evaluation()
@@ -286,14 +319,18 @@ def test_the_hubs_files_read_like_the_originals(mmlu: Path, tmp_path: Path, monk
         ({"dev": DEV[:4]}, "4 rows.*5 rows, as in the benchmark"),
     ],
 )
-def test_bad_files_of_the_hub(change: Any, named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bad_files_of_the_hub(
+    change: Any, named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("posbench.tasks.exam.local", lambda source: tmp_path / "hub")
     _hub(tmp_path / "hub", **change)
     with pytest.raises(UserError, match=named):
         MMLU(subjects=("us_foreign_policy",)).evaluation()
 
 
-def test_all_subjects_of_the_hub_must_be_all_questions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_subjects_of_the_hub_must_be_all_questions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("posbench.tasks.exam.local", lambda source: tmp_path)
     monkeypatch.setattr(MMLU, "_of", lambda self, folder, subject: [None] * 246)
     with pytest.raises(UserError, match=r"14022 questions of cais/mmlu.*14042"):
@@ -303,7 +340,10 @@ def test_all_subjects_of_the_hub_must_be_all_questions(tmp_path: Path, monkeypat
 @pytest.mark.parametrize(
     ("rows", "named"),
     [
-        ([TEST[0], ["q", "a", "b", "c", "d", "E"]], r'_test.csv line 3.*"answer" with a letter from A to D \(not "E"\)'),
+        (
+            [TEST[0], ["q", "a", "b", "c", "d", "E"]],
+            r'_test.csv line 3.*"answer" with a letter from A to D \(not "E"\)',
+        ),
         ([["q", "a", "b", "c", "d", ""]], r'line 1.*"answer"'),
         ([["q", "a", "b", "c", "d"]], "line 1.*number of columns"),
         ([["q", "a", "b", "c", "d", "A", "A"]], "line 1.*number of columns"),
@@ -388,11 +428,16 @@ def test_answers_in_ceval_test_files_are_scored(ceval: Path) -> None:
 def sentencepiece() -> LM:
     """A tokenizer with Llama 2's rules: a blank put first, blanks as ▁, one token for ▁A."""
     signs = ["<unk>", "▁", *"Answer:", *"ABCD", *"答案："]
-    vocab = {sign: number for number, sign in enumerate(dict.fromkeys([*signs, *(f"▁{letter}" for letter in "ABCD")]))}
+    vocab = {
+        sign: number
+        for number, sign in enumerate(dict.fromkeys([*signs, *(f"▁{letter}" for letter in "ABCD")]))
+    }
     raw = Tokenizer(models.BPE(vocab=vocab, merges=[("▁", letter) for letter in "ABCD"], unk_token="<unk>"))
     raw.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     raw.decoder = decoders.Replace("▁", " ")
-    return LM(model=None, tokenizer=PreTrainedTokenizerFast(tokenizer_object=raw), name="x", context_window=99)  # type: ignore[arg-type]
+    return LM(
+        model=None, tokenizer=PreTrainedTokenizerFast(tokenizer_object=raw), name="x", context_window=99
+    )  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -402,7 +447,8 @@ def sentencepiece() -> LM:
 def test_letters_are_tokenised_together_with_the_prompt(
     sentencepiece: LM, prompt: str, choice: str, alone: list[str], after: list[str]
 ) -> None:
-    """Alone, MMLU's letter would become two tokens, and C-Eval's a token with a blank that the prompt does not have."""
+    """Alone, MMLU's letter would become two tokens, and C-Eval's a token with a blank that the prompt does
+    not have."""
     tokenizer = sentencepiece.tokenizer
     assert tokenizer is not None and tokenizer.tokenize(choice) == alone
     head, answer = sentencepiece.answer_ids(prompt, choice)
@@ -416,12 +462,22 @@ def test_all_official_mmlu_files() -> None:
     tested = {file.name.removesuffix("_test.csv") for file in (folder / "test").iterdir()}
     examples = MMLU(path=str(folder), subjects=tuple(sorted(tested))).evaluation()
     assert Counter(e.subset for e in examples) == {
-        "abstract_algebra": 100, "anatomy": 135, "college_computer_science": 100, "high_school_geography": 198,
-        "international_law": 121, "machine_learning": 112, "moral_disputes": 346, "us_foreign_policy": 100,
-    }  # fmt: skip
+        "abstract_algebra": 100,
+        "anatomy": 135,
+        "college_computer_science": 100,
+        "high_school_geography": 198,
+        "international_law": 121,
+        "machine_learning": 112,
+        "moral_disputes": 346,
+        "us_foreign_policy": 100,
+    }
     task = MMLU(path=str(folder))
     assert [len(task._read(folder, subject, "dev")) for subject in task.chosen] == [5] * 57
-    literal = [e.prompt for e in examples if "\nB. None\n" in e.prompt or "\nA. None\n" in e.prompt or ". NA\n" in e.prompt]
+    literal = [
+        e.prompt
+        for e in examples
+        if "\nB. None\n" in e.prompt or "\nA. None\n" in e.prompt or ". NA\n" in e.prompt
+    ]
     assert literal
 
 

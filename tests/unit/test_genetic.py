@@ -1,4 +1,5 @@
-"""The genetic search on a synthetic fitness: operators, exact racing, resume, and what the paper says of its variants."""
+"""The genetic search on a synthetic fitness: operators, exact racing, resume, and what the paper says of its
+variants."""
 
 import itertools
 import json
@@ -21,7 +22,8 @@ HIDDEN = layer_scales("bezier", [(0, 1.2), (6, 1.9), (20, 1.2), (31, 1.9)], LAYE
 
 
 def scores_of(search, questions=60, hidden=HIDDEN, seed=0):
-    """Examples that are answered where the scales come near a hidden curve, each by its own tolerance and look at the layers."""
+    """Examples that are answered where the scales come near a hidden curve, each by its own tolerance and
+    look at the layers."""
     rng = np.random.default_rng(seed)
     looks = rng.random((3 * questions, len(hidden))) ** 3
     looks /= looks.sum(1, keepdims=True)
@@ -47,7 +49,9 @@ def variants():
     out = {}
     for name, option in options.items():
         runs = [found(GeneticSearch(**option, seed=seed), questions=40)[0].history for seed in range(4)]
-        reached = [next(row["generation"] for row in rows if row["best"] == rows[-1]["best"]) for rows in runs]
+        reached = [
+            next(row["generation"] for row in rows if row["best"] == rows[-1]["best"]) for rows in runs
+        ]
         out[name] = (np.mean([rows[-1]["best"] for rows in runs]), np.mean(reached))
     return out
 
@@ -61,8 +65,8 @@ def test_it_recovers_a_hidden_smooth_curve():
 
 
 def test_more_points_fit_better_and_converge_later_and_no_curve_is_worst(variants):
-    # LPES, Table 7: 60.6, 62.2, 63.6, 63.8 at 3, 5, 9, 16 generations; brute force 60.2, no convergence in 20. The hidden curve
-    # has four points, so that a fifth adds next to nothing here.
+    # LPES, Table 7: 60.6, 62.2, 63.6, 63.8 at 3, 5, 9, 16 generations; brute force 60.2, no convergence in
+    # 20. The hidden curve has four points, so that a fifth adds next to nothing here.
     fitness, generations = ({name: value[i] for name, value in variants.items()} for i in range(2))
     assert fitness["free"] < fitness["2"] < fitness["3"] < fitness["4"] <= fitness["5"] + 0.02
     assert generations["2"] < generations["3"] < generations["4"]
@@ -75,8 +79,11 @@ def test_racing_and_memory_halve_the_work_and_change_nothing():
         plain, _, plain_scales = found(plain_search, questions=200)
         raced, scores, scales = found(replace(plain_search, racing=True), questions=200)
         assert scales == plain_scales
-        assert [(row["best"], row["mean"]) for row in raced.history] == [(row["best"], row["mean"]) for row in plain.history]
-        # A plain program scores every member of the first population, every mutation and both children of every crossover.
+        assert [(row["best"], row["mean"]) for row in raced.history] == [
+            (row["best"], row["mean"]) for row in plain.history
+        ]
+        # A plain program scores every member of the first population, every mutation and both children of
+        # every crossover.
         ratios.append(scores.evaluations / ((32 + 20 * (16 + 2 * 4)) * 600))
     print(f"scores taken, as a share of the plain search's: {ratios}")
     assert max(ratios) <= 0.5
@@ -87,7 +94,13 @@ def test_racing_and_memory_halve_the_work_and_change_nothing():
 def test_racing_changes_nothing_on_any_scores(seed, sizes, batch):
     parents, mutations, crossovers = sizes
     search = GeneticSearch(
-        population=10, parents=parents, mutations=mutations, crossovers=crossovers, generations=4, batch_size=batch, seed=seed
+        population=10,
+        parents=parents,
+        mutations=mutations,
+        crossovers=crossovers,
+        generations=4,
+        batch_size=batch,
+        seed=seed,
     )
 
     def answer(scales, examples):  # nothing smooth, and many ties
@@ -162,7 +175,9 @@ def test_mutations_stay_within_reach_and_in_order(seed, points, constrained, ste
         xs = [x for x, _ in new]
         assert all(0 <= x <= LAYERS - 1 and x % step == 0 for x in xs)
         assert all(1 <= y <= 2 and abs(y * 10 - round(y * 10)) < 1e-9 for _, y in new)
-        assert all(abs(x - p) <= 2 and abs(y - q) <= 0.2 + 1e-9 for (x, y), (p, q) in zip(new, old, strict=True))
+        assert all(
+            abs(x - p) <= 2 and abs(y - q) <= 0.2 + 1e-9 for (x, y), (p, q) in zip(new, old, strict=True)
+        )
         if constrained:
             assert all(a < b for a, b in itertools.pairwise(xs))
             bounds = [-math.inf, *(x for x, _ in old), math.inf]
@@ -189,11 +204,20 @@ def test_children_are_cut_from_two_parents_and_in_order(seed):
         parents.append(search.mutate(parents[-1], rng, LAYERS))
     for child in search.cross(parents, rng):
         assert search.valid(child)
-        assert any(child == a[:cut] + b[cut:] for a, b in itertools.permutations(parents, 2) for cut in range(1, len(child)))
+        assert any(
+            child == a[:cut] + b[cut:]
+            for a, b in itertools.permutations(parents, 2)
+            for cut in range(1, len(child))
+        )
 
 
 def test_first_candidate_is_equation_8():
-    assert GeneticSearch().control_points(GeneticSearch().first(32)) == [(0, 1.5), (10, 1.5), (21, 1.5), (31, 1.5)]
+    assert GeneticSearch().control_points(GeneticSearch().first(32)) == [
+        (0, 1.5),
+        (10, 1.5),
+        (21, 1.5),
+        (31, 1.5),
+    ]
     assert GeneticSearch(curve="free").decode(GeneticSearch(curve="free").first(4), 4) == (1.5,) * 4
     assert GeneticSearch(points=1).decode((0, 3), 5) == (1.3,) * 5
 

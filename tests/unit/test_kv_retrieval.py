@@ -105,19 +105,30 @@ def test_spans_cut_out_the_pairs(prompt: str, records: str) -> None:
 def test_generated_sets_are_those_of_their_seed() -> None:
     first = KVRetrieval(pairs=5, examples_per_position=3).examples("evaluation")
     assert KVRetrieval(pairs=5, examples_per_position=3).examples("evaluation") == first
-    assert {e.prompt for e in KVRetrieval(pairs=5, examples_per_position=3, seed=1).examples("evaluation")}.isdisjoint(
-        e.prompt for e in first
-    )
+    assert {
+        e.prompt for e in KVRetrieval(pairs=5, examples_per_position=3, seed=1).examples("evaluation")
+    }.isdisjoint(e.prompt for e in first)
     # More examples leave the first ones as they are.
-    assert [e for e in KVRetrieval(pairs=5, examples_per_position=4).examples("evaluation") if not e.id.endswith("-3")] == first
+    assert [
+        e
+        for e in KVRetrieval(pairs=5, examples_per_position=4).examples("evaluation")
+        if not e.id.endswith("-3")
+    ] == first
     uuids = re.findall(r'"([^"]+)"', first[0].prompt)
-    assert all(re.fullmatch(r"[0-9a-f]{8}-[0-9a-f]{4}-4[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}", u) for u in uuids)
+    assert all(
+        re.fullmatch(r"[0-9a-f]{8}-[0-9a-f]{4}-4[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}", u) for u in uuids
+    )
 
 
 @pytest.mark.parametrize("records", ["uuid", "words"])
 def test_calibration_never_asks_what_the_evaluation_asks(records: str) -> None:
     task = KVRetrieval(
-        prompt="compact", records=records, pairs=12, examples_per_position=50, calibration_examples=200, calibration_pairs=12
+        prompt="compact",
+        records=records,
+        pairs=12,
+        examples_per_position=50,
+        calibration_examples=200,
+        calibration_pairs=12,
     )  # type: ignore[arg-type]
     evaluation, calibration = task.examples("evaluation"), task.examples("calibration")
     assert {e.prompt for e in evaluation}.isdisjoint(e.prompt for e in calibration)
@@ -128,8 +139,14 @@ def test_calibration_never_asks_what_the_evaluation_asks(records: str) -> None:
 
 
 def test_finished_calibration_prompts() -> None:
-    task = KVRetrieval(path=str(DATA / "kv-retrieval-140_keys.first3.jsonl"), examples_per_position=3, calibration_path=str(KV60))
-    assert [(e.prompt, e.answers[0]) for e in task.examples("calibration")] == [(r["input"], r["output"]) for r in _rows(KV60)]
+    task = KVRetrieval(
+        path=str(DATA / "kv-retrieval-140_keys.first3.jsonl"),
+        examples_per_position=3,
+        calibration_path=str(KV60),
+    )
+    assert [(e.prompt, e.answers[0]) for e in task.examples("calibration")] == [
+        (r["input"], r["output"]) for r in _rows(KV60)
+    ]
 
 
 @pytest.mark.parametrize("prompt", ["official", "compact"])
@@ -138,8 +155,12 @@ def test_finished_prompts_that_the_evaluation_asks_are_refused(prompt: str, tmp_
     shown = task.examples("evaluation")[0]
     other = KVRetrieval(pairs=50, examples_per_position=1, prompt=prompt).examples("evaluation")[0]  # type: ignore[arg-type]
     file = tmp_path / "calibration.jsonl"
-    file.write_text("".join(json.dumps({"input": e.prompt, "output": e.answers[0]}) + "\n" for e in (other, shown)))
-    mixed = KVRetrieval(path=str(LINE16), pairs=50, examples_per_position=1, prompt=prompt, calibration_path=str(file))  # type: ignore[arg-type]
+    file.write_text(
+        "".join(json.dumps({"input": e.prompt, "output": e.answers[0]}) + "\n" for e in (other, shown))
+    )
+    mixed = KVRetrieval(
+        path=str(LINE16), pairs=50, examples_per_position=1, prompt=prompt, calibration_path=str(file)
+    )  # type: ignore[arg-type]
     with pytest.raises(UserError, match=r"line 2.*does not ask"):
         mixed.examples("calibration")
 
@@ -153,13 +174,7 @@ def test_plain_and_gzip_files_are_the_same(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("reply", "score"),
-    [
-        ("AB12", 1.0),
-        ("the value is ab12.", 1.0),
-        ('"aB12"', 1.0),
-        ("ab1 2", 0.0),
-        ("", 0.0),
-    ],
+    [("AB12", 1.0), ("the value is ab12.", 1.0), ('"aB12"', 1.0), ("ab1 2", 0.0), ("", 0.0)],
 )
 def test_the_score_ignores_letter_case(reply: str, score: float) -> None:
     example = Example(id="x", prompt="", answers=("Ab12",))
@@ -173,10 +188,14 @@ def test_no_word_contains_another() -> None:
 
 
 @pytest.mark.parametrize(("pairs", "size"), [(50, 75), (75, 75), (76, 140), (140, 140), (150, 300)])
-def test_the_official_files_are_fetched_by_size(pairs: int, size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_official_files_are_fetched_by_size(
+    pairs: int, size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     task = KVRetrieval(path="official", pairs=pairs, positions=(0,), examples_per_position=1)
     (source,) = task.files()
-    assert source.kind == "url" and source.id.endswith(f"/kv_retrieval_data/kv-retrieval-{size}_keys.jsonl.gz")
+    assert source.kind == "url" and source.id.endswith(
+        f"/kv_retrieval_data/kv-retrieval-{size}_keys.jsonl.gz"
+    )
     file = tmp_path / "kv.jsonl.gz"
     line = (DATA / "kv-retrieval-75_keys.first3.jsonl").read_text().splitlines()[0]
     monkeypatch.setattr(kv_retrieval, "local", lambda _: file)

@@ -1,4 +1,5 @@
-"""Prompts, files, parser and score of L-Eval's closed-ended exams. The texts here are our own, in the benchmark's format."""
+"""Prompts, files, parser and score of L-Eval's closed-ended exams. The texts here are our own, in the
+benchmark's format."""
 
 from __future__ import annotations
 
@@ -19,18 +20,26 @@ from posbench.tasks import Example
 from posbench.tasks.leval_closed import LEvalClosed, gold_letters, letter_score, letters, truth
 
 REAL = Path(os.environ.get("POSBENCH_DATA", "/nowhere")) / "leval"
-real = pytest.mark.skipif("POSBENCH_DATA" not in os.environ, reason="POSBENCH_DATA names no folder of benchmark files")
+real = pytest.mark.skipif(
+    "POSBENCH_DATA" not in os.environ, reason="POSBENCH_DATA names no folder of benchmark files"
+)
 
 COURSERA = {
     "input": "Apples are red. Limes are green.",
     "instructions": ["Question 1. Which are fruits?\nA. Apples\nB. Limes\nC. Stones\nD. Sand"],
     "outputs": ["AB"],
 }
-QUALITY = {"input": "The cat slept.", "instructions": ["Who slept?\n\n (A) The dog \n (B) The cat "], "outputs": ["(B) The cat"]}
+QUALITY = {
+    "input": "The cat slept.",
+    "instructions": ["Who slept?\n\n (A) The dog \n (B) The cat "],
+    "outputs": ["(B) The cat"],
+}
 TPO = {"input": "ok ,  rivers flow", "instructions": ["what flows\nA. rivers\nB. hills"], "outputs": ["A"]}
 SCI_FI = {
     "input": "On Mars they had two suns.",
-    "instructions": ["1.\tMars has two suns, True or False? Answer this question based on the world described in the document."],
+    "instructions": [
+        "1.\tMars has two suns, True or False? Answer this question based on the world described in the document."
+    ],
     "outputs": ["True [fact: False]"],
 }
 SETS = {"coursera": COURSERA, "quality": QUALITY, "tpo": TPO, "sci_fi": SCI_FI}
@@ -50,7 +59,8 @@ def test_prompts_character_by_character(tmp_path: Path) -> None:
     shown = {subset: (e.system, e.prompt, e.prefill) for subset, e in _examples(write(tmp_path)).items()}
     long = "Now you are given a very long document. Please follow the instruction based on this document. "
     one = (
-        long + "For multi-choice questions, there is only a sinlge correct option. Please only provide the letter corresponding "
+        long
+        + "For multi-choice questions, there is only a sinlge correct option. Please only provide the letter corresponding "
         "to the answer (like A or B) when answering. For other questions, please directly give the concise and accurate answer. "
     )
     world = (
@@ -62,16 +72,21 @@ def test_prompts_character_by_character(tmp_path: Path) -> None:
     assert {prefill for _, _, prefill in shown.values()} == {"\nAnswer:"}
     assert {subset: texts[:2] for subset, texts in shown.items()} == {
         "coursera": (
-            long + "For multi-choice questions, there could be a sinlge correct option or multiple correct options. "
+            long
+            + "For multi-choice questions, there could be a sinlge correct option or multiple correct options. "
             "Please only provide the letter corresponding to the answer (like A or AB) when answering. ",
             "Document is as follows. Apples are red. Limes are green. \nQuestion: Question 1. Which are fruits?\nA. Apples\n"
             "B. Limes\nC. Stones\nD. Sand" + ending,
         ),
         "quality": (
             one,
-            "Document is as follows. The cat slept. \nQuestion: Who slept?\n\n (A) The dog \n (B) The cat " + ending,
+            "Document is as follows. The cat slept. \nQuestion: Who slept?\n\n (A) The dog \n (B) The cat "
+            + ending,
         ),
-        "tpo": (one, "Document is as follows. ok ,  rivers flow \nQuestion: what flows\nA. rivers\nB. hills" + ending),
+        "tpo": (
+            one,
+            "Document is as follows. ok ,  rivers flow \nQuestion: what flows\nA. rivers\nB. hills" + ending,
+        ),
         "sci_fi_loyalty": (
             world,
             "Document is as follows. On Mars they had two suns. \nQuestion: 1.\tMars has two suns, True or False? "
@@ -126,7 +141,10 @@ def test_there_is_no_calibration(tmp_path: Path) -> None:
         ({"tpo": {"outputs": []}}, r'tpo.jsonl line 1.*"outputs"'),
         ({"tpo": {"outputs": ["A", "B"]}}, r"tpo.jsonl line 1.*same length"),
         ({"tpo": {"outputs": [3]}}, r"tpo.jsonl line 1.*lists of str"),
-        ({"quality": {"outputs": ["the cat"]}}, r"quality.jsonl line 1.*letters from A to D \(the cat does not\)"),
+        (
+            {"quality": {"outputs": ["the cat"]}},
+            r"quality.jsonl line 1.*letters from A to D \(the cat does not\)",
+        ),
         ({"sci_fi": {"outputs": ["True"]}}, r"sci_fi.jsonl line 1.*\[fact: False\].*True is not"),
     ],
 )
@@ -174,7 +192,15 @@ def test_letters_by_hand(reply: str, several: bool, read: str) -> None:
 
 
 def test_partial_credit_by_hand() -> None:
-    assert [letter_score(p, "ABD") for p in ("ABD", "AB", "D", "ABC", "ABCD", "C", "None")] == [1, 0.25, 0.25, 0, 0, 0, 0]
+    assert [letter_score(p, "ABD") for p in ("ABD", "AB", "D", "ABC", "ABCD", "C", "None")] == [
+        1,
+        0.25,
+        0.25,
+        0,
+        0,
+        0,
+        0,
+    ]
     assert [gold_letters(t) for t in ("(B) At last", "AB", "C", "none", "")] == ["B", "AB", "C", "A", "A"]
     assert [truth(t) for t in ("It is FALSE. True?", "Truest", "maybe")] == ["false", "true", ""]
 
@@ -192,7 +218,11 @@ def test_the_official_scores(file: str) -> None:
         example = Example(id="x", prompt="", answers=(gold_letters(row["gt"]),), subset=subset)
         assert task.score(example, row["prediction"]) == {"score": row["official_score"]}
         total += row["official_score"]
-    published = {"turbo-16k-0613_coursera": 63.52, "turbo-16k-0613_quality": 61.39, "turbo-16k-0613_tpo": 78.44}
+    published = {
+        "turbo-16k-0613_coursera": 63.52,
+        "turbo-16k-0613_quality": 61.39,
+        "turbo-16k-0613_tpo": 78.44,
+    }
     if file.removesuffix(".jsonl") in published:
         assert round(100 * total / len(lines), 2) == published[file.removesuffix(".jsonl")]
 
@@ -201,10 +231,16 @@ def test_the_official_scores(file: str) -> None:
 def test_the_official_files() -> None:
     examples = LEvalClosed(path=str(REAL)).examples("evaluation")
     assert Counter(e.subset for e in examples) == {
-        "coursera": 172, "quality": 202, "tpo": 269, "sci_fi_loyalty": 64, "sci_fi_fact": 64,
-    }  # fmt: skip
+        "coursera": 172,
+        "quality": 202,
+        "tpo": 269,
+        "sci_fi_loyalty": 64,
+        "sci_fi_fact": 64,
+    }
     assert len({e.id for e in examples}) == len(examples)
-    sys = json.loads((REAL / "scored_predictions/turbo-16k-0613_tpo.jsonl").read_text().splitlines()[0])["prompt_template"]
+    sys = json.loads((REAL / "scored_predictions/turbo-16k-0613_tpo.jsonl").read_text().splitlines()[0])[
+        "prompt_template"
+    ]
     assert sys.startswith(next(e.system for e in examples if e.subset == "tpo"))
 
 

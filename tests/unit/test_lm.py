@@ -12,7 +12,9 @@ from posbench.pipeline.stages.intervene import attention_to_items
 from posbench.tasks import KVRetrieval
 from tests.models import VOCABULARY, build
 
-SMALL = dict(prompt="compact", records="words", pairs=6, examples_per_position=2, max_new_tokens=1, positions=(0, 3, 5))
+SMALL = dict(
+    prompt="compact", records="words", pairs=6, examples_per_position=2, max_new_tokens=1, positions=(0, 3, 5)
+)
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +62,9 @@ def test_last_attention_sees_the_scaled_queries_and_keys():
         hidden = captured["h"].clone()
         hook.remove()
         hidden[..., 5] *= -1
-        q, k = (p(hidden).unflatten(-1, (4, -1)).transpose(1, 2) for p in (attention.q_proj, attention.k_proj))
+        q, k = (
+            p(hidden).unflatten(-1, (4, -1)).transpose(1, 2) for p in (attention.q_proj, attention.k_proj)
+        )
         cos, sin = lm.model.model.rotary_emb(hidden, torch.arange(20)[None])
         turn = lambda x: x * cos[:, None] + torch.cat([-x[..., 6:], x[..., :6]], -1) * sin[:, None]  # noqa: E731
         expected = ((turn(q)[:, :, -1:] @ turn(k).transpose(-1, -2)) * 12**-0.5).softmax(-1)[:, :, 0]

@@ -25,8 +25,12 @@ DATA = Path(__file__).parents[1] / "data/longbench"
 REAL = os.environ.get("POSBENCH_DATA", "")
 CLASSES = ["City", "Country"]
 ANSWERS = {
-    "trec": "City", "lsht": "City", "passage_count": "7", "passage_retrieval_en": "Paragraph 7", "passage_retrieval_zh": "段落7",
-}  # fmt: skip
+    "trec": "City",
+    "lsht": "City",
+    "passage_count": "7",
+    "passage_retrieval_en": "Paragraph 7",
+    "passage_retrieval_zh": "段落7",
+}
 
 PROMPTS_BY_HAND = {
     "narrativeqa": (
@@ -90,7 +94,9 @@ PROMPTS_BY_HAND = {
         "Question: <I>\n"
         "Answer:"
     ),
-    "dureader": ("请基于给定的文章回答下述问题。\n\n文章：<C>\n\n请基于上述文章回答下面的问题。\n\n问题：<I>\n回答："),
+    "dureader": (
+        "请基于给定的文章回答下述问题。\n\n文章：<C>\n\n请基于上述文章回答下面的问题。\n\n问题：<I>\n回答："
+    ),
     "gov_report": (
         "You are given a report by a government agency. Write a one-page summary of the report.\n\n"
         "Report:\n"
@@ -115,14 +121,18 @@ PROMPTS_BY_HAND = {
         "Summary:"
     ),
     "vcsum": ("下面有一段会议记录，请你阅读后，写一段总结，总结会议的内容。\n会议记录：\n<C>\n\n会议总结："),
-    "trec": ("Please determine the type of the question below. Here are some examples of questions.\n\n<C>\n<I>"),
+    "trec": (
+        "Please determine the type of the question below. Here are some examples of questions.\n\n<C>\n<I>"
+    ),
     "triviaqa": (
         "Answer the question based on the given passage. Only give me the answer and do not output any other words. "
         "The following are some examples.\n\n"
         "<C>\n\n"
         "<I>"
     ),
-    "samsum": ("Summarize the dialogue into a few short sentences. The following are some examples.\n\n<C>\n\n<I>"),
+    "samsum": (
+        "Summarize the dialogue into a few short sentences. The following are some examples.\n\n<C>\n\n<I>"
+    ),
     "lsht": ("请判断给定新闻的类别，下面是一些例子。\n\n<C>\n<I>"),
     "passage_count": (
         "There are some paragraphs below sourced from Wikipedia. Some of them may be duplicates. Please carefully "
@@ -195,7 +205,15 @@ def test_braces_in_a_text_are_text(tmp_path: Path) -> None:
 
 
 def test_protocol_of_every_task(tmp_path: Path) -> None:
-    short = {"hotpotqa", "2wikimqa", "musique", "triviaqa", "passage_count", "passage_retrieval_en", "passage_retrieval_zh"}
+    short = {
+        "hotpotqa",
+        "2wikimqa",
+        "musique",
+        "triviaqa",
+        "passage_count",
+        "passage_retrieval_en",
+        "passage_retrieval_zh",
+    }
     tokens = {
         **dict.fromkeys(short, 32),
         **dict.fromkeys(("narrativeqa", "qasper", "dureader", "samsum"), 128),
@@ -204,7 +222,9 @@ def test_protocol_of_every_task(tmp_path: Path) -> None:
     for task in PROMPTS_BY_HAND:
         example = _one(tmp_path, task)
         assert example.max_new_tokens == tokens.get(task, 64), task
-        assert example.chat == (task not in {"trec", "triviaqa", "samsum", "lsht", "lcc", "repobench-p"}), task
+        assert example.chat == (task not in {"trec", "triviaqa", "samsum", "lsht", "lcc", "repobench-p"}), (
+            task
+        )
         assert (example.stop, example.min_new_tokens) == ((("\n",), 1) if task == "samsum" else ((), 0)), task
         yu = _one(tmp_path, task, protocol="yu")
         assert (yu.stop, yu.min_new_tokens) == ((), 1) and yu.prompt == example.prompt
@@ -215,7 +235,11 @@ def test_protocol_of_every_task(tmp_path: Path) -> None:
 
 
 def test_the_tasks_of_yu_are_14_english_ones_and_2_of_code() -> None:
-    assert len(ENGLISH_AND_CODE) == 16 and len(CHINESE) == 5 and {*ENGLISH_AND_CODE, *CHINESE} == set(PROMPTS_BY_HAND)
+    assert (
+        len(ENGLISH_AND_CODE) == 16
+        and len(CHINESE) == 5
+        and {*ENGLISH_AND_CODE, *CHINESE} == set(PROMPTS_BY_HAND)
+    )
     assert set(EXTENDED) < set(ENGLISH_AND_CODE) and len(EXTENDED) == 13
 
 
@@ -225,8 +249,16 @@ def test_real_lines() -> None:
     assert [e.subset for e in examples] == [name for name in task.tasks for _ in range(2)]
     for example in examples:
         file = DATA / f"{example.subset}.jsonl"
-        row = next(r for r in map(json.loads, file.read_text().splitlines()) if example.id == f"{example.subset}-{r['_id']}")
-        assert row["context"] in example.prompt and row["input"] in example.prompt and example.answers == tuple(row["answers"])
+        row = next(
+            r
+            for r in map(json.loads, file.read_text().splitlines())
+            if example.id == f"{example.subset}-{r['_id']}"
+        )
+        assert (
+            row["context"] in example.prompt
+            and row["input"] in example.prompt
+            and example.answers == tuple(row["answers"])
+        )
         for answer in example.answers:
             # ROUGE ends at 1 - 5e-9, as the package adds 1e-8 to the denominator.
             assert task.score(example, answer)["score"] == pytest.approx(1, abs=1e-8)
@@ -240,7 +272,9 @@ def test_a_zip_is_its_folder(tmp_path: Path) -> None:
         for file in DATA.glob("*.jsonl"):
             packed.write(file, f"data/{file.name}")
     tasks = ("multi_news", "passage_retrieval_zh")
-    plain_folder, folder, file = (LongBench(tasks=tasks, path=str(p)).evaluation() for p in (DATA, tmp_path, archive))
+    plain_folder, folder, file = (
+        LongBench(tasks=tasks, path=str(p)).evaluation() for p in (DATA, tmp_path, archive)
+    )
     assert plain_folder == folder == file and len(file) == 4
 
 
@@ -252,32 +286,48 @@ def test_the_first_line_of_few_shot_replies_counts() -> None:
     # The same reply in a task that reads all of it: 1 word of 4.
     whole = Example(id="x", prompt="", answers=("gold",), subset="qasper", meta={"task": "qasper"})
     assert task.score(whole, "\n\ngold\nQuestion: another one")["score"] == pytest.approx(2 / 5)
-    kind = Example(id="x", prompt="", answers=("City",), subset="trec", meta={"task": "trec", "all_classes": CLASSES})
+    kind = Example(
+        id="x", prompt="", answers=("City",), subset="trec", meta={"task": "trec", "all_classes": CLASSES}
+    )
     assert task.score(kind, "City\nType: Country") == {"score": 1.0}
 
 
 def test_what_stripping_changes() -> None:
-    """A space before the line break hides the first line from the official program; an indent is part of a line of code."""
+    """A space before the line break hides the first line from the official program; an indent is part of a
+    line of code."""
     question = Example(id="x", prompt="", answers=("gold",), subset="triviaqa", meta={"task": "triviaqa"})
     code = Example(id="x", prompt="", answers=("    x = 1",), subset="lcc", meta={"task": "lcc"})
     official, yu = LongBench(), LongBench(protocol="yu")
-    assert (official.score(question, " \ngold"), yu.score(question, " \ngold")) == ({"score": 0.0}, {"score": 1.0})
-    assert (official.score(code, "    x = 1\n"), yu.score(code, "    x = 1\n")) == ({"score": 1.0}, {"score": 0.71})
+    assert (official.score(question, " \ngold"), yu.score(question, " \ngold")) == (
+        {"score": 0.0},
+        {"score": 1.0},
+    )
+    assert (official.score(code, "    x = 1\n"), yu.score(code, "    x = 1\n")) == (
+        {"score": 1.0},
+        {"score": 0.71},
+    )
 
 
 def test_the_best_gold_text_counts() -> None:
-    example = Example(id="x", prompt="", answers=("a city", "b", "c d"), subset="qasper", meta={"task": "qasper"})
+    example = Example(
+        id="x", prompt="", answers=("a city", "b", "c d"), subset="qasper", meta={"task": "qasper"}
+    )
     assert LongBench().score(example, "c")["score"] == pytest.approx(2 / 3)
 
 
 def test_averages_are_categories_of_the_chosen_tasks() -> None:
     averages = LongBench().averages()
-    assert averages["few_shot"] == ("trec", "triviaqa", "samsum") and averages["code"] == ("lcc", "repobench-p")
+    assert averages["few_shot"] == ("trec", "triviaqa", "samsum") and averages["code"] == (
+        "lcc",
+        "repobench-p",
+    )
     six = ("single_doc_qa", "multi_doc_qa", "summarization", "few_shot", "synthetic", "code")
     assert averages["categories"] == six and len(averages) == 7
     assert LongBench(tasks=("lsht", "lcc")).averages() == {
-        "few_shot": ("lsht",), "code": ("lcc",), "categories": ("few_shot", "code"),
-    }  # fmt: skip
+        "few_shot": ("lsht",),
+        "code": ("lcc",),
+        "categories": ("few_shot", "code"),
+    }
     assert LongBench.average == "subsets"
 
 
@@ -292,10 +342,14 @@ def test_longbench_e_by_length(tmp_path: Path) -> None:
         LongBench(tasks=("narrativeqa",), extended=True)
 
 
-def test_the_official_files_have_their_numbers_of_questions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_official_files_have_their_numbers_of_questions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with zipfile.ZipFile(tmp_path / "data.zip", "w") as packed:
         for task, count in {"qasper": 200, "lcc": 500, "multifieldqa_en": 150, "trec": 199}.items():
-            packed.writestr(f"data/{task}.jsonl", "".join(json.dumps(row(task, _id=str(n))) + "\n" for n in range(count)))
+            packed.writestr(
+                f"data/{task}.jsonl", "".join(json.dumps(row(task, _id=str(n))) + "\n" for n in range(count))
+            )
     monkeypatch.setattr(longbench, "local", lambda source: tmp_path)
     (source,) = LongBench().files()
     assert (source.kind, source.id, source.files) == ("dataset", "THUDM/LongBench", ("data.zip",))
@@ -340,7 +394,11 @@ def test_a_line_of_longbench_e_without_a_length(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("content", "said"),
-    [(b'{"input": \n', "line 1.*JSON"), (b"[1]\n", "line 1.*object"), (b'{"input": "\xff"}\n', "line 1.*UTF-8")],
+    [
+        (b'{"input": \n', "line 1.*JSON"),
+        (b"[1]\n", "line 1.*object"),
+        (b'{"input": "\xff"}\n', "line 1.*UTF-8"),
+    ],
 )
 def test_a_broken_file_is_named(content: bytes, said: str, tmp_path: Path) -> None:
     (tmp_path / "qasper.jsonl").write_bytes(content)
@@ -383,7 +441,9 @@ def test_there_is_nothing_to_calibrate_on() -> None:
 
 
 @pytest.mark.parametrize(("model", "tokens"), [("phi4", None), ("llama2_7b", 3500), ("mistral7b", 19500)])
-def test_the_yaml_has_the_defaults_of_the_class_and_models_bring_their_length(model: str, tokens: int | None) -> None:
+def test_the_yaml_has_the_defaults_of_the_class_and_models_bring_their_length(
+    model: str, tokens: int | None
+) -> None:
     GlobalHydra.instance().clear()
     with initialize_config_dir(str(paths.CONF), version_base="1.3"):
         values = plain(compose("config", overrides=["task=longbench", f"model={model}"]))["task"]

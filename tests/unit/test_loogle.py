@@ -1,4 +1,5 @@
-"""Prompts, files and metrics of LooGLE's timeline reorder, against real replies with the values of the official functions."""
+"""Prompts, files and metrics of LooGLE's timeline reorder, against real replies with the values of the
+official functions."""
 
 from __future__ import annotations
 
@@ -15,11 +16,21 @@ from omegaconf import OmegaConf
 from posbench import paths
 from posbench.errors import UserError
 from posbench.schema import build
-from posbench.tasks.loogle_timeline_reorder import HUB, LooGLETimelineReorder, deviations, numerals, reorder_scores, roman, worst
+from posbench.tasks.loogle_timeline_reorder import (
+    HUB,
+    LooGLETimelineReorder,
+    deviations,
+    numerals,
+    reorder_scores,
+    roman,
+    worst,
+)
 
 REPLIES = Path(__file__).parents[1] / "data/scored/loogle/timeline_reorder_gold_and_gpt4.jsonl"
 REAL = Path(os.environ.get("POSBENCH_DATA", "/nowhere")) / "loogle"
-real = pytest.mark.skipif("POSBENCH_DATA" not in os.environ, reason="POSBENCH_DATA names no folder of benchmark files")
+real = pytest.mark.skipif(
+    "POSBENCH_DATA" not in os.environ, reason="POSBENCH_DATA names no folder of benchmark files"
+)
 OFFICIAL = {
     "lsd": "location_square_deviation",
     "lmd": "location_mean_deviation",
@@ -37,7 +48,10 @@ OTHER = {"Q": "Why?", "A": "Because.", "type": "computation", "S": []}
 
 
 def write(path: Path, *documents: Any) -> Path:
-    rows = [{"input": "A long text.", "title": "T", "qa_pairs": repr(pairs), "output": "None"} for pairs in documents]
+    rows = [
+        {"input": "A long text.", "title": "T", "qa_pairs": repr(pairs), "output": "None"}
+        for pairs in documents
+    ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
@@ -70,11 +84,17 @@ def _check_replies(file: Path, count: int) -> None:
         scores = reorder_scores(row["llm_output"], row["gold"])
         assert scores["standard"] == float(row["standard_format"])
         assert scores["exact_order"] == float(",".join(row["roman_parse"]) == row["gold"])
-        assert {OFFICIAL[name]: value for name, value in worst(row["n"]).items()} == pytest.approx(row["official_worst_value"])
+        assert {OFFICIAL[name]: value for name, value in worst(row["n"]).items()} == pytest.approx(
+            row["official_worst_value"]
+        )
         given = row["official_function_value"] if row["standard_format"] else row["official_worst_value"]
         assert {OFFICIAL[name]: scores[name] for name in OFFICIAL} == pytest.approx(given)
         apart = {OFFICIAL[name]: scores.get(f"{name}_s") for name in OFFICIAL}
-        assert apart == pytest.approx(row["official_function_value"]) if row["standard_format"] else set(apart.values()) == {None}
+        assert (
+            apart == pytest.approx(row["official_function_value"])
+            if row["standard_format"]
+            else set(apart.values()) == {None}
+        )
 
 
 def test_real_replies_have_the_values_of_the_official_functions() -> None:
@@ -86,7 +106,9 @@ def test_the_closed_forms_are_those_of_all_orders(size: int) -> None:
     """The greedy swaps of every permutation, and the largest value of each metric."""
     found = {order: deviations(order) for order in permutations(range(size))}
     assert all(value["sdd"] == _greedy_swaps(order) for order, value in found.items())
-    assert {name: max(value[name] for value in found.values()) for name in OFFICIAL} == pytest.approx(worst(size))
+    assert {name: max(value[name] for value in found.values()) for name in OFFICIAL} == pytest.approx(
+        worst(size)
+    )
 
 
 @pytest.mark.parametrize("size", [2, 3, 8, 15])
@@ -129,7 +151,10 @@ def test_prompts_character_by_character(tmp_path: Path) -> None:
     )
     head = "Please answer the question based on the long texts below. \nA long text.\nQuestion: "
     assert [(e.prompt, e.answers) for e in roman_ones] == [
-        (head + "Order these by year:\nI. The war\nII. The treaty of 1815\nIII. The feast\nAnswer: ", ("II,I,III",)),
+        (
+            head + "Order these by year:\nI. The war\nII. The treaty of 1815\nIII. The feast\nAnswer: ",
+            ("II,I,III",),
+        ),
         (head + "Order these:\nI. The mill\nII. The fire\nAnswer: ", ("II,I",)),
     ]
     assert [(e.prompt, e.answers) for e in given] == [
@@ -145,7 +170,16 @@ def test_events_numbered_otherwise_stay(tmp_path: Path) -> None:
 
 
 def test_roman_numerals() -> None:
-    assert [roman(n) for n in (1, 4, 9, 10, 14, 19, 23, 39)] == ["I", "IV", "IX", "X", "XIV", "XIX", "XXIII", "XXXIX"]
+    assert [roman(n) for n in (1, 4, 9, 10, 14, 19, 23, 39)] == [
+        "I",
+        "IV",
+        "IX",
+        "X",
+        "XIV",
+        "XIX",
+        "XXIII",
+        "XXXIX",
+    ]
 
 
 def test_one_question_per_document(tmp_path: Path) -> None:
@@ -200,9 +234,13 @@ def test_what_is_not_there_is_named(tmp_path: Path) -> None:
 
 @real
 def test_the_official_sample_asks_as_the_official_output_does() -> None:
-    """The sample documents number their events 1., 2., ...; the official evaluation file has the same ones in Roman numerals."""
+    """The sample documents number their events 1., 2., ...; the official evaluation file has the same ones in
+    Roman numerals."""
     ours = _task(REAL / "longdep_qa.jsonl").examples("evaluation")
-    rows = [json.loads(line) for line in (REAL / "timeline_reorder_gold_and_gpt4.jsonl").read_text().splitlines()[:2]]
+    rows = [
+        json.loads(line)
+        for line in (REAL / "timeline_reorder_gold_and_gpt4.jsonl").read_text().splitlines()[:2]
+    ]
     assert [e.answers for e in ours] == [(row["gold"],) for row in rows]
     for example, row in zip(ours, rows, strict=True):
         question = example.prompt.rpartition("\nQuestion: ")[2].removesuffix("\nAnswer: ")
@@ -214,7 +252,11 @@ def test_the_official_sample_asks_as_the_official_output_does() -> None:
 
 
 def test_the_defaults_of_the_yaml_are_those_of_the_class() -> None:
-    given = OmegaConf.to_container(OmegaConf.load(paths.CONF / "task/loogle_timeline_reorder.yaml"), resolve=True)
+    given = OmegaConf.to_container(
+        OmegaConf.load(paths.CONF / "task/loogle_timeline_reorder.yaml"), resolve=True
+    )
     assert isinstance(given, dict)
     assert given.pop("_target_") == "posbench.tasks.loogle_timeline_reorder.LooGLETimelineReorder"
-    assert build(LooGLETimelineReorder, {str(k): v for k, v in given.items()}, "task") == LooGLETimelineReorder()
+    assert (
+        build(LooGLETimelineReorder, {str(k): v for k, v in given.items()}, "task") == LooGLETimelineReorder()
+    )

@@ -23,7 +23,10 @@ def test_wilson_is_scipys(counts: tuple[int, int]) -> None:
 
 
 def test_a_constant_difference_has_no_width() -> None:
-    assert mean_interval(np.full(20, 0.25), [str(i) for i in range(20)], resamples=100, seed=0) == (0.25, 0.25)
+    assert mean_interval(np.full(20, 0.25), [str(i) for i in range(20)], resamples=100, seed=0) == (
+        0.25,
+        0.25,
+    )
 
 
 def test_the_mirrored_difference_has_the_mirrored_interval() -> None:
@@ -61,7 +64,13 @@ def test_the_interval_is_that_of_its_seed() -> None:
 
 def _rows(method: str, scores: dict[int, list[float]]) -> list[dict[str, Any]]:
     return [
-        {"method": method, "id": f"{p}-{i}", "gold_position": p, "cluster": f"{p}-{i}", "scores": {"accuracy": s}}
+        {
+            "method": method,
+            "id": f"{p}-{i}",
+            "gold_position": p,
+            "cluster": f"{p}-{i}",
+            "scores": {"accuracy": s},
+        }
         for p, values in scores.items()
         for i, s in enumerate(values)
     ]
@@ -100,7 +109,12 @@ def test_tidy_by_hand() -> None:
     assert summed_up["none", "all", "gap"] == 0.75 and summed_up["scaled", "all", "gap"] == 0
     for name, before_, after_ in (("middle_drop", 0.625, 0), ("primacy", 0.75, 0), ("recency", 0.5, 0)):
         found = [
-            summed_up[key] for key in (("none", "all", name), ("scaled", "all", name), ("scaled", "all", f"{name}_difference"))
+            summed_up[key]
+            for key in (
+                ("none", "all", name),
+                ("scaled", "all", name),
+                ("scaled", "all", f"{name}_difference"),
+            )
         ]
         assert found == [before_, after_, after_ - before_]
     # Flat at 0.75: noise explains it.
@@ -112,16 +126,25 @@ def test_tidy_by_hand() -> None:
     )
 
 
-def _curve(shares: list[float], n: int, seed: int, method: str = "none", together: bool = False) -> list[dict[str, Any]]:
-    """Right-or-wrong rows at gold positions 0, 1, ...; with ``together`` one draw decides a question at all positions."""
+def _curve(
+    shares: list[float], n: int, seed: int, method: str = "none", together: bool = False
+) -> list[dict[str, Any]]:
+    """Right-or-wrong rows at gold positions 0, 1, ...; with ``together`` one draw decides a question at all
+    positions."""
     rng = np.random.default_rng(seed)
     luck = rng.random((n, len(shares)))
     luck = luck[:, :1].repeat(len(shares), 1) if together else luck
     return [
-        {"method": method, "id": f"{p}-{i}", "gold_position": p, "cluster": f"q{i}" if together else f"{p}-{i}",
-         "scores": {"accuracy": float(luck[i, p] < share)}}
-        for p, share in enumerate(shares) for i in range(n)
-    ]  # fmt: skip
+        {
+            "method": method,
+            "id": f"{p}-{i}",
+            "gold_position": p,
+            "cluster": f"q{i}" if together else f"{p}-{i}",
+            "scores": {"accuracy": float(luck[i, p] < share)},
+        }
+        for p, share in enumerate(shares)
+        for i in range(n)
+    ]
 
 
 def _all(table: Any, method: str = "none") -> dict[str, Any]:
@@ -153,9 +176,14 @@ def test_a_known_bias_is_found_and_told_from_a_smaller_one() -> None:
     assert found["gap_null"].ci_high < found["gap"].ci_low
     scaled = _all(table, "scaled")
     change = scaled["position_bias_difference"]
-    assert change.ci_high < -0.1 and change.value == pytest.approx(scaled["position_bias"].value - found["position_bias"].value)
+    assert change.ci_high < -0.1 and change.value == pytest.approx(
+        scaled["position_bias"].value - found["position_bias"].value
+    )
     assert change.ci_low < change.value < change.ci_high
-    assert not {"gap_difference", "gap_null_difference"} & set(scaled) and "position_bias_difference" not in found
+    assert (
+        not {"gap_difference", "gap_null_difference"} & set(scaled)
+        and "position_bias_difference" not in found
+    )
 
 
 def test_bias_is_the_variance_that_brute_force_resampling_leaves() -> None:
@@ -165,19 +193,28 @@ def test_bias_is_the_variance_that_brute_force_resampling_leaves() -> None:
     draws = [[rng.choice(line, size=30).mean() for line in scores] for _ in range(3000)]
     variance = np.var(scores.mean(1), ddof=1)
     noise = np.mean(np.var(draws, axis=1, ddof=1)) - variance
-    found = _all(tidy(rows, KVRetrieval(name="t", positions=(0,)), model="m", unmodified="none", resamples=3000, seed=0))
+    found = _all(
+        tidy(
+            rows, KVRetrieval(name="t", positions=(0,)), model="m", unmodified="none", resamples=3000, seed=0
+        )
+    )
     assert found["position_bias"].value == pytest.approx(np.sqrt(variance - noise), abs=0.003)
     low, high = np.sqrt(np.maximum(np.quantile(np.var(draws, axis=1, ddof=1), [0.025, 0.975]) - 2 * noise, 0))
-    assert (found["position_bias"].ci_low, found["position_bias"].ci_high) == pytest.approx((low, high), abs=0.015)
+    assert (found["position_bias"].ci_low, found["position_bias"].ci_high) == pytest.approx(
+        (low, high), abs=0.015
+    )
     gaps = [np.ptp(rng.permutation(scores.ravel()).reshape(4, 30).mean(1)) for _ in range(3000)]
     assert found["gap_null"].value == pytest.approx(np.mean(gaps), abs=0.006)
 
 
 def test_questions_asked_at_every_position_are_drawn_and_shuffled_whole() -> None:
-    # One draw decides a question everywhere: the curve is flat without any noise, and no shuffle within questions changes it.
+    # One draw decides a question everywhere: the curve is flat without any noise, and no shuffle within
+    # questions changes it.
     found = _all(_table(_curve([0.6] * 4, 40, 5, together=True)))
     for name in BIAS:
-        assert (found[name].value, found[name].ci_low, found[name].ci_high) == pytest.approx((0, 0, 0), abs=1e-12)
+        assert (found[name].value, found[name].ci_low, found[name].ci_high) == pytest.approx(
+            (0, 0, 0), abs=1e-12
+        )
     assert _all(_table(_curve([0.6] * 4, 40, 5)))["gap_null"].value > 0.05
 
 
@@ -195,7 +232,13 @@ def test_the_difference_pairs_prompts_by_id_not_by_order() -> None:
 
 def test_a_task_without_positions() -> None:
     rows = [
-        {"method": "none", "id": str(i), "gold_position": None, "cluster": str(i), "scores": {"accuracy": i % 2}}
+        {
+            "method": "none",
+            "id": str(i),
+            "gold_position": None,
+            "cluster": str(i),
+            "scores": {"accuracy": i % 2},
+        }
         for i in range(4)
     ]
     table = _table(rows, items=None)
@@ -221,9 +264,20 @@ def _subset_rows() -> list[dict[str, Any]]:
     for method in ("none", "scaled"):
         for subset, n in (("a", 9), ("b", 4), ("c", 6)):
             for i in range(n):
-                scores = {"accuracy": float(rng.random()), **({"other": float(rng.random())} if subset == "c" else {})}
-                rows.append({"method": method, "id": f"{subset}{i}", "gold_position": None, "cluster": "", "subset": subset,
-                             "scores": scores})  # fmt: skip
+                scores = {
+                    "accuracy": float(rng.random()),
+                    **({"other": float(rng.random())} if subset == "c" else {}),
+                }
+                rows.append(
+                    {
+                        "method": method,
+                        "id": f"{subset}{i}",
+                        "gold_position": None,
+                        "cluster": "",
+                        "subset": subset,
+                        "scores": scores,
+                    }
+                )
     return rows
 
 
@@ -234,12 +288,21 @@ def test_subsets_and_averages_by_hand() -> None:
     found = {(r.method, r.subset, r.metric): r for r in table.itertuples()}
 
     def mean(method: str, subset: str, metric: str = "accuracy") -> float:
-        return float(np.mean([r["scores"][metric] for r in rows if r["method"] == method and r["subset"] == subset]))
+        return float(
+            np.mean([r["scores"][metric] for r in rows if r["method"] == method and r["subset"] == subset])
+        )
 
     for method in ("none", "scaled"):
         a, b = mean(method, "a"), mean(method, "b")
         c = np.sqrt(mean(method, "c") * mean(method, "c", "other"))
-        wanted = {"a": a, "b": b, "c": c, "pair": (a + b) / 2, "both": ((a + b) / 2 + c) / 2, "all": (a + b + c) / 3}
+        wanted = {
+            "a": a,
+            "b": b,
+            "c": c,
+            "pair": (a + b) / 2,
+            "both": ((a + b) / 2 + c) / 2,
+            "all": (a + b + c) / 3,
+        }
         for name, value in wanted.items():
             row = found[method, name, "accuracy"]
             assert row.value == pytest.approx(value) and row.ci_low < value < row.ci_high
@@ -247,10 +310,15 @@ def test_subsets_and_averages_by_hand() -> None:
         assert found[method, "c", "other"].value == pytest.approx(mean(method, "c", "other"))
         whole = tidy(rows, task, model="m", unmodified="none", resamples=300, seed=1)
         total = whole[(whole.method == method) & (whole.metric == "accuracy")].iloc[0]
-        assert total.value == pytest.approx(wanted["all"]) and total.ci_low == found[method, "all", "accuracy"].ci_low
+        assert (
+            total.value == pytest.approx(wanted["all"])
+            and total.ci_low == found[method, "all", "accuracy"].ci_low
+        )
     for name in ("a", "pair", "all"):
         change = found["scaled", name, "accuracy_difference"]
-        assert change.value == pytest.approx(found["scaled", name, "accuracy"].value - found["none", name, "accuracy"].value)
+        assert change.value == pytest.approx(
+            found["scaled", name, "accuracy"].value - found["none", name, "accuracy"].value
+        )
         assert change.ci_low < change.value < change.ci_high
     assert found["none", "all", "accuracy"].n == 19
 
@@ -262,7 +330,10 @@ def test_an_average_over_examples_is_the_pooled_mean() -> None:
     scores = [r["scores"]["accuracy"] for r in rows if r["method"] == "none"]
     assert row.value == pytest.approx(np.mean(scores))
     # Stratified resampling: the variance of a sum of independent subset means.
-    parts = [np.array([r["scores"]["accuracy"] for r in rows if r["method"] == "none" and r["subset"] == s]) for s in "abc"]
+    parts = [
+        np.array([r["scores"]["accuracy"] for r in rows if r["method"] == "none" and r["subset"] == s])
+        for s in "abc"
+    ]
     error = np.sqrt(sum((len(p) / 19) ** 2 * p.var() / len(p) for p in parts))
     assert (row.ci_high - row.ci_low) / 2 == pytest.approx(1.96 * error, rel=0.1)
 
@@ -270,8 +341,14 @@ def test_an_average_over_examples_is_the_pooled_mean() -> None:
 def test_the_same_scores_differ_by_nothing_in_every_draw() -> None:
     rows = _subset_rows()
     same = [r | {"method": "copy"} for r in rows if r["method"] == "none"]
-    table = by_subset([*[r for r in rows if r["method"] == "none"], *same], Several(name="t"), model="m", unmodified="none",
-                      resamples=50, seed=1)  # fmt: skip
+    table = by_subset(
+        [*[r for r in rows if r["method"] == "none"], *same],
+        Several(name="t"),
+        model="m",
+        unmodified="none",
+        resamples=50,
+        seed=1,
+    )
     changes = table[table.metric.str.endswith("_difference")]
     assert len(changes) == 7 and (changes[["value", "ci_low", "ci_high"]] == 0).all().all()
 

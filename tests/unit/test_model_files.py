@@ -1,4 +1,5 @@
-"""The constants in conf/model against the paper's table, and checkpoints trained without position embeddings."""
+"""The constants in conf/model against the paper's table, and checkpoints trained without position
+embeddings."""
 
 from __future__ import annotations
 
@@ -79,7 +80,9 @@ def _positions() -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randint(1, VOCABULARY, (2, 20)), torch.stack([torch.randperm(20), torch.randperm(20) * 7])
 
 
-ROTATES = [name for name in BUILDERS if not name.startswith(("mpt", "falcon-alibi", "smollm3-nope", "gemma3-vision"))]
+ROTATES = [
+    name for name in BUILDERS if not name.startswith(("mpt", "falcon-alibi", "smollm3-nope", "gemma3-vision"))
+]
 
 
 @pytest.mark.parametrize("name", ROTATES)
@@ -98,7 +101,9 @@ def test_without_rope_a_llama_equals_an_architecture_that_has_none() -> None:
     shape = dict(SHAPE, num_key_value_heads=2)
     torch.manual_seed(0)
     llama = LlamaForCausalLM(LlamaConfig(**shape, initializer_range=0.2)).eval()
-    nope = SmolLM3ForCausalLM(SmolLM3Config(**shape, no_rope_layers=[0] * LAYERS, tie_word_embeddings=False)).eval()
+    nope = SmolLM3ForCausalLM(
+        SmolLM3Config(**shape, no_rope_layers=[0] * LAYERS, tie_word_embeddings=False)
+    ).eval()
     nope.load_state_dict(llama.state_dict())
     ids, _ = _positions()
     with torch.no_grad():
@@ -116,9 +121,13 @@ def test_scale_channel_on_a_model_without_rope() -> None:
     for cls in (ScaleChannel, Reprojection):
         with torch.no_grad(), cls(channel=(5, 9), factor=-1.0, layers=(1, 3)).applied(lm):
             out = lm.model.generate(
-                ids, attention_mask=torch.ones_like(ids), max_new_tokens=4, do_sample=False, return_dict_in_generate=True,
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=4,
+                do_sample=False,
+                return_dict_in_generate=True,
                 output_logits=True,
-            )  # fmt: skip
+            )
         found.append(torch.stack(out.logits))
     assert (found[0] - found[1]).abs().max() < 5e-5
 
@@ -138,10 +147,17 @@ def test_a_checkpoint_without_rope_is_loaded_so(checkpoint: Path) -> None:
     "model",
     [
         MptForCausalLM(MptConfig(d_model=16, n_heads=2, n_layers=1, vocab_size=20)),
-        FalconForCausalLM(FalconConfig(hidden_size=16, num_attention_heads=2, num_hidden_layers=1, vocab_size=20, alibi=True)),
+        FalconForCausalLM(
+            FalconConfig(
+                hidden_size=16, num_attention_heads=2, num_hidden_layers=1, vocab_size=20, alibi=True
+            )
+        ),
     ],
     ids=["mpt", "falcon with alibi"],
 )
 def test_what_does_not_rotate_is_refused(model: PreTrainedModel) -> None:
-    with pytest.raises(UserError, match=rf"model\.rope = 'none'.*this {model.config.model_type} model has no rotary embedding"):
+    with pytest.raises(
+        UserError,
+        match=rf"model\.rope = 'none'.*this {model.config.model_type} model has no rotary embedding",
+    ):
         arch.remove_rope(model)

@@ -1,4 +1,5 @@
-"""Training the router of MoICE: gradients against finite differences, a frozen model, and what the command writes."""
+"""Training the router of MoICE: gradients against finite differences, a frozen model, and what the command
+writes."""
 
 import json
 
@@ -52,7 +53,11 @@ def test_it_learns_and_leaves_the_model_as_it_was():
     assert all(torch.equal(value, before[name]) for name, value in lm.model.state_dict().items())
     assert all(p.requires_grad and p.grad is None for p in lm.model.parameters())
     again, _ = train(lm, ROWS[:2], settings)
-    assert all(torch.equal(a, b) for i in routers for a, b in zip(routers[i].parameters(), again[i].parameters(), strict=True))
+    assert all(
+        torch.equal(a, b)
+        for i in routers
+        for a, b in zip(routers[i].parameters(), again[i].parameters(), strict=True)
+    )
 
 
 @pytest.mark.parametrize(("top_k", "matters"), [(3, False), (1, True)])
@@ -70,7 +75,11 @@ def test_the_auxiliary_coefficient_matters_only_below_all_experts(top_k, matters
 
 def test_command(tmp_path, capsys):
     out, data = tmp_path / "router.safetensors", tmp_path / "data.jsonl"
-    data.write_text("\n".join(json.dumps({"prompt": f"bal {word}", "answer": " gel"}) for word in ("kop", "dip", "gel", "bal")))
+    data.write_text(
+        "\n".join(
+            json.dumps({"prompt": f"bal {word}", "answer": " gel"}) for word in ("kop", "dip", "gel", "bal")
+        )
+    )
     main(["--data", str(data), "--out", str(out), "--steps", "1", "--batch", "2"])
     assert "held out, trained router" in capsys.readouterr().out
     assert set(load_routers(posbench.load("tiny"), str(out), 7)) == {0, 1, 2, 3}
@@ -79,7 +88,18 @@ def test_command(tmp_path, capsys):
     assert metadata["model"] == "tiny"
     assert metadata["texts"] == 3
     assert metadata["settings"]["lr"] == 1e-4
-    main(["--out", str(out), "--steps", "1", "--batch", "1", "task.calibration_examples=12", "task.calibration_pairs=4"])
+    main(
+        [
+            "--out",
+            str(out),
+            "--steps",
+            "1",
+            "--batch",
+            "1",
+            "task.calibration_examples=12",
+            "task.calibration_pairs=4",
+        ]
+    )
     bad = tmp_path / "bad.jsonl"
     bad.write_text('{"prompt": 1}\n')
     for arguments, said in (

@@ -22,7 +22,9 @@ DATA = Path(__file__).parents[1] / "data/nq_multidoc"
 AT0, AT9 = (DATA / f"nq-open-20_total_documents_gold_at_{name}.jsonl" for name in ("0.first3", "9.first1"))
 TEN_AT4 = DATA / "nq-open-10_total_documents_gold_at_4.first1.jsonl"
 REAL = Path(os.environ.get("POSBENCH_DATA", "/nowhere")) / "nq_multidoc_qa"
-real = pytest.mark.skipif("POSBENCH_DATA" not in os.environ, reason="POSBENCH_DATA names no folder of benchmark files")
+real = pytest.mark.skipif(
+    "POSBENCH_DATA" not in os.environ, reason="POSBENCH_DATA names no folder of benchmark files"
+)
 DOCUMENTS = [Document(4, "first doc", "first doc text"), Document(1, "second doc", "second doc text")]
 
 
@@ -67,7 +69,10 @@ def test_prompts_character_by_character(prompt: Any, expected: str) -> None:
 
 def test_original_labels_character_by_character() -> None:
     text, _ = render("official", "test question", DOCUMENTS, renumber=False)
-    assert "\n\nDocument [4](Title: first doc) first doc text\nDocument [1](Title: second doc) second doc text\n\n" in text
+    assert (
+        "\n\nDocument [4](Title: first doc) first doc text\nDocument [1](Title: second doc) second doc text\n\n"
+        in text
+    )
 
 
 def test_the_gold_protocol() -> None:
@@ -78,13 +83,18 @@ def test_the_gold_protocol() -> None:
 
 @pytest.mark.parametrize(("file", "documents", "gold"), [(AT9, 20, 9), (TEN_AT4, 10, 4)])
 def test_moving_the_gold_document_gives_the_official_files(file: Path, documents: int, gold: int) -> None:
-    """From the file with the gold first: the documents of other files, their order, and ten as a prefix of twenty."""
+    """From the file with the gold first: the documents of other files, their order, and ten as a prefix of
+    twenty."""
     ours = _task(count=1, documents=documents, positions=(gold,)).examples("evaluation")[0]
     theirs = _rows(file)[0]
-    lines = [f"Document [{k}](Title: {c['title']}) {c['text']}" for k, c in enumerate(theirs["ctxs"], start=1)]
+    lines = [
+        f"Document [{k}](Title: {c['title']}) {c['text']}" for k, c in enumerate(theirs["ctxs"], start=1)
+    ]
     assert [ours.prompt[a:b] for a, b in ours.items] == lines
     assert theirs["ctxs"][gold]["isgold"] and ours.gold_position == gold
-    assert ours.answers == tuple(theirs["answers"]) and ours.prompt.endswith(f"\n\nQuestion: {theirs['question']}\nAnswer:")
+    assert ours.answers == tuple(theirs["answers"]) and ours.prompt.endswith(
+        f"\n\nQuestion: {theirs['question']}\nAnswer:"
+    )
 
 
 def test_every_question_at_every_position() -> None:
@@ -117,7 +127,11 @@ def test_random_order_shuffles_the_others_alone() -> None:
     for one, two in zip(plain, mixed, strict=True):
         gold = one.gold_position
         assert gold is not None and gold == two.gold_position
-        assert texts(one)[gold] == texts(two)[gold] and texts(one) != texts(two) and set(texts(one)) == set(texts(two))
+        assert (
+            texts(one)[gold] == texts(two)[gold]
+            and texts(one) != texts(two)
+            and set(texts(one)) == set(texts(two))
+        )
     first, tenth = (texts(e) for e in mixed[:2])
     assert first[1:] == [*tenth[:9], *tenth[10:]]
 
@@ -144,7 +158,11 @@ def test_calibration_takes_the_next_questions() -> None:
 def test_calibration_passes_over_questions_that_the_evaluation_asks(tmp_path: Path) -> None:
     one, two, three = _rows(AT0)
     file = tmp_path / "twice.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in (one, {**two, "question": one["question"].upper() + " "}, three)))
+    file.write_text(
+        "".join(
+            json.dumps(row) + "\n" for row in (one, {**two, "question": one["question"].upper() + " "}, three)
+        )
+    )
     calibration = _task(file, 1, calibration_examples=1).examples("calibration")
     assert [e.answers for e in calibration] == [tuple(three["answers"])]
     with pytest.raises(UserError, match=r"calibration_examples = 2.*at most 1.*3 questions.*longer file"):
@@ -163,7 +181,10 @@ def test_calibration_passes_over_questions_that_the_evaluation_asks(tmp_path: Pa
         ({"ctxs": [{"text": "b", "isgold": True}]}, r'line 1.*"title"'),
         ({"ctxs": [{"title": "a", "text": "b"}]}, r'line 1.*"isgold"'),
         ({"ctxs": [{"title": "a", "text": 3, "isgold": True}]}, r'line 1.*"text"'),
-        ({"ctxs": [{"title": "a", "text": "b", "isgold": False}] * 20}, r'line 1.*one document with "isgold": true.*0 have it'),
+        (
+            {"ctxs": [{"title": "a", "text": "b", "isgold": False}] * 20},
+            r'line 1.*one document with "isgold": true.*0 have it',
+        ),
         ({"ctxs": [{"title": "a", "text": "b", "isgold": True}] * 20}, r"line 1.*20 have it"),
         ({"ctxs": [{"title": "a", "text": "b", "isgold": True}]}, r"line 1.*20 documents.*\(1\)"),
     ],
@@ -180,7 +201,11 @@ def test_an_unreadable_file_is_named(tmp_path: Path) -> None:
     torn.write_bytes(gzip.compress(AT0.read_bytes())[:-400])
     broken.write_text(AT0.read_text().splitlines()[0] + '\n{"question": \n')
     latin.write_bytes('{"question": "né"}\n'.encode("latin-1"))
-    for file, message in ((torn, "torn.jsonl.gz"), (broken, "broken.jsonl line 2"), (latin, "latin.jsonl line 1.*UTF-8")):
+    for file, message in (
+        (torn, "torn.jsonl.gz"),
+        (broken, "broken.jsonl line 2"),
+        (latin, "latin.jsonl line 1.*UTF-8"),
+    ):
         with pytest.raises(UserError, match=message):
             _task(file, 1).examples("evaluation")
     with pytest.raises(UserError, match=r"task.path = '.*absent.*nelson-liu/lost-in-the-middle"):
@@ -228,7 +253,10 @@ def test_all_official_files() -> None:
     """A hundred questions: moving the gold document in one file gives the prompts of all the others."""
     for documents, golds in ((20, (0, 4, 9, 14, 19)), (10, (0, 4, 9))):
         for gold in golds:
-            file = REAL / f"qa_data/{documents}_total_documents/nq-open-{documents}_total_documents_gold_at_{gold}.jsonl.gz"
+            file = (
+                REAL
+                / f"qa_data/{documents}_total_documents/nq-open-{documents}_total_documents_gold_at_{gold}.jsonl.gz"
+            )
             theirs = _task(file, 100, documents=documents, positions=(gold,)).examples("evaluation")
             base = REAL / "base_20docs_gold_at_0_first300.jsonl.gz"
             assert _task(base, 100, documents=documents, positions=(gold,)).examples("evaluation") == theirs
@@ -236,8 +264,13 @@ def test_all_official_files() -> None:
 
 @real
 def test_the_oracle_file_has_the_gold_documents() -> None:
-    one, other = (REAL / name for name in ("nq-open-oracle_first300.jsonl.gz", "base_20docs_gold_at_0_first300.jsonl.gz"))
-    assert _task(one, 300, prompt="oracle").examples("evaluation") == _task(other, 300, prompt="oracle").examples("evaluation")
+    one, other = (
+        REAL / name
+        for name in ("nq-open-oracle_first300.jsonl.gz", "base_20docs_gold_at_0_first300.jsonl.gz")
+    )
+    assert _task(one, 300, prompt="oracle").examples("evaluation") == _task(
+        other, 300, prompt="oracle"
+    ).examples("evaluation")
 
 
 def _same_scores(rows: list[dict[str, Any]]) -> None:

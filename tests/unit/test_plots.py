@@ -26,32 +26,61 @@ def metrics(method: str = "scale_channel", after: list[float] = AFTER, model: st
     def add(name: str, metric: str, values: list[float], half: float) -> None:
         for position, value in [*enumerate(values), ("all", float(np.mean(values)))]:
             n, depth = (300, np.nan) if position == "all" else (100, position / 2)
-            rows.append((model, name, "kv", str(position), depth, metric, value, n, value - half, value + half, 0))
+            rows.append(
+                (model, name, "kv", str(position), depth, metric, value, n, value - half, value + half, 0)
+            )
 
     add("none", "accuracy", BEFORE, 0.03)
     if method != "none":
         add(method, "accuracy", after, 0.03)
         add(method, "accuracy_difference", [a - b for a, b in zip(after, BEFORE, strict=True)], 0.04)
-    columns = ["model", "method", "task", "position", "depth", "metric", "value", "n", "ci_low", "ci_high", "seed"]
+    columns = [
+        "model",
+        "method",
+        "task",
+        "position",
+        "depth",
+        "metric",
+        "value",
+        "n",
+        "ci_low",
+        "ci_high",
+        "seed",
+    ]
     return pd.DataFrame(rows, columns=columns)
 
 
 def attention(gain: float = 0.01, method: str = "scale_channel") -> pd.DataFrame:
     """An attention.csv of 2 layers, 3 pairs, 3 gold positions; layer 1 is the stronger."""
     rows = [
-        ("tiny", name, "kv", gold, layer, pair, (0.01 + 0.01 * layer + 0.002 * gold + add) if pair == gold else 0.001, 20)
+        (
+            "tiny",
+            name,
+            "kv",
+            gold,
+            layer,
+            pair,
+            (0.01 + 0.01 * layer + 0.002 * gold + add) if pair == gold else 0.001,
+            20,
+        )
         for name, add in (("none", 0.0), (method, gain))
         for gold in range(3)
         for layer in range(2)
         for pair in range(3)
     ]
-    return pd.DataFrame(rows, columns=["model", "method", "task", "gold_position", "layer", "pair", "attention", "n"])
+    return pd.DataFrame(
+        rows, columns=["model", "method", "task", "gold_position", "layer", "pair", "attention", "n"]
+    )
 
 
 def search(n: int = 40, selected: int | None = 35) -> pd.DataFrame:
     """A search.csv; candidate `selected` won although others have a lower loss."""
-    frame = pd.DataFrame({"rank": range(1, n + 1), "channel": range(n), "factor": 0.0, "layer_first": 1, "layer_last": 3})
-    frame = frame.assign(loss=np.linspace(1, 2, n), loss_unmodified=1.5, n=50, monotone_layers=3, smoothness=0.1)
+    frame = pd.DataFrame(
+        {"rank": range(1, n + 1), "channel": range(n), "factor": 0.0, "layer_first": 1, "layer_last": 3}
+    )
+    frame = frame.assign(
+        loss=np.linspace(1, 2, n), loss_unmodified=1.5, n=50, monotone_layers=3, smoothness=0.1
+    )
     return frame.assign(selected=[i == selected for i in range(n)])
 
 
@@ -68,7 +97,10 @@ def channels() -> pd.DataFrame:
 
 def sweep(factors: list[float]) -> pd.DataFrame:
     """A summary.csv over method.factor."""
-    parts = [metrics(after=[v - 0.1 * abs(f) for v in AFTER]).assign(**{"run": f"r{f}", "method.factor": f}) for f in factors]
+    parts = [
+        metrics(after=[v - 0.1 * abs(f) for v in AFTER]).assign(**{"run": f"r{f}", "method.factor": f})
+        for f in factors
+    ]
     frame = pd.concat(parts, ignore_index=True)
     return frame[["run", "method.factor", *frame.columns.drop(["run", "method.factor"])]]
 
@@ -140,7 +172,9 @@ def test_candidates_are_the_best_and_the_winner():
     np.testing.assert_allclose(line(axes, "selected").get_xdata(), [search()["loss"][35]])
     assert set(line(axes, "unmodified").get_xdata()) == {1.5}
     assert axes.figure.get_suptitle() == "best 30 of 40 candidates, and the selected one"
-    assert "selected" not in [one.get_label() for one in plots.candidate_losses(search(3, None)).axes[0].lines]
+    assert "selected" not in [
+        one.get_label() for one in plots.candidate_losses(search(3, None)).axes[0].lines
+    ]
 
 
 def test_factor_sweep_sorts_numbers_and_draws_the_unmodified_once():
@@ -153,7 +187,10 @@ def test_factor_sweep_sorts_numbers_and_draws_the_unmodified_once():
 
 
 def test_sweep_over_models_keeps_each_unmodified():
-    parts = [metrics(model=m).assign(run=m, value=lambda f, i=i: f["value"] - 0.1 * i) for i, m in enumerate(("a", "b"))]
+    parts = [
+        metrics(model=m).assign(run=m, value=lambda f, i=i: f["value"] - 0.1 * i)
+        for i, m in enumerate(("a", "b"))
+    ]
     left, right = sweep_plots.factor_sweep(pd.concat(parts), "model").axes
     assert [text.get_text() for text in left.get_xticklabels()] == ["a", "b"]
     assert len(right.lines) == 4

@@ -47,7 +47,9 @@ def characters(bos: bool = True) -> PreTrainedTokenizerFast:
     backend.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     if bos:
         backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
-    return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token="<s>", eos_token="</s>", unk_token="<unk>"
+    )
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +57,9 @@ def tiny() -> LM:
     return posbench.load("tiny")
 
 
-def reader(template: str | None = None, chat_template: str = "auto", bos: bool = True, window: int = 4096) -> LM:
+def reader(
+    template: str | None = None, chat_template: str = "auto", bos: bool = True, window: int = 4096
+) -> LM:
     """A random model behind the character tokenizer."""
     torch.manual_seed(0)
     tokenizer = characters(bos)
@@ -73,25 +77,43 @@ def reader(template: str | None = None, chat_template: str = "auto", bos: bool =
         (LLAMA2, "auto", "", "<s>[INST] Why? [/INST]A:"),
         (LLAMA2, "auto", "Be brief.", "<s>[INST] <<SYS>>\nBe brief.\n<</SYS>>\n\nWhy? [/INST]A:"),
         (LLAMA2, "none", "Be brief.", "Be brief.\n\nWhy?A:"),
-        (CHATML, "auto", "Be brief.",
-         "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nWhy?<|im_end|>\n<|im_start|>assistant\nA:"),
-        (GEMMA, "auto", "Be brief.",
-         "<s><start_of_turn>user\nBe brief.\n\nWhy?<end_of_turn>\n<start_of_turn>model\nA:"),
-        (None, "vicuna", "",
-         "A chat between a curious user and an artificial intelligence assistant. The assistant gives helpful, detailed, "
-         "and polite answers to the user's questions. USER: Why? ASSISTANT:A:"),
+        (
+            CHATML,
+            "auto",
+            "Be brief.",
+            "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nWhy?<|im_end|>\n<|im_start|>assistant\nA:",
+        ),
+        (
+            GEMMA,
+            "auto",
+            "Be brief.",
+            "<s><start_of_turn>user\nBe brief.\n\nWhy?<end_of_turn>\n<start_of_turn>model\nA:",
+        ),
+        (
+            None,
+            "vicuna",
+            "",
+            "A chat between a curious user and an artificial intelligence assistant. The assistant gives helpful, detailed, "
+            "and polite answers to the user's questions. USER: Why? ASSISTANT:A:",
+        ),
         (LLAMA2, "vicuna", "Be brief.", "Be brief. USER: Why? ASSISTANT:A:"),
     ],
-)  # fmt: skip
+)
 @pytest.mark.parametrize("bos", [True, False])
-def test_templates_and_the_beginning_of_sequence(template: str, name: str, system: str, wanted: str, bos: bool) -> None:
+def test_templates_and_the_beginning_of_sequence(
+    template: str, name: str, system: str, wanted: str, bos: bool
+) -> None:
     lm = reader(template, name, bos)
     assert lm.render("Why?", system=system, prefill="A:") == wanted
     encoded = lm.encode("Why?", system=system, prefill="A:")
     assert encoded.text == wanted
     spelt = lm.tokenizer.decode(encoded.ids)  # type: ignore[union-attr]
-    assert spelt.replace(" ", "") == ("<s>" * (bos and not wanted.startswith("<s>")) + wanted).replace(" ", "")
-    assert encoded.ids.count(0) == int(bos or wanted.startswith("<s>")), "the beginning of sequence exactly once"
+    assert spelt.replace(" ", "") == ("<s>" * (bos and not wanted.startswith("<s>")) + wanted).replace(
+        " ", ""
+    )
+    assert encoded.ids.count(0) == int(bos or wanted.startswith("<s>")), (
+        "the beginning of sequence exactly once"
+    )
     at = [wanted_span for wanted_span in encoded.offsets if wanted_span != (0, 0)]
     assert at == [(i, i + 1) for i in range(4)], "offsets count characters of the task's prompt"
     assert lm.render("Why?", chat=False) == "Why?"
@@ -103,13 +125,16 @@ def test_unknown_templates_are_refused() -> None:
 
 
 def test_middle_truncation_is_longbenchs() -> None:
-    """First int(n / 2) and last int(n / 2) tokens of the bare prompt, decoded and joined, before the template."""
+    """First int(n / 2) and last int(n / 2) tokens of the bare prompt, decoded and joined, before the
+    template."""
     prompt = "".join(chr(97 + i % 26) for i in range(200))
     lm = reader(LLAMA2)
     ids = lm.tokenizer(prompt)["input_ids"]  # type: ignore[operator]
     for most in (50, 51):
         half = most // 2
-        text = "".join(lm.tokenizer.decode(part, skip_special_tokens=True) for part in (ids[:half], ids[-half:]))  # type: ignore[union-attr]
+        text = "".join(
+            lm.tokenizer.decode(part, skip_special_tokens=True) for part in (ids[:half], ids[-half:])
+        )  # type: ignore[union-attr]
         cut = lm.encode(prompt, truncation="middle", most=most)
         assert cut.text == f"<s>[INST] {text} [/INST]"
         assert cut.dropped == len(ids) - len(lm.tokenizer(text)["input_ids"])  # type: ignore[operator]
@@ -171,15 +196,21 @@ def test_stop_texts_and_shortest_replies() -> None:
 
 
 def test_a_stop_text_that_the_tokenizer_cannot_spell_never_comes(tiny: LM) -> None:
-    rows = [tiny.encode(e.prompt).ids for e in KVRetrieval(pairs=8, positions=(0, 7), examples_per_position=1, prompt="compact",
-                                                           records="words").examples("evaluation")]  # fmt: skip
-    assert tiny.generate(rows, max_new_tokens=3, stop=["\n", "Question:"]) == tiny.generate(rows, max_new_tokens=3)
+    rows = [
+        tiny.encode(e.prompt).ids
+        for e in KVRetrieval(
+            pairs=8, positions=(0, 7), examples_per_position=1, prompt="compact", records="words"
+        ).examples("evaluation")
+    ]
+    assert tiny.generate(rows, max_new_tokens=3, stop=["\n", "Question:"]) == tiny.generate(
+        rows, max_new_tokens=3
+    )
 
 
 def test_the_checkpoints_own_generation_settings_are_not_consulted(tiny: LM) -> None:
-    prompt = KVRetrieval(pairs=8, positions=(0,), examples_per_position=1, prompt="compact", records="words").examples(
-        "evaluation"
-    )
+    prompt = KVRetrieval(
+        pairs=8, positions=(0,), examples_per_position=1, prompt="compact", records="words"
+    ).examples("evaluation")
     rows = [tiny.encode(prompt[0].prompt).ids]
     plain = tiny.generate(rows, max_new_tokens=5)
     config = tiny.model.generation_config
@@ -203,7 +234,10 @@ def test_choices_on_one_prefill_equal_one_forward_each(family: str, method: Any)
     lm = posbench.load(model)
     vocabulary = model.config.vocab_size
     prompts = [torch.randint(5, vocabulary, (n,)).tolist() for n in (9, 14, 5)]
-    choices = [[torch.randint(5, vocabulary, (n,)).tolist() for n in lengths] for lengths in ((1, 3, 2), (2,), (1, 1, 4))]
+    choices = [
+        [torch.randint(5, vocabulary, (n,)).tolist() for n in lengths]
+        for lengths in ((1, 3, 2), (2,), (1, 1, 4))
+    ]
     forwards = []
     with method.applied(lm), torch.inference_mode():
         handle = model.register_forward_pre_hook(lambda *_: forwards.append(1))
@@ -219,7 +253,11 @@ def test_choices_on_one_prefill_equal_one_forward_each(family: str, method: Any)
                 for token in choice:
                     want += float(logits.log_softmax(-1)[token])
                     best &= int(logits.argmax()) == token
-                    out = lm.model(input_ids=torch.tensor([[token]]), past_key_values=fork(out.past_key_values), use_cache=True)
+                    out = lm.model(
+                        input_ids=torch.tensor([[token]]),
+                        past_key_values=fork(out.past_key_values),
+                        use_cache=True,
+                    )
                     logits = out.logits[0, -1]
                 assert total == pytest.approx(want, abs=2e-5) and greedy is best
 
@@ -240,17 +278,50 @@ def _bare(system: str, prompt: str, prefill: str) -> str:
 
 TEMPLATES: dict[str, tuple[str | None, str, Any]] = {
     "bare": (None, "auto", _bare),
-    "llama2": (LLAMA2, "auto", lambda system, prompt, prefill: (
-        "<s>[INST] " + (f"<<SYS>>\n{system}\n<</SYS>>\n\n" if system else "") + prompt + " [/INST]" + prefill)),
-    "chatml": (CHATML, "auto", lambda system, prompt, prefill: (
-        (f"<|im_start|>system\n{system}<|im_end|>\n" if system else "")
-        + f"<|im_start|>user\n{prompt}<|im_end|>\n<|im_start|>assistant\n" + prefill)),
-    "no system role": (GEMMA, "auto", lambda system, prompt, prefill: (
-        "<s><start_of_turn>user\n" + _bare(system, prompt, "") + "<end_of_turn>\n<start_of_turn>model\n" + prefill)),
-    "vicuna": (None, "vicuna", lambda system, prompt, prefill: (
-        (system or "A chat between a curious user and an artificial intelligence assistant. The assistant gives helpful, "
-                   "detailed, and polite answers to the user's questions.") + f" USER: {prompt} ASSISTANT:" + prefill)),
-}  # fmt: skip
+    "llama2": (
+        LLAMA2,
+        "auto",
+        lambda system, prompt, prefill: (
+            "<s>[INST] "
+            + (f"<<SYS>>\n{system}\n<</SYS>>\n\n" if system else "")
+            + prompt
+            + " [/INST]"
+            + prefill
+        ),
+    ),
+    "chatml": (
+        CHATML,
+        "auto",
+        lambda system, prompt, prefill: (
+            (f"<|im_start|>system\n{system}<|im_end|>\n" if system else "")
+            + f"<|im_start|>user\n{prompt}<|im_end|>\n<|im_start|>assistant\n"
+            + prefill
+        ),
+    ),
+    "no system role": (
+        GEMMA,
+        "auto",
+        lambda system, prompt, prefill: (
+            "<s><start_of_turn>user\n"
+            + _bare(system, prompt, "")
+            + "<end_of_turn>\n<start_of_turn>model\n"
+            + prefill
+        ),
+    ),
+    "vicuna": (
+        None,
+        "vicuna",
+        lambda system, prompt, prefill: (
+            (
+                system
+                or "A chat between a curious user and an artificial intelligence assistant. The assistant gives helpful, "
+                "detailed, and polite answers to the user's questions."
+            )
+            + f" USER: {prompt} ASSISTANT:"
+            + prefill
+        ),
+    ),
+}
 
 
 @pytest.mark.parametrize("template", TEMPLATES)
@@ -261,7 +332,9 @@ def test_every_task_in_every_kind_of_template(name: str, template: str, tmp_path
     lm = reader(text, chosen)
     fields = dict(o.removeprefix("task.").split("=", 1) for o in test_tasks.TASKS[name][0](tmp_path))
     values = {key: yaml.safe_load(value) for key, value in fields.items()}
-    task = build(get_class(yaml.safe_load((paths.CONF / f"task/{name}.yaml").read_text())["_target_"]), values, "task")
+    task = build(
+        get_class(yaml.safe_load((paths.CONF / f"task/{name}.yaml").read_text())["_target_"]), values, "task"
+    )
     seen = set()
     for e in task.evaluation():
         rendered = lm.render(e.prompt, chat=e.chat, system=e.system, prefill=e.prefill)

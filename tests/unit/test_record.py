@@ -52,7 +52,9 @@ def test_rows_come_back(tmp_path: Path) -> None:
 
 @settings(max_examples=60)
 @given(data=st.data())
-def test_any_changed_byte_drops_its_row_and_no_other(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_any_changed_byte_drops_its_row_and_no_other(
+    data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     run = RunDir(tmp_path_factory.mktemp("rows"))
     run.append("rows.jsonl", ROWS)
     file = run.path / "rows.jsonl"
@@ -123,7 +125,9 @@ def test_config_and_provenance_come_first(tmp_path: Path) -> None:
         assert again.done and again.stage("search")["done"]
 
 
-def test_a_kill_while_the_folder_is_made_leaves_nothing_in_the_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kill_while_the_folder_is_made_leaves_nothing_in_the_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def killed(*_: object) -> None:
         raise KeyboardInterrupt
 

@@ -76,11 +76,24 @@ def test_a_table_of_data_sets_is_compared_with_the_subsets():
     cells = {(r["model"], r["method"], r["position"]): r["value"] for r in rows}
     # Typed off Table 2 of LPES.
     assert cells["vicuna_7b", "none", "gov_report"] == pytest.approx(0.1844)
-    assert cells["vicuna_7b", "none", "all"] == pytest.approx(0.1691) and {r["task"] for r in rows} == {"zero_scrolls"}
-    common = {"model": "vicuna_7b", "method": "none", "task": "zero_scrolls", "metric": "score", "n": 20, "seed": 0}
-    whole = pd.DataFrame([{**common, "position": "all", "depth": None, "value": 0.2, "ci_low": 0.18, "ci_high": 0.22}])
+    assert cells["vicuna_7b", "none", "all"] == pytest.approx(0.1691) and {r["task"] for r in rows} == {
+        "zero_scrolls"
+    }
+    common = {
+        "model": "vicuna_7b",
+        "method": "none",
+        "task": "zero_scrolls",
+        "metric": "score",
+        "n": 20,
+        "seed": 0,
+    }
+    whole = pd.DataFrame(
+        [{**common, "position": "all", "depth": None, "value": 0.2, "ci_low": 0.18, "ci_high": 0.22}]
+    )
     one = {**common, "subset": "gov_report", "kind": "subset", "value": 0.19, "ci_low": 0.17, "ci_high": 0.21}
-    parts = pd.DataFrame([one, {**common, "subset": "all", "kind": "average", "value": 0.2, "ci_low": 0.0, "ci_high": 1.0}])
+    parts = pd.DataFrame(
+        [one, {**common, "subset": "all", "kind": "average", "value": 0.2, "ci_low": 0.0, "ci_high": 1.0}]
+    )
     table = tables.compare_with_reference(tables.with_subsets(whole, parts), rows)
     found = table[table["ours"].notna()].set_index("position")
     assert list(found.index) == ["gov_report", "all"]

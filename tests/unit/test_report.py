@@ -50,23 +50,38 @@ def with_difference(value: float, low: float, high: float) -> pd.DataFrame:
 )
 def test_headline_says_no_more_than_the_interval(value, low, high, said):
     text = tables.headline(with_difference(value, low, high))
-    assert text.startswith("The unmodified model answers 96.0 % at the ends and 60.0 % at its worst inner position; ")
+    assert text.startswith(
+        "The unmodified model answers 96.0 % at the ends and 60.0 % at its worst inner position; "
+    )
     assert said in text
 
 
 def test_headline_without_method_without_comparison_and_without_metrics():
-    assert tables.headline(metrics("none")).endswith("60.0 % at its worst inner position, 84.0 % on average (n = 300).")
+    assert tables.headline(metrics("none")).endswith(
+        "60.0 % at its worst inner position, 84.0 % on average (n = 300)."
+    )
     alone = metrics()[lambda f: f["metric"] == "accuracy"]
     assert "no paired comparison was recorded" in tables.headline(alone)
     assert tables.headline(None) == "Nothing was scored in this run."
 
 
 def test_full_run(tmp_path):
-    folder = folder_with(tmp_path, metrics=metrics(), attention=attention(), search=search(), channels=channels())
+    folder = folder_with(
+        tmp_path, metrics=metrics(), attention=attention(), search=search(), channels=channels()
+    )
     (folder / "found.yaml").write_text("scale_channel: {channel: 33, factor: 0}\n")
-    (folder / "provenance.json").write_text(json.dumps({"command": "posbench task=kv", "packages": {"torch": "2.6"}}))
+    (folder / "provenance.json").write_text(
+        json.dumps({"command": "posbench task=kv", "packages": {"torch": "2.6"}})
+    )
     page = report.render_run(folder).read_text()
-    for title in ("Accuracy by gold position", "Attention", "Search", "Positional channel", "Found constants", "Provenance"):
+    for title in (
+        "Accuracy by gold position",
+        "Attention",
+        "Search",
+        "Positional channel",
+        "Found constants",
+        "Provenance",
+    ):
         assert f"<h2>{title}</h2>" in page
     for text in (
         "60.0 [57.0, 63.0]",
@@ -103,7 +118,9 @@ def test_absent_files_leave_their_sections_out(tmp_path):
 
 def test_names_are_escaped(tmp_path):
     folder = folder_with(
-        tmp_path, metrics=metrics("<script>alert(1)</script>", model="<script>m"), attention=attention(method="<script>")
+        tmp_path,
+        metrics=metrics("<script>alert(1)</script>", model="<script>m"),
+        attention=attention(method="<script>"),
     )
     (folder / "provenance.json").write_text(json.dumps({"command": "posbench '<script>'"}))
     (folder / "config.yaml").write_text("model: </pre><script>\n")
@@ -147,7 +164,15 @@ def test_broken_json_is_named(tmp_path):
 
 def test_reference_verdicts():
     def row(value, **more):
-        return {"model": "tiny", "method": "none", "task": "kv", "position": "50%", "metric": "accuracy", "value": value, **more}
+        return {
+            "model": "tiny",
+            "method": "none",
+            "task": "kv",
+            "position": "50%",
+            "metric": "accuracy",
+            "value": value,
+            **more,
+        }
 
     reference = [
         row(0.61),
@@ -158,8 +183,19 @@ def test_reference_verdicts():
         row(0.98, position="0"),
     ]
     table = tables.compare_with_reference(metrics(), reference)
-    assert list(table["verdict"]) == ["agrees", "differs", "other model, not comparable", "not measured", "agrees", "agrees"]
-    assert table["ours"][0] == pytest.approx(0.6) and np.isnan(table["ours"][2]) and np.isnan(table["difference"][3])
+    assert list(table["verdict"]) == [
+        "agrees",
+        "differs",
+        "other model, not comparable",
+        "not measured",
+        "agrees",
+        "agrees",
+    ]
+    assert (
+        table["ours"][0] == pytest.approx(0.6)
+        and np.isnan(table["ours"][2])
+        and np.isnan(table["difference"][3])
+    )
     assert table["difference"][1] == pytest.approx(0.1)
     swept = [row(0.82, **{"method": "scale_channel", "position": "1", "method.factor": 1})]
     table = tables.compare_with_reference(sweep([1.0, 0.0]), swept)
@@ -205,7 +241,9 @@ def test_sweep_page(tmp_path):
     assert "Over 3 settings of method.factor, the average runs from 82.7 % (-1) to 92.7 % (0)" in page
     assert "1 raise, 2 do not reliably change it" in page
     assert "numbers are for gpt; none of these ran here" in page and "Source: Table 1." in page
-    assert (tmp_path / "figures" / "sweep.pdf").is_file() and (tmp_path / "figures" / "attention.pdf").is_file()
+    assert (tmp_path / "figures" / "sweep.pdf").is_file() and (
+        tmp_path / "figures" / "attention.pdf"
+    ).is_file()
 
 
 def test_sweep_over_a_column_that_metrics_also_has(tmp_path):
@@ -225,15 +263,31 @@ def test_report_needs_no_model_library():
 
 
 def test_intervals_are_rounded_and_lists_are_not():
-    assert tables.short("76.6 [72.1, 80.5]") == "76.6 [72, 80]" and tables.short("+0.1 [-0.3, 2.3]") == "+0.1 [-0, 2]"
-    assert tables.short("[1.0,1.585]") == "[1.0,1.585]" and tables.short("[[0, 1.25], [3, 1.5]]") == "[[0, 1.25], [3, 1.5]]"
+    assert (
+        tables.short("76.6 [72.1, 80.5]") == "76.6 [72, 80]"
+        and tables.short("+0.1 [-0.3, 2.3]") == "+0.1 [-0, 2]"
+    )
+    assert (
+        tables.short("[1.0,1.585]") == "[1.0,1.585]"
+        and tables.short("[[0, 1.25], [3, 1.5]]") == "[[0, 1.25], [3, 1.5]]"
+    )
 
 
 def test_other_scores_stand_beside_the_tasks_own_in_their_own_unit():
     common = {"model": "m", "task": "t", "position": "all", "depth": None, "n": 4, "seed": 0}
-    rows = [("none", "exact_order", 0.5), ("none", "lsd", 1.25), ("x", "exact_order", 0.75), ("x", "lsd", 1.0),
-            ("x", "exact_order_difference", 0.25), ("x", "lsd_difference", -0.25)]  # fmt: skip
-    frame = pd.DataFrame([{**common, "method": m, "metric": k, "value": v, "ci_low": v, "ci_high": v} for m, k, v in rows])
+    rows = [
+        ("none", "exact_order", 0.5),
+        ("none", "lsd", 1.25),
+        ("x", "exact_order", 0.75),
+        ("x", "lsd", 1.0),
+        ("x", "exact_order_difference", 0.25),
+        ("x", "lsd_difference", -0.25),
+    ]
+    frame = pd.DataFrame(
+        [{**common, "method": m, "metric": k, "value": v, "ci_low": v, "ci_high": v} for m, k, v in rows]
+    )
     header, table = tables.subset_table(tables.other_scores(frame), own="")
     assert header == ["subset", "metric", "unmodified", "x", "difference", "n"]
-    assert table == [["all", "lsd", "1.250 [1.250, 1.250]", "1.000 [1.000, 1.000]", "-0.250 [-0.250, -0.250]", "4"]]
+    assert table == [
+        ["all", "lsd", "1.250 [1.250, 1.250]", "1.000 [1.000, 1.000]", "-0.250 [-0.250, -0.250]", "4"]
+    ]

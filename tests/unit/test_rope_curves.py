@@ -25,7 +25,9 @@ def test_the_wave_is_the_score_of_two_rotated_ones() -> None:
 
 
 def test_a_scale_stretches_wave_and_decay() -> None:
-    assert wave(2 * AT, scale=2.0) == pytest.approx(wave(AT)) and decay(2 * AT, scale=2.0) == pytest.approx(decay(AT))
+    assert wave(2 * AT, scale=2.0) == pytest.approx(wave(AT)) and decay(2 * AT, scale=2.0) == pytest.approx(
+        decay(AT)
+    )
 
 
 def test_the_bound_decays_and_bounds_the_wave() -> None:

@@ -27,7 +27,8 @@ def _rows(count: int = 3, length: int = 9) -> list[list[int]]:
 
 @pytest.mark.parametrize("family", ["llama-gqa", "qwen3", "smollm3", "gemma", "phi3"])
 def test_scores_give_back_the_attention(family: str) -> None:
-    """The softmax of one sample's scores over what a token sees is its attention, averaged over nothing: one head."""
+    """The softmax of one sample's scores over what a token sees is its attention, averaged over nothing: one
+    head."""
     torch.manual_seed(0)
     lm = package.load(BUILDERS[family]())
     rows = _rows()
@@ -35,7 +36,8 @@ def test_scores_give_back_the_attention(family: str) -> None:
     assert len(found) == lm.layers and found[0].shape == (9, 9) and np.isnan(found[0][0, 1:]).all()
     single = [[each.mean for each in score_map.score_maps(lm, [[row]])] for row in rows]
     assert np.nan_to_num(found) == pytest.approx(np.nan_to_num(np.mean(single, axis=0)), abs=1e-4)
-    # Independent: eager weights are exp(score) over a row's sum, so log weights differ from scores by one number per row.
+    # Independent: eager weights are exp(score) over a row's sum, so log weights differ from scores by one
+    # number per row.
     lm.model.set_attn_implementation("eager")
     with torch.no_grad():
         weights = lm.model(torch.tensor([rows[0]]), output_attentions=True).attentions
@@ -66,11 +68,14 @@ def test_mean_map_is_the_mean_of_single_maps() -> None:
             pairs = np.array([scores[j + distance, j] for j in range(1, 12 - distance)])
             half = len(pairs) // 2
             distances.append(pairs[:half].mean() - pairs[-half:].mean())
-        assert near == pytest.approx(np.mean(rows), abs=1e-5) and shift == pytest.approx(np.mean(distances), abs=1e-5)
+        assert near == pytest.approx(np.mean(rows), abs=1e-5) and shift == pytest.approx(
+            np.mean(distances), abs=1e-5
+        )
 
 
 def test_description_tells_relative_from_absolute_patterns() -> None:
-    """Planted scores: a decay with distance, and on top of it, or not, a slope along the keys; noise in every sample."""
+    """Planted scores: a decay with distance, and on top of it, or not, a slope along the keys; noise in every
+    sample."""
     n, samples = 24, 40
     place = torch.arange(n, dtype=torch.float32)
     rng = torch.Generator().manual_seed(0)
@@ -89,7 +94,9 @@ def test_description_tells_relative_from_absolute_patterns() -> None:
     share = np.var(diagonal_normalised(exact)[lower]) / np.var(exact[lower])
     assert relative["shift_low"] < 0 < relative["shift_high"] and relative["beyond"] < 0.01
     assert absolute["shift_high"] < 0 and absolute["beyond"] == pytest.approx(share, rel=0.2)
-    assert relative["near_low"] > 0 and absolute["near_low"] > relative["near_high"] and absolute["n"] == samples
+    assert (
+        relative["near_low"] > 0 and absolute["near_low"] > relative["near_high"] and absolute["n"] == samples
+    )
 
 
 def test_methods_that_attend_more_than_once() -> None:
@@ -97,12 +104,19 @@ def test_methods_that_attend_more_than_once() -> None:
     lm = package.load("tiny")
     rows = score_map.samples(lm, 3, 10, None, 0)
     plain = [np.nan_to_num(each.mean) for each in score_map.score_maps(lm, [rows])]
-    for method in (MoICE(weights="uniform", bases=(None, None), top_k=2), AttentionBuckets(bases=(None, None))):
+    for method in (
+        MoICE(weights="uniform", bases=(None, None), top_k=2),
+        AttentionBuckets(bases=(None, None)),
+    ):
         with method.applied(lm):
             found = score_map.score_maps(lm, [rows])
             panels = gram.gram_panels(lm, [rows])
-        assert [np.nan_to_num(each.mean) for each in found] == [pytest.approx(each, abs=1e-4) for each in plain]
-        assert len(found[0].each) == 3 and np.nan_to_num(panels["i"].mean) == pytest.approx(plain[1], abs=1e-4)
+        assert [np.nan_to_num(each.mean) for each in found] == [
+            pytest.approx(each, abs=1e-4) for each in plain
+        ]
+        assert len(found[0].each) == 3 and np.nan_to_num(panels["i"].mean) == pytest.approx(
+            plain[1], abs=1e-4
+        )
 
 
 def test_gram_panels_are_inner_products_of_the_states() -> None:
@@ -156,7 +170,11 @@ def test_gram_and_scores_agree_on_other_families(family: str) -> None:
 def test_large_maps_are_means_over_blocks() -> None:
     values = np.random.default_rng(0).normal(size=(21, 21))
     small = score_map.long_map({"score": values}, 30)
-    assert len(small) == 21 * 22 // 2 and score_map.stacked(small.assign(layer=1), "score").shape == (1, 21, 21)
+    assert len(small) == 21 * 22 // 2 and score_map.stacked(small.assign(layer=1), "score").shape == (
+        1,
+        21,
+        21,
+    )
     large = score_map.long_map({"score": values}, 8)  # blocks of three tokens
     cells = score_map.stacked(large.assign(layer=1), "score")[0]
     assert cells.shape == (7, 7) and np.isnan(cells[0, 1:]).all()
@@ -198,13 +216,17 @@ def test_the_commands(posbench: Callable[..., Result], outputs: Path) -> None:
         np.nan_to_num(diagonal_normalised(whole)), abs=1e-6
     )
     panels = score_map.stacked(pd.read_csv(second / "panels.csv"), "product", by="panel")
-    assert np.nan_to_num(panels[8]) == pytest.approx(np.nan_to_num(whole[1]), abs=1e-5), "scores of layer 2 in both studies"
+    assert np.nan_to_num(panels[8]) == pytest.approx(np.nan_to_num(whole[1]), abs=1e-5), (
+        "scores of layer 2 in both studies"
+    )
     tables = {"maps": maps, "layers": pd.read_csv(first / "layers.csv")}
     study = score_map.ScoreMap(samples=8, tokens=12)
     # Five layers: the first four raw and normalised with their colour bars, then all of them.
     shapes = {name: len(figure.axes) for name, (figure, _) in study.figures(tables).items()}
     assert shapes == {"score_map": 16, "all_layers_score": 10, "all_layers_normalised": 10}
-    (figure, _) = gram.Gram(samples=8, tokens=12).figures({"panels": pd.read_csv(second / "panels.csv")})["gram"]
+    (figure, _) = gram.Gram(samples=8, tokens=12).figures({"panels": pd.read_csv(second / "panels.csv")})[
+        "gram"
+    ]
     assert len(figure.axes) == 18
     assert len(pd.read_csv(first / "findings.csv")) == 3 and len(pd.read_csv(second / "findings.csv")) == 6
 
@@ -215,10 +237,15 @@ def test_the_commands(posbench: Callable[..., Result], outputs: Path) -> None:
         (["study=gram", "model=tiny_alibi"], "runs through the library"),
         (["study=score_map", "study.tokens=100000"], "study.tokens = 100000: allowed: at most"),
         (["study=score_map", "study.samples=1"], "study.samples = 1: allowed: a whole number from 2 up"),
-        (["study=score_map", "study.text=absent.txt"], "study.text = 'absent.txt': allowed: a UTF-8 text file"),
+        (
+            ["study=score_map", "study.text=absent.txt"],
+            "study.text = 'absent.txt': allowed: a UTF-8 text file",
+        ),
         (["study=gram", "method=scale_channel"], "scale_channel runs the last token apart"),
     ],
 )
-def test_what_does_not_fit_is_refused(posbench: Callable[..., Result], outputs: Path, args: list[str], message: str) -> None:
+def test_what_does_not_fit_is_refused(
+    posbench: Callable[..., Result], outputs: Path, args: list[str], message: str
+) -> None:
     result = posbench(*args)
     assert result.status == 2 and message in result.err and not run_folders(outputs), result.err

@@ -1,4 +1,5 @@
-"""Scores against hand-worked numbers, other implementations, and the scores that benchmarks gave real outputs."""
+"""Scores against hand-worked numbers, other implementations, and the scores that benchmarks gave real
+outputs."""
 
 from __future__ import annotations
 
@@ -51,12 +52,16 @@ def test_the_two_readings_of_sub_span_match(reply: str, answers: list[str], yu: 
 def test_real_answers_score_as_the_released_script_said() -> None:
     rows = [
         json.loads(line)
-        for line in (study.SHIPPED / "nq_multidoc_qa/scored_predictions_gpt35_first300.jsonl").read_text().splitlines()
+        for line in (study.SHIPPED / "nq_multidoc_qa/scored_predictions_gpt35_first300.jsonl")
+        .read_text()
+        .splitlines()
     ]
     official = [row["metric_best_subspan_em"] for row in rows]
     assert official.count(0.0) == 54 and len(official) == 300
     for first in (True, False):
-        assert [s.best_subspan_em(row["model_answer"], row["answers"], strip_first=first) for row in rows] == official
+        assert [
+            s.best_subspan_em(row["model_answer"], row["answers"], strip_first=first) for row in rows
+        ] == official
 
 
 def test_token_f1_by_hand() -> None:
@@ -68,7 +73,9 @@ def test_token_f1_by_hand() -> None:
 def test_chinese_f1_and_its_punctuation() -> None:
     assert s.qa_f1_zh("北京。", " 北京") == 1.0
     assert s.qa_f1_zh("》北京！", "北京") == 1.0
-    assert s.qa_f1_zh("《北京", "北京") == pytest.approx(2 / 3)  # the benchmark's set lacks this one: a word of its own
+    assert s.qa_f1_zh("《北京", "北京") == pytest.approx(
+        2 / 3
+    )  # the benchmark's set lacks this one: a word of its own
     assert s.qa_f1_zh("GPT", "gpt") == 1.0
     assert s.qa_f1_zh("上海", "北京") == s.qa_f1_zh("。", "。") == 0.0
 
@@ -83,7 +90,9 @@ def test_rouge_l_is_that_of_the_rouge_package() -> None:
     assert s.rouge_l("a b c d", "a c x") == pytest.approx(4 / 7, abs=1e-7)  # 2/4 and 2/3
     assert s.rouge_l("a a a", "a") == pytest.approx(1, abs=1e-7)  # sets of words
     assert s.rouge_triple("a a a", "a")[2] == pytest.approx(0.5)
-    assert s.rouge_l("Cat, dog", "cat dog") == pytest.approx(0.5, abs=1e-7)  # letter case and punctuation stay
+    assert s.rouge_l("Cat, dog", "cat dog") == pytest.approx(
+        0.5, abs=1e-7
+    )  # letter case and punctuation stay
     assert s.rouge_triple("Cat, dog", "cat dog")[2] == 1.0
     # Union over sentences of the reply, which one sequence would not find: b and a.
     assert s.rouge_l("b. a", "a b") == pytest.approx(1, abs=1e-7)
@@ -114,8 +123,18 @@ def test_rouge_triple_by_hand() -> None:
         ("City or Country", "City", ["City", "Country"], 1 / 2),
         ("Country", "City", ["City", "Country"], 0),
         ("Other entity", "Other entity", ["entity", "Other entity"], 1),  # part of the gold name: dropped
-        ("Other entity", "Other entity", ["Other", "entity", "Other entity"], 1 / 2),  # the second such one is skipped
-        ("Other entity", "Other entity", ["Other", "Other entity", "entity"], 1),  # ... and not where it stands apart
+        (
+            "Other entity",
+            "Other entity",
+            ["Other", "entity", "Other entity"],
+            1 / 2,
+        ),  # the second such one is skipped
+        (
+            "Other entity",
+            "Other entity",
+            ["Other", "Other entity", "entity"],
+            1,
+        ),  # ... and not where it stands apart
     ],
 )
 def test_classification(reply: str, gold: str, classes: list[str], score: float) -> None:
@@ -170,7 +189,9 @@ def test_transliterated_f1() -> None:
     assert s.qa_f1("Café “Zoë”", "cafe zoe") == 0.0
 
 
-@pytest.mark.parametrize(("text", "found"), [("(B) Paris", "B"), ("Best: C.", "C"), ("A cat: B", "A"), ("ABC d", ""), ("", "")])
+@pytest.mark.parametrize(
+    ("text", "found"), [("(B) Paris", "B"), ("Best: C.", "C"), ("A cat: B", "A"), ("ABC d", ""), ("", "")]
+)
 def test_letters_between_word_boundaries(text: str, found: str) -> None:
     assert s.letter(text) == found
 
@@ -186,7 +207,9 @@ def test_concordance_is_kendalls_tau_on_another_scale() -> None:
     gold = (2, 4, 1, 3)
     for said in permutations(gold):
         tau = kendalltau([gold.index(i) for i in said], range(4)).statistic
-        assert s.concordance_index(f"Order: {', '.join(map(str, said))}.", "2, 4, 1, 3") == pytest.approx((tau + 1) / 2)
+        assert s.concordance_index(f"Order: {', '.join(map(str, said))}.", "2, 4, 1, 3") == pytest.approx(
+            (tau + 1) / 2
+        )
 
 
 @pytest.mark.parametrize("reply", ["1, 2", "1, 1, 2", "1, 2, 4", "1, 2, 3, 4", "none", ""])
@@ -197,8 +220,15 @@ def test_what_is_no_permutation_scores_zero(reply: str) -> None:
 @pytest.mark.skipif(not REAL, reason="POSBENCH_DATA names no folder")
 def test_every_stored_output_scores_as_officially() -> None:
     table = study.parity(Path(REAL))
-    scored = {name: sum(row.outputs for row in table if row.benchmark == name) for name, _, _ in study.BENCHMARKS}
-    assert scored == {"longbench": 124, "nq_multidoc": 300, "leval_closed": 964, "loogle_timeline_reorder": 4 * 126}
+    scored = {
+        name: sum(row.outputs for row in table if row.benchmark == name) for name, _, _ in study.BENCHMARKS
+    }
+    assert scored == {
+        "longbench": 124,
+        "nq_multidoc": 300,
+        "leval_closed": 964,
+        "loogle_timeline_reorder": 4 * 126,
+    }
     for row in table:
         assert row.equal == row.outputs and row.our_mean == pytest.approx(row.official_mean, abs=1e-12), row
 
@@ -206,8 +236,9 @@ def test_every_stored_output_scores_as_officially() -> None:
 def test_every_output_that_ships_scores_as_officially() -> None:
     table = study.parity(study.SHIPPED)
     assert [(row.benchmark, row.outputs, row.equal) for row in table] == [
-        ("nq_multidoc", 300, 300), *[("loogle_timeline_reorder", 126, 126)] * 4
-    ]  # fmt: skip
+        ("nq_multidoc", 300, 300),
+        *[("loogle_timeline_reorder", 126, 126)] * 4,
+    ]
 
 
 def _folder(root: Path, score: float) -> Path:
@@ -230,7 +261,12 @@ def _folder(root: Path, score: float) -> Path:
     (root / "loogle").mkdir()
     parts = {"location_square": 2 / 3, "location_mean": 2 / 3, "swap": 1.0, "swap_distance": 1.0}
     official = {f"{part}_deviation": value for part, value in parts.items()}
-    row = {"gold": "I,II,III", "llm_output": "II, I, III", "standard_format": True, "official_function_value": official}
+    row = {
+        "gold": "I,II,III",
+        "llm_output": "II, I, III",
+        "standard_format": True,
+        "official_function_value": official,
+    }
     (root / "loogle/timeline_reorder_gold_and_gpt4.jsonl").write_text(json.dumps(row) + "\n")
     return root
 
@@ -256,7 +292,9 @@ def test_a_study_without_its_files_says_which(tmp_path: Path) -> None:
         study.main(["--data", str(tmp_path)])
 
 
-def test_the_folder_of_outputs_may_come_from_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_folder_of_outputs_may_come_from_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("POSBENCH_DATA", str(_folder(tmp_path, 1.0)))
     with pytest.raises(SystemExit) as left:
         study.main([])

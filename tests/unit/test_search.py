@@ -1,4 +1,5 @@
-"""The channel search: filter against brute force, averages against stored hidden states, shared prefill bit by bit."""
+"""The channel search: filter against brute force, averages against stored hidden states, shared prefill bit
+by bit."""
 
 import numpy as np
 import pytest
@@ -129,7 +130,12 @@ def test_shared_prefill_gives_the_losses_of_one_forward_per_candidate_to_the_bit
     torch.manual_seed(0)
     prompts = [torch.randint(1, VOCABULARY, (n,)).tolist() for n in (40, 33, 12)]
     answers = [[5, 9, 2], [7], [1, 1]]
-    candidates = [Candidate(c, f, layers) for c in (3, 17, 40) for f in (0.5, 0.0, -0.5, -1.0) for layers in ((1, 3), (2, 2))]
+    candidates = [
+        Candidate(c, f, layers)
+        for c in (3, 17, 40)
+        for f in (0.5, 0.0, -0.5, -1.0)
+        for layers in ((1, 3), (2, 2))
+    ]
     shared = stage.candidate_losses(lm, list(zip(prompts, answers, strict=True)), candidates)
     inputs, targets = lm.pad_with_answers(list(zip(prompts, answers, strict=True)))
     longest = targets.shape[1]
@@ -146,7 +152,9 @@ def test_shared_prefill_gives_the_losses_of_one_forward_per_candidate_to_the_bit
 def test_choice():
     paper, official = ChannelSearch(), ChannelSearch(variant="official")
     assert paper.choose([0.5, 0.3, 0.3], unmodified=0.1) == 1
-    assert official.choose([0.5, 0.30004, 0.30001], unmodified=0.4) == 1, "rounded to 4 decimals, the earlier one wins"
+    assert official.choose([0.5, 0.30004, 0.30001], unmodified=0.4) == 1, (
+        "rounded to 4 decimals, the earlier one wins"
+    )
     assert official.choose([0.5, 0.30001], unmodified=0.3) is None, "the unmodified model wins ties"
 
 

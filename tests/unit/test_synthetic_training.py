@@ -1,4 +1,5 @@
-"""The synthetic trainings of Wu et al. 2025 against loops over single sequences, closed forms, and themselves resumed."""
+"""The synthetic trainings of Wu et al. 2025 against loops over single sequences, closed forms, and themselves
+resumed."""
 
 from __future__ import annotations
 
@@ -42,7 +43,15 @@ from posbench.studies.wu2025.synthetic_tables import (
     uniform_sinks,
 )
 from posbench.studies.wu2025.synthetic_training import SyntheticTraining
-from posbench.studies.wu2025.training import Condition, Ensemble, folder_of, marks, pair_rows, train, trainings
+from posbench.studies.wu2025.training import (
+    Condition,
+    Ensemble,
+    folder_of,
+    marks,
+    pair_rows,
+    train,
+    trainings,
+)
 from tests.conftest import Result, run_folders
 
 SMALL = Condition(width=16, classes=64, labels=4, batch=8, sequences=50)
@@ -56,7 +65,8 @@ def rng(seed: int = 0) -> torch.Generator:
 
 
 def shares(mixture: Mixture, count: int = 10_000) -> tuple[np.ndarray, np.ndarray]:
-    """Share of sequences in which an item's label is the one asked for, per item, and the query's cosine to its class."""
+    """Share of sequences in which an item's label is the one asked for, per item, and the query's cosine to
+    its class."""
     world = draw_world(mixture, rng(1))
     drawn = training_batch(mixture, world, count, rng(2))
     labels = drawn.tokens[:, 1::2]
@@ -72,7 +82,8 @@ def test_training_shares(scale: str) -> None:
     share, cosine = shares(Mixture(scale=scale))
     assert np.abs(share - (1 / 2 + 1 / 2 / 32)).max() < 0.015
     assert abs(share.mean() - 0.516) < 0.005
-    # Both have the mean in common: 1 / (1 + 0.75^2) = 0.64, less the spread of norms in 64 dimensions and equal labels.
+    # Both have the mean in common: 1 / (1 + 0.75^2) = 0.64, less the spread of norms in 64 dimensions and
+    # equal labels.
     assert cosine.mean() == pytest.approx(0.618, abs=0.01)
     ends, _ = shares(Mixture(scale=scale, bias=(0, 7)))
     assert np.abs(ends[[0, 7]] - 0.723).max() < 0.01
@@ -132,7 +143,10 @@ def test_copying_policies() -> None:
     world = draw_world(mixture, rng())
     novel = novel_sequences(mixture, world, 10_000, rng(1))
     right, wrong = ask(novel, world, 0, 7), ask(novel, world, 7, 0)
-    hits = [(s.tokens[:, 1] == world.label_vectors[s.targets]).all(-1).double().mean().item() for s in (right, wrong)]
+    hits = [
+        (s.tokens[:, 1] == world.label_vectors[s.targets]).all(-1).double().mean().item()
+        for s in (right, wrong)
+    ]
     assert hits[0] - hits[1] == pytest.approx(copying_gap(mixture, 1, 0), abs=0.02)
 
 
@@ -149,7 +163,8 @@ def test_fresh_component_moves_the_tests_alone() -> None:
 
 
 def loop_logits(network: AttentionNetwork, tokens: torch.Tensor, model: int) -> list[float]:
-    """One sequence through one model with Python's own numbers: no batches, no masks added, complex rotation by hand."""
+    """One sequence through one model with Python's own numbers: no batches, no masks added, complex rotation
+    by hand."""
     spec, d = network.spec, tokens.shape[-1]
     n = len(tokens)
     x = [[float(v) for v in row] for row in tokens]
@@ -167,7 +182,9 @@ def loop_logits(network: AttentionNetwork, tokens: torch.Tensor, model: int) -> 
     def rotated(row: list[float], place: int) -> list[float]:
         out: list[float] = []
         for k in range(d // 2):
-            turned = complex(row[2 * k], row[2 * k + 1]) * cmath.exp(1j * place * spec.rope_base ** (-2 * k / d))
+            turned = complex(row[2 * k], row[2 * k + 1]) * cmath.exp(
+                1j * place * spec.rope_base ** (-2 * k / d)
+            )
             out += [turned.real, turned.imag]
         return out
 
@@ -190,7 +207,9 @@ def loop_logits(network: AttentionNetwork, tokens: torch.Tensor, model: int) -> 
             keys = [rotated(row, i) for i, row in enumerate(keys)]
         out = []
         for i in range(n):
-            score = [sum(a * b for a, b in zip(queries[i], keys[j], strict=True)) / math.sqrt(d) for j in range(n)]
+            score = [
+                sum(a * b for a, b in zip(queries[i], keys[j], strict=True)) / math.sqrt(d) for j in range(n)
+            ]
             weights = [math.exp(s) * factor(i, j) for j, s in enumerate(score)]
             mixed = [sum(w * values[j][k] for j, w in enumerate(weights)) / sum(weights) for k in range(d)]
             out.append([m + (x[i][k] if spec.residual else 0.0) for k, m in enumerate(mixed)])
@@ -293,7 +312,9 @@ def test_killed_training_resumes_bit_identically(tmp_path: Path, monkeypatch: py
     torn = train(SMALL, [1], 40, tmp_path / "torn", hardware="x")
     assert torn == whole
     assert [row["iteration"] for row in torn[1]] == [20, 40]
-    states = [torch.load(folder_of(tmp_path / name, SMALL, 1).path / "checkpoint.pt") for name in ("whole", "torn")]
+    states = [
+        torch.load(folder_of(tmp_path / name, SMALL, 1).path / "checkpoint.pt") for name in ("whole", "torn")
+    ]
     for key in ("parameters", "first", "second"):
         assert all(torch.equal(a, b) for a, b in zip(states[0][key], states[1][key], strict=True))
     assert torch.equal(states[0]["data"], states[1]["data"])
@@ -317,7 +338,8 @@ def test_rows_and_marks(tmp_path: Path) -> None:
 
 
 def test_untrained_and_blind_networks_have_no_gap() -> None:
-    # Without mask and encoding, exchanging two items changes nothing: every gap is test noise, at any weights.
+    # Without mask and encoding, exchanging two items changes nothing: every gap is test noise, at any
+    # weights.
     blind = Ensemble(replace(SMALL, mask="full", labels=4, sequences=4000), [0], torch.device("cpu"))
     for _ in range(150):
         blind.step()
@@ -330,7 +352,9 @@ def test_untrained_and_blind_networks_have_no_gap() -> None:
 def test_full_mask_network_ignores_the_order_of_items() -> None:
     tokens = torch.randn(1, 3, 17, 16, generator=rng())
     order = torch.randperm(8, generator=rng(1))
-    moved = torch.cat([tokens[:, :, :16].unflatten(2, (8, 2))[:, :, order].flatten(2, 3), tokens[:, :, 16:]], 2)
+    moved = torch.cat(
+        [tokens[:, :, :16].unflatten(2, (8, 2))[:, :, order].flatten(2, 3), tokens[:, :, 16:]], 2
+    )
     for mask, equal in (("full", True), ("causal", False)):
         network = AttentionNetwork(Attention(mask=mask), 16, 4, 17, [rng(2)])
         with torch.no_grad():
@@ -350,7 +374,11 @@ def test_sinks_are_shares_of_their_definitions() -> None:
     seen = condition.seen(17)
     for token in range(17):
         gu = [w[token:, token].mean() > 0.3 for sequence in weights for w in sequence]
-        wu = [np.mean([w[i, token] > 0.2 for i in range(17) if seen[i, token]]) for sequence in weights for w in sequence]
+        wu = [
+            np.mean([w[i, token] > 0.2 for i in range(17) if seen[i, token]])
+            for sequence in weights
+            for w in sequence
+        ]
         assert row["sink_by_head"][token] == pytest.approx(np.mean(gu))
         assert row["sink_by_entry"][token] == pytest.approx(np.mean(wu))
     assert max(row["sink_by_head"]) > 0.1
@@ -381,12 +409,20 @@ def test_damaged_row_is_made_again(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "change, named",
     [
-        ({"bias": (8,)}, "study.bias"), ({"bias": (0, 0)}, "study.bias"), ({"depth": 0}, "study.depth"),
-        ({"window": 0}, "study.window"), ({"prefix": 18}, "study.prefix"), ({"decay": -1.0}, "study.decay"),
-        ({"noise": -0.1}, "study.noise"), ({"batch": 0}, "study.batch"), ({"learning_rate": 0.0}, "study.learning_rate"),
-        ({"width": 15, "pe": "rope"}, "study.width"), ({"classes": 1}, "study.classes"), ({"copies": 1}, "study.copies"),
+        ({"bias": (8,)}, "study.bias"),
+        ({"bias": (0, 0)}, "study.bias"),
+        ({"depth": 0}, "study.depth"),
+        ({"window": 0}, "study.window"),
+        ({"prefix": 18}, "study.prefix"),
+        ({"decay": -1.0}, "study.decay"),
+        ({"noise": -0.1}, "study.noise"),
+        ({"batch": 0}, "study.batch"),
+        ({"learning_rate": 0.0}, "study.learning_rate"),
+        ({"width": 15, "pe": "rope"}, "study.width"),
+        ({"classes": 1}, "study.classes"),
+        ({"copies": 1}, "study.copies"),
     ],
-)  # fmt: skip
+)
 def test_bad_conditions_are_refused(change: dict[str, object], named: str) -> None:
     with pytest.raises(UserError) as raised:
         replace(SMALL, **change).check("study")
@@ -405,7 +441,9 @@ TINY = [
 ]
 
 
-def test_study_trains_and_goes_on(posbench: Callable[..., Result], outputs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_study_trains_and_goes_on(
+    posbench: Callable[..., Result], outputs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     steps = 0
     step = Ensemble.step
 
@@ -421,7 +459,11 @@ def test_study_trains_and_goes_on(posbench: Callable[..., Result], outputs: Path
     (folder,) = run_folders(outputs)
     gaps = pd.read_csv(folder / "gaps.csv", keep_default_na=False)
     assert list(gaps) == GAP_COLUMNS
-    assert len(gaps) == 2 * 2 * 3 and set(gaps["bias"]) == {"none", "first+last"} and set(gaps["iteration"]) == {6}
+    assert (
+        len(gaps) == 2 * 2 * 3
+        and set(gaps["bias"]) == {"none", "first+last"}
+        and set(gaps["iteration"]) == {6}
+    )
     assert len(pd.read_csv(folder / "sinks.csv")) == 2 * 2 * 17
     assert "not testable here" in (folder / "report.html").read_text(), "nobody learns in six iterations"
     assert posbench(*TINY, "study.iterations=10").status == 0
@@ -436,7 +478,9 @@ def test_processes_change_nothing(posbench: Callable[..., Result], outputs: Path
     found = []
     for processes in (1, 2):
         args = [f"study.processes={processes}" if arg.startswith("study.processes") else arg for arg in TINY]
-        assert posbench(*args, "study.iterations=5", f"study.trainings={outputs / str(processes)}").status == 0
+        assert (
+            posbench(*args, "study.iterations=5", f"study.trainings={outputs / str(processes)}").status == 0
+        )
     for folder in run_folders(outputs):
         found.append((folder / "gaps.csv").read_bytes())
     assert len(found) == 2 and found[0] == found[1]
@@ -456,7 +500,9 @@ def test_processes_change_nothing(posbench: Callable[..., Result], outputs: Path
         (["method=scale_channel"], "looks at none"),
     ],
 )
-def test_bad_study_is_refused(posbench: Callable[..., Result], outputs: Path, args: list[str], message: str) -> None:
+def test_bad_study_is_refused(
+    posbench: Callable[..., Result], outputs: Path, args: list[str], message: str
+) -> None:
     result = posbench("study=synthetic_training", *args)
     assert result.status == 2 and result.err.count("\n") == 1 and message in result.err, result.err
     assert not run_folders(outputs)
@@ -465,14 +511,36 @@ def test_bad_study_is_refused(posbench: Callable[..., Result], outputs: Path, ar
 # Tables and claims
 
 
-def made(fm: float, fl: float, ml: float, *, iteration: int = 8000, seed: int = 0, **settings: object) -> pd.DataFrame:
+def made(
+    fm: float, fl: float, ml: float, *, iteration: int = 8000, seed: int = 0, **settings: object
+) -> pd.DataFrame:
     """Rows of ``gaps`` for one training with these gaps, each +-0.013."""
-    fixed = {"vocabulary": "gaussian", "scale": "paper", "std": 0.125, "mask": "causal", "pe": "none", "depth": 2,
-             "residual": True, "bias": "first+last", "seed": seed, "iteration": iteration, "acc_ab": 0.7, "acc_ba": 0.4,
-             "n": 10_000, "train_loss": 0.5, "train_accuracy": 0.8, "novel_first": 0.8, "novel_middle": 0.7, "novel_last": 0.8,
-             "hardware": "x", **settings}  # fmt: skip
-    rows = [{**fixed, "pair": pair, "gap": gap, "ci_low": gap - 0.013, "ci_high": gap + 0.013}
-            for pair, gap in zip(PAIR_NAMES, (fm, fl, ml), strict=True)]  # fmt: skip
+    fixed = {
+        "vocabulary": "gaussian",
+        "scale": "paper",
+        "std": 0.125,
+        "mask": "causal",
+        "pe": "none",
+        "depth": 2,
+        "residual": True,
+        "bias": "first+last",
+        "seed": seed,
+        "iteration": iteration,
+        "acc_ab": 0.7,
+        "acc_ba": 0.4,
+        "n": 10_000,
+        "train_loss": 0.5,
+        "train_accuracy": 0.8,
+        "novel_first": 0.8,
+        "novel_middle": 0.7,
+        "novel_last": 0.8,
+        "hardware": "x",
+        **settings,
+    }
+    rows = [
+        {**fixed, "pair": pair, "gap": gap, "ci_low": gap - 0.013, "ci_high": gap + 0.013}
+        for pair, gap in zip(PAIR_NAMES, (fm, fl, ml), strict=True)
+    ]
     return pd.DataFrame(rows, columns=GAP_COLUMNS)
 
 
@@ -481,7 +549,9 @@ NO_SINKS = pd.DataFrame(columns=[*SETTINGS, "seed", "iteration", "n", "token", "
 
 def verdicts(*frames: pd.DataFrame) -> dict[str, str]:
     sinks = NO_SINKS.astype({"residual": bool})
-    return {finding.statistic.split(";")[0]: finding.verdict for finding in findings(pd.concat(frames), sinks)}
+    return {
+        finding.statistic.split(";")[0]: finding.verdict for finding in findings(pd.concat(frames), sinks)
+    }
 
 
 def test_claims_can_fail() -> None:
@@ -499,7 +569,11 @@ def test_claims_can_fail() -> None:
     assert found["FM of the decay mask"] == "holds"
     assert found["FM of RoPE minus FM of the decay mask, depth 2"] == "holds"
     assert verdicts(made(0.06, 0, 0, mask="decay", **unbiased))["FM of the decay mask"] == "does not hold"
-    (lost,) = [v for k, v in verdicts(made(0.3, 0, -0.3, pe="rope", bias="none")).items() if k.startswith("largest 'smaller")]
+    (lost,) = [
+        v
+        for k, v in verdicts(made(0.3, 0, -0.3, pe="rope", bias="none")).items()
+        if k.startswith("largest 'smaller")
+    ]
     assert lost == "does not hold"
 
 
@@ -507,11 +581,15 @@ def test_means_over_seeds_at_the_last_iteration() -> None:
     gaps = pd.concat([made(0.9, 0, 0, iteration=4000), made(0.2, 0, -0.2), made(0.3, 0, -0.1, seed=1)])
     at = over_seeds(at_end(gaps)).set_index("pair").loc["first-middle"]
     assert (at["iteration"], at["seeds"], at["gap"]) == (8000, 2, pytest.approx(0.25))
-    assert at["ci_high"] - at["gap"] == pytest.approx(0.013 / 2**0.5), "two independent means of equal precision"
+    assert at["ci_high"] - at["gap"] == pytest.approx(0.013 / 2**0.5), (
+        "two independent means of equal precision"
+    )
     assert at["spread"] == pytest.approx(0.1 / 2**0.5)
     ahead = pd.concat([gaps, made(0.4, 0, -0.4, iteration=20_000)])
     at = over_seeds(at_end(ahead)).set_index("pair").loc["first-middle"]
-    assert (at["iteration"], at["seeds"], at["gap"]) == (20_000, 1, 0.4), "a seed that lags behind is left out"
+    assert (at["iteration"], at["seeds"], at["gap"]) == (20_000, 1, 0.4), (
+        "a seed that lags behind is left out"
+    )
     close = pd.concat([gaps, made(0.4, 0, -0.4, iteration=9000)])
     assert set(at_end(close)["iteration"]) == {8000}, "one that is a little ahead does not stand for both"
 
@@ -519,12 +597,26 @@ def test_means_over_seeds_at_the_last_iteration() -> None:
 def test_papers_cells() -> None:
     cells = paper_cells("wu2025_fig3.csv").set_index(["mask", "pe", "pair"])["paper"].sort_index()
     # Typed off Figure 3 of the paper, not off the CSV.
-    assert cells["causal", "rope"].to_dict() == {"first-middle": 0.472, "first-last": 0.433, "middle-last": -0.241}
+    assert cells["causal", "rope"].to_dict() == {
+        "first-middle": 0.472,
+        "first-last": 0.433,
+        "middle-last": -0.241,
+    }
     assert cells["full", "sin", "middle-last"] == -0.264
-    beside = beside_paper(pd.concat([made(0.49, 0.15, 0.02, pe="rope"), made(0.2, 0.3, 0.1)]), ["wu2025_fig3.csv"])
+    beside = beside_paper(
+        pd.concat([made(0.49, 0.15, 0.02, pe="rope"), made(0.2, 0.3, 0.1)]), ["wu2025_fig3.csv"]
+    )
     verdict = beside.set_index(["pe", "pair"])["verdict"]
-    assert verdict["rope"].to_dict() == {"first-middle": "agrees", "first-last": "same sign", "middle-last": "differs"}
-    assert verdict["none"].to_dict() == {"first-middle": "same sign", "first-last": "agrees", "middle-last": "differs"}
+    assert verdict["rope"].to_dict() == {
+        "first-middle": "agrees",
+        "first-last": "same sign",
+        "middle-last": "differs",
+    }
+    assert verdict["none"].to_dict() == {
+        "first-middle": "same sign",
+        "first-last": "agrees",
+        "middle-last": "differs",
+    }
     assert beside_paper(made(0.2, 0, 0, bias="none"), ["wu2025_fig3.csv"]).empty
 
 
@@ -534,26 +626,50 @@ def test_experiments_train_what_the_paper_prints(file: Path) -> None:
     study = SyntheticTraining(**{**data, "conditions": tuple(data["conditions"])})
     settings = pd.DataFrame([condition.settings for condition in study.built()])
     if study.reference:
-        both = settings.merge(paper_cells(study.reference), on=[c for c in SETTINGS if c != "scale"], how="outer", indicator=True)
+        both = settings.merge(
+            paper_cells(study.reference),
+            on=[c for c in SETTINGS if c != "scale"],
+            how="outer",
+            indicator=True,
+        )
         assert (both["_merge"] == "both").all() and len(both) == 3 * len(settings)
 
 
 def test_thresholds_can_fail() -> None:
-    good, bad = made(0.49, 0.44, -0.26, pe="rope", iteration=80_000), made(0.28, 0.0, -0.26, pe="rope", iteration=80_000, seed=1)
+    good, bad = (
+        made(0.49, 0.44, -0.26, pe="rope", iteration=80_000),
+        made(0.28, 0.0, -0.26, pe="rope", iteration=80_000, seed=1),
+    )
     late = "RoPE, causal, late"
-    for gaps, expected in ((good, "yes"), (pd.concat([good, bad]), "no"), (made(0, 0, 0, mask="full"), "not run")):
+    for gaps, expected in (
+        (good, "yes"),
+        (pd.concat([good, bad]), "no"),
+        (made(0, 0, 0, mask="full"), "not run"),
+    ):
         table = thresholds(gaps)
         assert table.loc[table["required"].str.startswith(late), "verdict"].tolist() == [expected]
 
 
 def test_sinks_of_a_prefix() -> None:
     rows = [
-        {"vocabulary": "gaussian", "scale": "paper", "mask": mask, "pe": "none", "depth": 2, "residual": False, "bias": "none",
-         "seed": 0, "iteration": 8000, "n": 10_000, "token": token, "by_head": 0.4 if token < high else 0.1,
-         "by_entry": 0.3 if token < high else 0.1}
+        {
+            "vocabulary": "gaussian",
+            "scale": "paper",
+            "mask": mask,
+            "pe": "none",
+            "depth": 2,
+            "residual": False,
+            "bias": "none",
+            "seed": 0,
+            "iteration": 8000,
+            "n": 10_000,
+            "token": token,
+            "by_head": 0.4 if token < high else 0.1,
+            "by_entry": 0.3 if token < high else 0.1,
+        }
         for mask, high in (("prefix 2", 2), ("causal", 0), ("window 5", 1), ("window 9", 1))
         for token in range(17)
-    ]  # fmt: skip
+    ]
     found = findings(made(0, 0, 0, mask="full"), pd.DataFrame(rows))
     verdict = {f.statistic: f.verdict for f in found if "sink" in f.statistic}
     kinds = {"prefix 2": "holds", "causal": "does not hold", "window 5": "holds"}
@@ -592,7 +708,9 @@ def test_plain_loop_trains_the_same_network(condition: Condition, monkeypatch: p
     # Its sequences are those of the whole-batch generator in distribution.
     data, vectors = training_speed.PlainSequences(small, ensemble.worlds[0]), ensemble.worlds[0].label_vectors
     drawn = [data[index] for index in range(200)]
-    share = torch.stack([(tokens[1::2] == vectors[target]).all(-1) for tokens, target in drawn]).double().mean()
+    share = (
+        torch.stack([(tokens[1::2] == vectors[target]).all(-1) for tokens, target in drawn]).double().mean()
+    )
     assert share.item() == pytest.approx(0.516, abs=0.012)
     monkeypatch.setattr(training_speed.PlainNetwork, "take", lambda self, ensemble: None)
     with pytest.raises(RuntimeError, match="differ by"):

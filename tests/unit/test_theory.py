@@ -69,7 +69,10 @@ def test_bounds_hold_for_random_scores(seed: int) -> None:
     stack = [masks.attention(rng.uniform(-1, 1, (n, n)), masks.causal(n)) for _ in range(layers)]
     smallest = min(weights[masks.causal(n)].min() for weights in stack)
     for t, found in enumerate(masks.rollout(stack), start=1):
-        assert found.sum(-1) == pytest.approx(1) and (found[-1] <= masks.causal_bound(n, t, smallest) + 1e-12).all()
+        assert (
+            found.sum(-1) == pytest.approx(1)
+            and (found[-1] <= masks.causal_bound(n, t, smallest) + 1e-12).all()
+        )
     seen = masks.prefix(n, 4)
     stack = [masks.attention(rng.uniform(-1, 1, (n, n)), seen) for _ in range(layers)]
     smallest = min(weights[seen].min() for weights in stack)
@@ -84,7 +87,12 @@ def test_bounds_hold_for_random_scores(seed: int) -> None:
 def test_the_printed_upper_bound_fails_in_the_first_row() -> None:
     printed = masks.decay_bounds(5, M, 0, 0, printed=True)[1][0, 0]
     assert printed == pytest.approx(1 / (1 + np.exp(-M)))
-    assert printed < 1 == masks.attention(masks.decay(5, M), masks.causal(5))[0, 0] <= masks.decay_bounds(5, M, 0, 0)[1][0, 0]
+    assert (
+        printed
+        < 1
+        == masks.attention(masks.decay(5, M), masks.causal(5))[0, 0]
+        <= masks.decay_bounds(5, M, 0, 0)[1][0, 0]
+    )
 
 
 def test_window_and_prefix_masses() -> None:
@@ -108,7 +116,10 @@ def test_decay_gives_the_negative_binomial_law(m: float) -> None:
         row = masks.rollout([weights] * t)[-1][-1, ::-1][:100]
         assert row == pytest.approx(masks.decay_law(t, m, x), abs=1e-11)
         peak = masks.decay_peak(t, m)
-        assert peak == pytest.approx((t - 1) / expm1(m)) and int(row.argmax()) in {int(peak + 1e-9), int(peak + 1e-9) - 1}
+        assert peak == pytest.approx((t - 1) / expm1(m)) and int(row.argmax()) in {
+            int(peak + 1e-9),
+            int(peak + 1e-9) - 1,
+        }
 
 
 # RoPE
@@ -161,7 +172,9 @@ def test_the_peak_under_rope_grows_with_depth_and_wavelength() -> None:
     tops = layers_study.rope_peaks()
     first = tops[tops.theta == 0.01].set_index("layers")
     # An independent run found these.
-    assert list(first["measured"]) == pytest.approx([6, 10, 18, 33, 65], abs=1) and list(first["formula"]) == [5, 7, 9, 13, 18]
+    assert list(first["measured"]) == pytest.approx([6, 10, 18, 33, 65], abs=1) and list(
+        first["formula"]
+    ) == [5, 7, 9, 13, 18]
     weights = masks.attention(rotation.scores(314, 0.01, (0.01 * 5.3) ** -2), masks.causal(314))
     assert _walk(weights, 9)[:-1].argmax() == first.loc[9, "measured"]
     assert (tops.groupby("theta")["measured"].diff().dropna() > 0).all()
@@ -175,8 +188,12 @@ def test_bounds_that_break_and_bounds_that_hold() -> None:
     rows = layers_study.bounds(n=8, draws=6)
     table = rows.groupby("bound")
     assert table["broken"].sum().to_dict() == {
-        "4.4 lower": 0, "4.4 upper, printed": 6, "4.4 upper, first row mended": 0, "4.6 lower": 0, "4.6 upper": 0
-    }  # fmt: skip
+        "4.4 lower": 0,
+        "4.4 upper, printed": 6,
+        "4.4 upper, first row mended": 0,
+        "4.6 lower": 0,
+        "4.6 upper": 0,
+    }
     first = rows[(rows.bound == "4.4 upper, printed") & (rows["query"] == 1)]
     # The first row's only weight is 1, whatever the scores.
     assert first["broken"].item() == 6 and first["tightest"].item() == pytest.approx(np.exp(0.4) / 1.8)
@@ -187,7 +204,9 @@ def test_prefix_and_window_tables() -> None:
     mass = layers_study.prefix_mass()
     late = mass[mass.layers == 20].set_index("token")["weight"]
     power = np.linalg.matrix_power(masks.uniform(masks.prefix(12, 4)), 20)[-1]
-    assert late.to_numpy() == pytest.approx(power[:5]) and late.loc[1:4].to_numpy() == pytest.approx(0.25, abs=1e-9)
+    assert late.to_numpy() == pytest.approx(power[:5]) and late.loc[1:4].to_numpy() == pytest.approx(
+        0.25, abs=1e-9
+    )
     behind = mass[(mass.token == 5) & (mass.layers > 18)]["weight"].to_numpy()
     assert behind[0] / behind[1] == pytest.approx(5, rel=0.05)
     halves = layers_study.half_times()
@@ -217,7 +236,9 @@ def test_closed_forms_are_the_exact_limit(alpha: float) -> None:
     step = rope.h_prime(long + 1, alpha) ** 2 - rope.h_prime(long, alpha) ** 2
     assert step == pytest.approx(rope.h_prime_step(long, alpha), abs=1e-13)
     printed = rope.h_prime_step(long, alpha, printed=True)
-    assert printed[0] == pytest.approx(step[0]) and not np.allclose(printed[1:9], step[1:9], rtol=0.01, atol=0)
+    assert printed[0] == pytest.approx(step[0]) and not np.allclose(
+        printed[1:9], step[1:9], rtol=0.01, atol=0
+    )
 
 
 def test_printed_values() -> None:
@@ -231,7 +252,7 @@ def test_printed_values() -> None:
     ):
         assert [rope.g(2, alpha), rope.g(50, alpha), rope.h(50, alpha), rope.h(1, alpha)] == pytest.approx(
             [g2, g50, h50, 2], abs=1e-5
-        )  # fmt: skip
+        )
     rows = {
         (0, False): (0.0182, 0.0326, 0.0343, 0.0697, 0.1415, 0.1390, 0.1539, 0.3559, 0.3591),
         (0.2, False): (0.3201, 0.4813, 0.4928, 0.4079, 0.7218, 0.7403, 0.4576, 0.8480, 0.8653),
@@ -239,7 +260,9 @@ def test_printed_values() -> None:
     }
     for (alpha, rotated), wanted in rows.items():
         found = rope.limit(50, 4, alpha, kernel=rope.rope_kernel(50) if rotated else None)
-        assert [found[layer][49, j] for layer in (1, 2, 3) for j in (0, 24, 48)] == pytest.approx(wanted, abs=6e-5)
+        assert [found[layer][49, j] for layer in (1, 2, 3) for j in (0, 24, 48)] == pytest.approx(
+            wanted, abs=6e-5
+        )
 
 
 def test_scores_rise_with_the_key_but_not_at_every_layer() -> None:
@@ -247,7 +270,9 @@ def test_scores_rise_with_the_key_but_not_at_every_layer() -> None:
         rows = rope.limit(50, 4, alpha)[layer - 1]
         return sum((np.diff(rows[i, :i]) > 0).all() for i in range(2, 50))
 
-    assert [rising(0, layer) for layer in (2, 3, 4)] == [48, 24, 30], "layers 3 and 4 do not always rise at alpha 0"
+    assert [rising(0, layer) for layer in (2, 3, 4)] == [48, 24, 30], (
+        "layers 3 and 4 do not always rise at alpha 0"
+    )
     assert [rising(0.2, layer) for layer in (2, 3, 4)] == [48, 48, 48]
 
 
@@ -294,25 +319,43 @@ def test_diagonal_normalisation() -> None:
 
 def test_the_study_draws_and_tabulates_what_the_theory_says(tmp_path: Path) -> None:
     size = ["study.draws=60", "study.tokens=9", "study.dim=16"]
-    assert main(["study=causal_mask", *size, "study.show=[1,10]", "stages=[study]", f"runtime.outputs={tmp_path}"]) == 0
+    assert (
+        main(
+            ["study=causal_mask", *size, "study.show=[1,10]", "stages=[study]", f"runtime.outputs={tmp_path}"]
+        )
+        == 0
+    )
     (folder,) = tmp_path.glob("causal_mask/v*/causal_mask__*")
     tables = {file.stem: pd.read_csv(file) for file in folder.glob("*.csv")}
     drawn = study.CausalMask(show=(1, 10), tokens=9).figures(tables)
     # Colour bars count as axes: a raw and a normalised map for each of four layers.
-    assert {name: len(figure.axes) for name, (figure, _) in drawn.items()} == {"figure_1": 4, "closed_forms": 4, "figure_10": 16}
+    assert {name: len(figure.axes) for name, (figure, _) in drawn.items()} == {
+        "figure_1": 4,
+        "closed_forms": 4,
+        "figure_10": 16,
+    }
     frame = tables["scores"].set_index(["figure", "setting", "layer", "query", "key"])
     mean, error = rope.simulate(9, 4, 0.0, dim=16, draws=60, rope=True, mask=False)
     one = frame.loc[(10, "alpha 0, RoPE, no mask", 2, 9, 4)]
-    assert one["score"] == pytest.approx(mean[1, 8, 3]) and one["standard_error"] == pytest.approx(error[1, 8, 3])
+    assert one["score"] == pytest.approx(mean[1, 8, 3]) and one["standard_error"] == pytest.approx(
+        error[1, 8, 3]
+    )
     assert len(frame) == 4 * 81, "without a mask all pairs have a score"
     steps = pd.read_csv(folder / "steps.csv")
-    assert steps[steps.step.str.startswith("(d)")]["value"].tolist() == pytest.approx([1, 0.1535, 1, 0.1321, 0.1508, 1], abs=1e-4)
+    assert steps[steps.step.str.startswith("(d)")]["value"].tolist() == pytest.approx(
+        [1, 0.1535, 1, 0.1321, 0.1508, 1], abs=1e-4
+    )
     verdicts = pd.read_csv(folder / "findings.csv").set_index("claim")["verdict"]
-    assert verdicts.filter(like="A.2").item() == "does not hold" and verdicts.filter(like="Equation 4").item() == "holds"
+    assert (
+        verdicts.filter(like="A.2").item() == "does not hold"
+        and verdicts.filter(like="Equation 4").item() == "holds"
+    )
 
 
 @pytest.mark.parametrize("field", ["show=[3]", "show=[2,2]", "dim=5", "tokens=2", "draws=1"])
-def test_the_study_refuses_what_it_cannot_simulate(field: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_study_refuses_what_it_cannot_simulate(
+    field: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["study=causal_mask", f"study.{field}", f"runtime.outputs={tmp_path}"]) == 2
     assert f"study.{field.split('=')[0]} = " in capsys.readouterr().err
 
@@ -321,7 +364,11 @@ def test_findings_tell_where_the_text_disagrees() -> None:
     tables = study.exact_tables(50)
     found = {finding.claim: finding for finding in study.CausalMask(show=(1,)).findings(tables)}
     later = next(f for claim, f in found.items() if "at alpha 0 layers 3 and 4" in claim)
-    assert later.verdict == "does not hold" and later.value == pytest.approx((24 + 30) / 96) and "24 of 48" in later.note
+    assert (
+        later.verdict == "does not hold"
+        and later.value == pytest.approx((24 + 30) / 96)
+        and "24 of 48" in later.note
+    )
     assert [f.verdict for f in found.values()].count("does not hold") == 2
     top = tables["rising"].set_index(["alpha", "layer"])["top"]
     # An independent run saw row 50 fall from key 32 and 38 on.
@@ -338,7 +385,10 @@ def test_shares_beyond_distance_as_in_the_limit() -> None:
         assert rows["split_half"].tolist() == pytest.approx([1, 1, 1]) and rows["bias"].abs().max() == 0
     free = study.exact(study.Setting(0.0, rope=True, mask=False), 50, 64)
     assert [study.beyond_distance(x) for x in free] == pytest.approx([0, 0, 0, 0], abs=1e-6)
-    assert study.rising_rows(np.tril(np.arange(25.0).reshape(5, 5))) == 3 and study.rising_rows(np.zeros((5, 5))) == 0
+    assert (
+        study.rising_rows(np.tril(np.arange(25.0).reshape(5, 5))) == 3
+        and study.rising_rows(np.zeros((5, 5))) == 0
+    )
 
 
 def test_layernorm_of_long_inputs_has_the_limit_of_l2() -> None:
@@ -353,15 +403,21 @@ def test_the_studies_of_masks() -> None:
     rates = layers_study.causal_rates()
     assert (rates["weight"] <= rates["bound"] + 1e-12).all()
     late = rates[rates["layers"] > 36]
-    assert (late["weight"] / late["predicted"]).between(0.97, 1.03).groupby(late["token"]).all()[[2, 3, 5]].all()
+    assert (
+        (late["weight"] / late["predicted"]).between(0.97, 1.03).groupby(late["token"]).all()[[2, 3, 5]].all()
+    )
     halves = layers_study.half_times().set_index("width")["measured"]
     # An independent run found these, in products of one attention more than its count.
     assert list(halves.loc[[2, 3, 5, 9, 17, 32]]) == [60 + 1, 30 + 1, 15 + 1, 8 + 1, 5 + 1, 4 + 1]
     tops = layers_study.peaks()
     assert (tops["measured"] - tops["predicted"]).abs().max() <= 1 + 1e-9
     mass = layers_study.item_mass().set_index(["attention", "layers", "item"])["weight"]
-    assert [mass["no PE, causal", 2, i] for i in ("first", "middle", "last")] == pytest.approx([0.35, 0.08, 0.02], abs=0.006)
-    assert [mass["decay 0.8, causal", 6, i] for i in ("first", "middle", "last")] == pytest.approx([0.60, 0.03, 0.00], abs=0.006)
+    assert [mass["no PE, causal", 2, i] for i in ("first", "middle", "last")] == pytest.approx(
+        [0.35, 0.08, 0.02], abs=0.006
+    )
+    assert [mass["decay 0.8, causal", 6, i] for i in ("first", "middle", "last")] == pytest.approx(
+        [0.60, 0.03, 0.00], abs=0.006
+    )
 
 
 def _whole_maps(lm: posbench.LM, ids: list[int]) -> np.ndarray:
@@ -375,14 +431,18 @@ def _whole_maps(lm: posbench.LM, ids: list[int]) -> np.ndarray:
     return np.stack([weights[0].double().numpy() for weights in found])
 
 
-@pytest.mark.parametrize("family", ["llama", "llama-gqa", "mistral-window", "gemma2", "qwen3", "smollm3-nope", "mpt", "falcon"])
+@pytest.mark.parametrize(
+    "family", ["llama", "llama-gqa", "mistral-window", "gemma2", "qwen3", "smollm3-nope", "mpt", "falcon"]
+)
 def test_rollout_and_sinks_are_those_of_whole_maps(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     lm = posbench.load(build(family))
     torch.manual_seed(1)
     ids, parts, tokens = torch.randint(5, 250, (41,)).tolist(), 6, 16
     kernel = lm.model.config._attn_implementation
     # Blocks of three rows: what is compared is the sum over blocks.
-    monkeypatch.setattr(rollout_study, "attention_rows", partial(rollout_study.attention_rows, entries=3 * 4 * 41))
+    monkeypatch.setattr(
+        rollout_study, "attention_rows", partial(rollout_study.attention_rows, entries=3 * 4 * 41)
+    )
     found = rollout_study.flow(lm, ids, parts, tokens)
     assert lm.model.config._attn_implementation == kernel
     maps = _whole_maps(lm, ids)
@@ -407,8 +467,14 @@ def test_attention_rows_hold_one_block_and_know_every_kind_of_mask() -> None:
         wanted = scores.masked_fill(~seen, float("-inf")).softmax(-1)
         additive = torch.zeros(1, 1, 11, 11).masked_fill(~seen, float("-inf"))
         for mask in (None, seen[None, None], additive, torch.ones(1, 11)):
-            blocks = list(rollout_study.attention_rows(query, key, mask, scaling=0.3, sliding_window=width, entries=4 * 11 * 2))
-            assert [start for start, _ in blocks] == [0, 2, 4, 6, 8, 10] and all(w.numel() <= 88 for _, w in blocks)
+            blocks = list(
+                rollout_study.attention_rows(
+                    query, key, mask, scaling=0.3, sliding_window=width, entries=4 * 11 * 2
+                )
+            )
+            assert [start for start, _ in blocks] == [0, 2, 4, 6, 8, 10] and all(
+                w.numel() <= 88 for _, w in blocks
+            )
             assert torch.allclose(torch.cat([weights for _, weights in blocks], dim=2), wanted, atol=1e-6)
 
 
@@ -417,7 +483,10 @@ def test_rollout_under_methods_that_attend_more_than_once() -> None:
     lm = posbench.load("tiny")
     ids = lm.encode("bal kop dip gel").ids * 4
     plain = rollout_study.flow(lm, ids, 4, 8)["rollout"]
-    for method in (MoICE(weights="uniform", bases=(None, None), top_k=2), AttentionBuckets(bases=(None, None))):
+    for method in (
+        MoICE(weights="uniform", bases=(None, None), top_k=2),
+        AttentionBuckets(bases=(None, None)),
+    ):
         with method.applied(lm):
             assert rollout_study.flow(lm, ids, 4, 8)["rollout"] == pytest.approx(plain, abs=1e-5), method
     with AttentionBuckets(bases=(None, 500.0)).applied(lm):
@@ -429,9 +498,14 @@ def test_sinks_by_hand() -> None:
     first[:, 0] = 1
     own = np.eye(4)
     stack = np.stack([first, own])
-    # The first head sees token 1 alone; the second sees itself: mean weights 1/4, 1/3, 1/2, 1 over the queries that see a token.
-    assert masks.sink_by_head(stack).tolist() == [0.5, 0.5, 0.5, 0.5] and masks.sink_by_head(own[None]).tolist() == [0, 1, 1, 1]
-    assert masks.sink_by_entry(stack, masks.causal(4)) == pytest.approx([(1 + 1 / 4) / 2, 1 / 6, 1 / 4, 1 / 2])
+    # The first head sees token 1 alone; the second sees itself: mean weights 1/4, 1/3, 1/2, 1 over the
+    # queries that see a token.
+    assert masks.sink_by_head(stack).tolist() == [0.5, 0.5, 0.5, 0.5] and masks.sink_by_head(
+        own[None]
+    ).tolist() == [0, 1, 1, 1]
+    assert masks.sink_by_entry(stack, masks.causal(4)) == pytest.approx(
+        [(1 + 1 / 4) / 2, 1 / 6, 1 / 4, 1 / 2]
+    )
     even = masks.uniform(masks.prefix(12, 4))
     assert (masks.sink_by_entry(even, masks.prefix(12, 4), 0.08)[:4] == 1).all()
     deep = masks.rollout([masks.uniform(masks.causal(16))] * 10)[-1]
@@ -445,14 +519,25 @@ def test_sinks_of_a_model_that_attends_evenly() -> None:
         for layer in lm.model.model.layers:
             layer.self_attn.q_proj.weight.zero_()
     rows = [rollout_study.flow(lm, ids, 2, 4) for ids in ([5, 9, 40, 33, 8, 100], [7, 7, 9, 8], [5])]
-    tables = rollout_study.summary([{k: v.tolist() for k, v in row.items()} for row in rows], ["a", "b", "c"], 50)
+    tables = rollout_study.summary(
+        [{k: v.tolist() for k, v in row.items()} for row in rows], ["a", "b", "c"], 50
+    )
     sinks = tables["sinks"].set_index(["metric", "token"])
     even = masks.uniform(masks.causal(4))
     assert sinks.loc["by_head", "share"].tolist() == masks.sink_by_head(even[None]).tolist() == [1, 1, 0, 0]
-    assert sinks.loc["by_entry", "share"].tolist() == [1, 1, 1, 1] and sinks["n"].eq(2).all(), "the third prompt is too short"
+    assert sinks.loc["by_entry", "share"].tolist() == [1, 1, 1, 1] and sinks["n"].eq(2).all(), (
+        "the third prompt is too short"
+    )
     rollout = tables["rollout"]
-    assert rollout.groupby(["rollout", "layers"])["weight"].sum().to_numpy() == pytest.approx(1) and rollout["n"].eq(3).all()
-    assert (rollout["low"] <= rollout["weight"] + 1e-12).all() and (rollout["weight"] <= rollout["high"] + 1e-12).all()
+    assert (
+        rollout.groupby(["rollout", "layers"])["weight"].sum().to_numpy() == pytest.approx(1)
+        and rollout["n"].eq(3).all()
+    )
+    assert (rollout["low"] <= rollout["weight"] + 1e-12).all() and (
+        rollout["weight"] <= rollout["high"] + 1e-12
+    ).all()
     change = tables["changes"].set_index("what")["value"]
-    first = rollout[(rollout.rollout == "attention alone") & (rollout.part == 0)].set_index("layers")["weight"]
+    first = rollout[(rollout.rollout == "attention alone") & (rollout.part == 0)].set_index("layers")[
+        "weight"
+    ]
     assert change["attention alone"] == pytest.approx(first[4] - first[1]) and change["by_head"] == 0

@@ -1,4 +1,5 @@
-"""What the throughput study compares is the same work: it refuses to print a ratio when one output differs."""
+"""What the throughput study compares is the same work: it refuses to print a ratio when one output
+differs."""
 
 from __future__ import annotations
 

@@ -26,9 +26,15 @@ from posbench.tasks.kv_retrieval import WORDS, compact_prompt
 
 torch.set_num_threads(1)
 MICRO = Recipe(
-    hidden_size=32, num_layers=2, num_heads=2, intermediate_size=32, questions=3, batch_questions=60, min_contexts=2,
+    hidden_size=32,
+    num_layers=2,
+    num_heads=2,
+    intermediate_size=32,
+    questions=3,
+    batch_questions=60,
+    min_contexts=2,
     stages=(TrainStage(name="only", steps=3, pairs=(3, 4), lr=1e-3, mix=0.1, noise=0.4),),
-)  # fmt: skip
+)
 
 
 def records(pairs, seed=0):
@@ -139,7 +145,8 @@ def test_offset_heads_start_by_looking_back():
 
 
 def start_weights(name, pairs):
-    """Attention per layer, [12, heads, T, T], of a fresh model on 12 prompts, and where its last tokens sit."""
+    """Attention per layer, [12, heads, T, T], of a fresh model on 12 prompts, and where its last tokens
+    sit."""
     model = build_model(RECIPES[name], torch.Generator().manual_seed(0)).eval()
     model.set_attn_implementation("eager")
     batch = draw_batch(12, pairs, 1, torch.full((pairs,), 1 / pairs), 0.0, torch.Generator().manual_seed(1))
@@ -281,13 +288,17 @@ def test_card_is_what_its_numbers_render_to(shipped):
     assert text == card.render(folder.name, *numbers, pd.read_csv(folder / SEEDS_FILE))
     assert numbers[0]["seed"] == SHIPPED[folder.name]
     assert numbers[0]["recipe"] == json.loads(json.dumps(RECIPES[folder.name].as_dict()))
-    parameters = sum(p.numel() for p in AutoModelForCausalLM.from_pretrained(folder, local_files_only=True).parameters())
+    parameters = sum(
+        p.numel() for p in AutoModelForCausalLM.from_pretrained(folder, local_files_only=True).parameters()
+    )
     assert f"{parameters:,} parameters" in text
 
 
 def test_published_numbers_meet_the_criteria_for_tiny_and_not_for_its_sibling():
     passed = {
-        name: {c.name: c.passed for c in criteria(json.loads((paths.MODELS / name / MEASURED_FILE).read_text()))}
+        name: {
+            c.name: c.passed for c in criteria(json.loads((paths.MODELS / name / MEASURED_FILE).read_text()))
+        }
         for name in ("tiny", "tiny_b")
     }
     assert all(passed["tiny"].values())
@@ -311,7 +322,11 @@ def test_seeds_table_reads_a_study(tmp_path):
     (folder / study.STUDY_FILE).write_text((shipped / MEASURED_FILE).read_text())
     row = seeds_table(tmp_path).iloc[0]
     measured = json.loads((shipped / MEASURED_FILE).read_text())
-    assert row["seed"] == 4 and row["gain"] == measured["found"]["gain"] and row["base"] == measured["base"]["mean"]
+    assert (
+        row["seed"] == 4
+        and row["gain"] == measured["found"]["gain"]
+        and row["base"] == measured["base"]["mean"]
+    )
 
 
 SIBLINGS = ("tiny_nope", "tiny_alibi")
@@ -337,7 +352,9 @@ def test_siblings_are_stock_classes_without_rotation(sibling):
 
 def test_position_ids_change_nothing_without_rotation(sibling):
     _, model = sibling
-    ids = draw_batch(1, 8, 1, end_prior(8, 0.08, 1.0), 0.0, torch.Generator().manual_seed(3)).prompt(0, 0)[None]
+    ids = draw_batch(1, 8, 1, end_prior(8, 0.08, 1.0), 0.0, torch.Generator().manual_seed(3)).prompt(0, 0)[
+        None
+    ]
     positions = torch.randperm(ids.shape[1], generator=torch.Generator().manual_seed(0))[None]
     llama = AutoModelForCausalLM.from_pretrained(paths.MODELS / "tiny", local_files_only=True).eval()
     with torch.no_grad():
@@ -347,12 +364,16 @@ def test_position_ids_change_nothing_without_rotation(sibling):
 
 def test_padding_on_the_left_changes_nothing_without_rotation(sibling):
     _, model = sibling
-    ids = draw_batch(1, 8, 1, end_prior(8, 0.08, 1.0), 0.0, torch.Generator().manual_seed(3)).prompt(0, 0)[None]
+    ids = draw_batch(1, 8, 1, end_prior(8, 0.08, 1.0), 0.0, torch.Generator().manual_seed(3)).prompt(0, 0)[
+        None
+    ]
     padded = torch.cat([torch.full((1, 3), VOCAB["<|end|>"]), ids], 1)
     mask = torch.cat([torch.zeros(1, 3, dtype=torch.long), torch.ones_like(ids)], 1)
     with torch.no_grad():
         expected = model(ids).logits[0, -1]
-        torch.testing.assert_close(model(padded, attention_mask=mask).logits[0, -1], expected, atol=1e-3, rtol=1e-3)
+        torch.testing.assert_close(
+            model(padded, attention_mask=mask).logits[0, -1], expected, atol=1e-3, rtol=1e-3
+        )
 
 
 def test_siblings_retrieve_above_chance_and_have_monotone_channels(sibling):
@@ -379,7 +400,9 @@ def test_retrain_returns_the_first_seed_that_meets_the_criteria(tmp_path, monkey
         for seed in seeds:
             trained.append(seed)
             (out / f"seed{seed}").mkdir()
-            (out / f"seed{seed}" / study.STUDY_FILE).write_text(json.dumps(good if len(trained) == 3 else bad))
+            (out / f"seed{seed}" / study.STUDY_FILE).write_text(
+                json.dumps(good if len(trained) == 3 else bad)
+            )
 
     monkeypatch.setattr(study, "run_seeds", fake)
     with pytest.raises(UserError, match="attempts"):
@@ -392,7 +415,10 @@ def test_retrain_returns_the_first_seed_that_meets_the_criteria(tmp_path, monkey
     # A sibling has no gain to reach.
     trained.clear()
     (tmp_path / "sibling").mkdir()
-    assert study.retrain(tmp_path / "sibling", 2, 4, "tiny_nope") == tmp_path / "sibling" / f"seed{SHIPPED['tiny_nope']}"
+    assert (
+        study.retrain(tmp_path / "sibling", 2, 4, "tiny_nope")
+        == tmp_path / "sibling" / f"seed{SHIPPED['tiny_nope']}"
+    )
     assert trained == [SHIPPED["tiny_nope"]]
 
 

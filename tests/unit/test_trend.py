@@ -30,7 +30,12 @@ def _runs(folder: Path, strength: float, method: str = "scale_channel") -> list[
         path = folder / f"run{number}"
         path.mkdir(parents=True)
         out = RunDir(path)
-        config = {"model": {"name": "m"}, "task": {"name": "kv"}, "method": {"name": method}, "runtime": {"resamples": 300}}
+        config = {
+            "model": {"name": "m"},
+            "task": {"name": "kv"},
+            "method": {"name": method},
+            "runtime": {"resamples": 300},
+        }
         (path / "config.yaml").write_text(json.dumps(config))
         write_csv(path / "attention.csv", attention())
         write_csv(path / "metrics.csv", metrics())
@@ -39,11 +44,14 @@ def _runs(folder: Path, strength: float, method: str = "scale_channel") -> list[
         for name, lean in (("none", 0.0), (method, strength * number)):
             for i in range(PROMPTS):
                 position, row = i % POSITIONS, {"method": name, "id": str(i)}
-                # Layer 1 is the stronger one in attention.csv; layer 0 leans the other way and must not be read.
+                # Layer 1 is the stronger one in attention.csv; layer 0 leans the other way and must not be
+                # read.
                 layers = [np.exp(lean * depth), np.exp(-lean * depth + 0.2 * rng.normal(size=POSITIONS))]
                 weights.append({**row, "attention": [list(layer) for layer in layers]})
                 right = float(rng.random() < 0.5 - 0.2 * lean * depth[position])
-                scores.append({**row, "gold_position": position, "cluster": "", "scores": {"accuracy": right}})
+                scores.append(
+                    {**row, "gold_position": position, "cluster": "", "scores": {"accuracy": right}}
+                )
         out.append("attention.jsonl", weights)
         out.append("predictions.jsonl", scores)
         runs.append(({"method.factor": f"{number:g}"}, path))
@@ -56,7 +64,9 @@ def test_a_planted_lean_is_found_and_its_absence_too(tmp_path: Path) -> None:
         first, second, _, peak = findings.itertuples()
         if strength:
             assert first.verdict == second.verdict == "holds" and first.value < -0.9 and second.value > 0.9
-            centres = rows[(rows["statistic"] == CENTRE) & (rows["number"] != "none")].set_index("number")["value"]
+            centres = rows[(rows["statistic"] == CENTRE) & (rows["number"] != "none")].set_index("number")[
+                "value"
+            ]
             weights = {n: np.exp(-n * np.linspace(-1, 1, POSITIONS)) for n in NUMBERS}
             wanted = [float(w @ np.linspace(0, 1, POSITIONS) / w.sum()) for w in weights.values()]
             np.testing.assert_allclose(centres[NUMBERS].astype(float), wanted, atol=0.02)
@@ -73,7 +83,10 @@ def test_the_rows_are_those_of_the_prompts(tmp_path: Path) -> None:
     rows, _ = trends(runs, ["method.factor"])
     number, path = NUMBERS[0], runs[0][1]
     scores = [r for r in RunDir(path).rows("predictions.jsonl") if r["method"] != "none"]
-    means = [np.mean([r["scores"]["accuracy"] for r in scores if r["gold_position"] == p]) for p in range(POSITIONS)]
+    means = [
+        np.mean([r["scores"]["accuracy"] for r in scores if r["gold_position"] == p])
+        for p in range(POSITIONS)
+    ]
     lean = rows[(rows["statistic"] == LEAN) & (rows["number"] == number)].iloc[0]
     assert lean.value == pytest.approx(np.mean(means[:2]) - np.mean(means[2:])) and lean.n == PROMPTS
     spread = rows[(rows["statistic"] == SPREAD) & (rows["number"] == number)].iloc[0]
@@ -82,11 +95,16 @@ def test_the_rows_are_those_of_the_prompts(tmp_path: Path) -> None:
     assert spread.value == pytest.approx(np.sqrt(np.var(means, ddof=1) - noise), abs=0.02)
 
 
-def test_another_method_has_no_claim_about_the_direction_and_few_numbers_make_no_trend(tmp_path: Path) -> None:
+def test_another_method_has_no_claim_about_the_direction_and_few_numbers_make_no_trend(
+    tmp_path: Path,
+) -> None:
     runs = _runs(tmp_path, -1.0, method="position_interpolation")
     _, findings = trends([({"method.scale": s["method.factor"]}, p) for s, p in runs], ["method.scale"])
     assert len(findings) == 3 and not findings["claim"].str.contains("C7").any()
-    assert list(findings["verdict"][:2]) == ["holds", "holds"] and findings["value"][0] > 0 > findings["value"][1]
+    assert (
+        list(findings["verdict"][:2]) == ["holds", "holds"]
+        and findings["value"][0] > 0 > findings["value"][1]
+    )
     # The lean is as strong at 2 as at -2, so the spread over positions follows no number of the five.
     assert findings["verdict"][2] == "does not hold" and findings["low"][2] <= 0 <= findings["high"][2]
     for few, axes in ((runs[:2], ["method.factor"]), (runs, ["task.seed"]), (runs, [])):
@@ -117,5 +135,9 @@ def test_the_page_of_a_sweep_shows_the_lean(tmp_path: Path) -> None:
     panels = sweep_plots.trend(pd.read_csv(tmp_path / "trend.csv", keep_default_na=False)).axes
     for axes, name, scale in zip(panels, (CENTRE, LEAN, SPREAD), (1, 100, 100), strict=True):
         (line,) = [one for one in axes.lines if len(one.get_xdata()) == len(NUMBERS)]
-        wanted = rows[(rows["statistic"] == name) & (rows["number"] != "none")].set_index("number").loc[NUMBERS, "value"]
+        wanted = (
+            rows[(rows["statistic"] == name) & (rows["number"] != "none")]
+            .set_index("number")
+            .loc[NUMBERS, "value"]
+        )
         np.testing.assert_allclose(line.get_ydata(), scale * wanted.astype(float), rtol=1e-6)

@@ -1,4 +1,5 @@
-"""The supported range of transformers: stated in pyproject.toml, tested by two environments, refused outside in words."""
+"""The supported range of transformers: stated in pyproject.toml, tested by two environments, refused outside
+in words."""
 
 from __future__ import annotations
 
@@ -16,7 +17,9 @@ from posbench.errors import UserError
 
 ROOT = Path(__file__).parents[2]
 DEPENDENCIES = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
-(SUPPORTED,) = (Requirement(line).specifier for line in DEPENDENCIES if Requirement(line).name == "transformers")
+(SUPPORTED,) = (
+    Requirement(line).specifier for line in DEPENDENCIES if Requirement(line).name == "transformers"
+)
 
 
 @pytest.fixture
@@ -54,7 +57,10 @@ def test_unsupported_is_one_line(number: str, installed, capsys: pytest.CaptureF
     assert main(["ls"]) == 2
     told = capsys.readouterr()
     assert told.out == "" and told.err.count("\n") == 1
-    assert told.err.startswith(f"posbench: transformers = '{number}': allowed: version ") and "pip install" in told.err
+    assert (
+        told.err.startswith(f"posbench: transformers = '{number}': allowed: version ")
+        and "pip install" in told.err
+    )
     assert all(str(bound) in told.err for bound in SUPPORTED)
     with pytest.raises(UserError, match="transformers = "):
         posbench.load("tiny")

@@ -1,4 +1,5 @@
-"""ZeroSCROLLS: prompts character by character, references, scores, the leaderboard's file, and every malformed line."""
+"""ZeroSCROLLS: prompts character by character, references, scores, the leaderboard's file, and every
+malformed line."""
 
 from __future__ import annotations
 
@@ -135,11 +136,27 @@ def test_cutting_the_document_leaves_instruction_separator_and_query(chat: bool,
 def test_tokens_to_generate(tmp_path: Path) -> None:
     numbers = {subset: _one(tmp_path, subset).max_new_tokens for subset in NEW_TOKENS}
     assert numbers == {
-        "gov_report": 512, "summ_screen_fd": 512, "qmsum": 512, "squality": 512, "qasper": 128, "narrative_qa": 64,
-        "quality": 10, "musique": 32, "space_digest": 36, "book_sum_sort": 256,
-    }  # fmt: skip
+        "gov_report": 512,
+        "summ_screen_fd": 512,
+        "qmsum": 512,
+        "squality": 512,
+        "qasper": 128,
+        "narrative_qa": 64,
+        "quality": 10,
+        "musique": 32,
+        "space_digest": 36,
+        "book_sum_sort": 256,
+    }
     assert _one(tmp_path, "gov_report", max_new_tokens=1024).max_new_tokens == 1024
-    assert LPES == ("gov_report", "summ_screen_fd", "qmsum", "squality", "qasper", "narrative_qa", "space_digest")
+    assert LPES == (
+        "gov_report",
+        "summ_screen_fd",
+        "qmsum",
+        "squality",
+        "qasper",
+        "narrative_qa",
+        "space_digest",
+    )
 
 
 def test_rows_with_one_id_are_references_of_one_example(tmp_path: Path) -> None:
@@ -159,12 +176,19 @@ def test_a_zip_is_its_folder(tmp_path: Path) -> None:
     (tmp_path / "qasper/validation.jsonl").unlink()
     assert task.evaluation() == expected
     (source,) = ZeroSCROLLS(subsets=("qasper", "qmsum")).files()
-    assert (source.kind, source.id, source.files) == ("dataset", "tau/zero_scrolls", ("qasper.zip", "qmsum.zip"))
+    assert (source.kind, source.id, source.files) == (
+        "dataset",
+        "tau/zero_scrolls",
+        ("qasper.zip", "qmsum.zip"),
+    )
 
 
 def test_summaries_take_the_best_of_each_rouge() -> None:
     """One by one: of two references, the first may give ROUGE-1 and the second ROUGE-2."""
-    one, other, both = (ZeroSCROLLS().score(_asked("qmsum", *gold), "a b c") for gold in (["a b d"], ["b c"], ["a b d", "b c"]))
+    one, other, both = (
+        ZeroSCROLLS().score(_asked("qmsum", *gold), "a b c")
+        for gold in (["a b d"], ["b c"], ["a b d", "b c"])
+    )
     assert (one["rouge1"], one["rouge2"], one["rougeL"]) == pytest.approx((2 / 3, 1 / 2, 2 / 3))
     assert one["score"] == pytest.approx((2 / 3 * 1 / 2 * 2 / 3) ** (1 / 3))
     assert (other["rouge1"], other["rouge2"], other["rougeL"]) == pytest.approx((4 / 5, 2 / 3, 4 / 5))
@@ -185,12 +209,26 @@ def test_the_two_readings_of_a_rouge_total() -> None:
 
 
 def test_the_benchmarks_number_is_the_mean_of_the_tasks_totals() -> None:
-    """qmsum as above, the cube root of 1/3; qasper one right of three: their plain mean, whatever their sizes."""
+    """qmsum as above, the cube root of 1/3; qasper one right of three: their plain mean, whatever their
+    sizes."""
     task = ZeroSCROLLS(subsets=("qmsum", "qasper"))
-    said = [("qmsum", "a b c", "a b c"), ("qmsum", "a b c", "c b a"), *(("qasper", "x", reply) for reply in "xyz")]
+    said = [
+        ("qmsum", "a b c", "a b c"),
+        ("qmsum", "a b c", "c b a"),
+        *(("qasper", "x", reply) for reply in "xyz"),
+    ]
     rows = [
-        {"method": "none", "id": str(n), "subset": subset, "gold_position": None, "cluster": "", "scores": task.score(e, reply)}
-        for n, (subset, e, reply) in enumerate((subset, _asked(subset, gold), reply) for subset, gold, reply in said)
+        {
+            "method": "none",
+            "id": str(n),
+            "subset": subset,
+            "gold_position": None,
+            "cluster": "",
+            "scores": task.score(e, reply),
+        }
+        for n, (subset, e, reply) in enumerate(
+            (subset, _asked(subset, gold), reply) for subset, gold, reply in said
+        )
     ]
     frame = metrics.by_subset(rows, task, model="m", unmodified="none", resamples=10, seed=0)
     value = frame[frame["metric"] == "score"].set_index("subset")["value"]
@@ -245,7 +283,11 @@ def test_test_questions_are_not_scored_but_handed_in(tmp_path: Path) -> None:
         ("qasper", {"query_end_index": ...}, '"query_end_index"'),
         ("qasper", {"truncation_seperator": ...}, '"truncation_seperator"'),
         ("qasper", {"document_start_index": 3}, "an instruction and an empty line"),
-        ("qasper", {"id": "q1", "input": row("qasper")["input"].replace("sky", "sun")}, '"input" that "id" q1 has'),
+        (
+            "qasper",
+            {"id": "q1", "input": row("qasper")["input"].replace("sky", "sun")},
+            '"input" that "id" q1 has',
+        ),
     ],
 )
 def test_a_malformed_line_is_named(subset: str, changed: dict[str, Any], said: str, tmp_path: Path) -> None:
@@ -257,7 +299,9 @@ def test_a_malformed_line_is_named(subset: str, changed: dict[str, Any], said: s
 
 def test_missing_and_torn_files(tmp_path: Path) -> None:
     task = ZeroSCROLLS(subsets=("qasper",), path=str(tmp_path))
-    with pytest.raises(UserError, match=r"qasper/validation\.jsonl or qasper\.zip.*hf\.co/datasets/tau/zero_scrolls"):
+    with pytest.raises(
+        UserError, match=r"qasper/validation\.jsonl or qasper\.zip.*hf\.co/datasets/tau/zero_scrolls"
+    ):
         task.evaluation()
     (tmp_path / "qasper.zip").write_bytes(b"PK torn")
     with pytest.raises(UserError, match=r"qasper\.zip:qasper/validation\.jsonl"):
@@ -288,7 +332,9 @@ def test_there_is_nothing_to_calibrate_on() -> None:
 
 
 @pytest.mark.parametrize(("model", "tokens"), [("phi4", None), ("llama2_7b", 3584), ("vicuna_7b_16k", 15872)])
-def test_the_yaml_has_the_defaults_of_the_class_and_models_bring_their_length(model: str, tokens: int | None) -> None:
+def test_the_yaml_has_the_defaults_of_the_class_and_models_bring_their_length(
+    model: str, tokens: int | None
+) -> None:
     GlobalHydra.instance().clear()
     with initialize_config_dir(str(paths.CONF), version_base="1.3"):
         values = plain(compose("config", overrides=["task=zero_scrolls", f"model={model}"]))["task"]

@@ -19,7 +19,8 @@ FILE = "predictions.jsonl"
 
 
 def run(run: Run) -> None:
-    """Generate or choose, score, and write ``predictions.jsonl``, ``metrics.csv``, ``subsets.csv`` and ``prompts.json``.
+    """Generate or choose, score, and write ``predictions.jsonl``, ``metrics.csv``, ``subsets.csv`` and
+    ``prompts.json``.
 
     The unmodified model's rows are copied from another run of the same version where one has them.
     """
@@ -43,7 +44,9 @@ def run(run: Run) -> None:
         write_text(run.out.path / "submission" / file, text)
         run.console.print(f"for the leaderboard: {run.out.path / 'submission' / file}", soft_wrap=True)
     if not write_metrics(run.config, run.out, rows):
-        run.console.print(f"evaluate: {task.name} publishes no answers for these examples, so nothing is scored")
+        run.console.print(
+            f"evaluate: {task.name} publishes no answers for these examples, so nothing is scored"
+        )
 
 
 def answers(run: Run, file: str, name: str, method: Method, encoded: Mapping[str, Encoded]) -> list[Row]:
@@ -57,7 +60,9 @@ def answers(run: Run, file: str, name: str, method: Method, encoded: Mapping[str
         encoded: The prompts by id.
     """
     task, examples = run.config.task, run.evaluation
-    choices = {e.id: [run.lm.continuation_ids(encoded[e.id], c) for c in e.choices] for e in examples if e.choices}
+    choices = {
+        e.id: [run.lm.continuation_ids(encoded[e.id], c) for c in e.choices] for e in examples if e.choices
+    }
     with method.applied(run.lm) as lm:
 
         def compute(batch: Sequence[Example]) -> list[Row]:
@@ -76,20 +81,31 @@ def answers(run: Run, file: str, name: str, method: Method, encoded: Mapping[str
 
         order = plan(task, examples, encoded, run.config.runtime)
         return complete(
-            run, file, f"evaluate {name}", [[examples[i] for i in group] for group in order],
-            lambda e: {"method": name, "id": e.id}, compute,
-        )  # fmt: skip
+            run,
+            file,
+            f"evaluate {name}",
+            [[examples[i] for i in group] for group in order],
+            lambda e: {"method": name, "id": e.id},
+            compute,
+        )
 
 
-def plan(task: Task, examples: Sequence[Example], encoded: Mapping[str, Encoded], runtime: Runtime) -> list[list[int]]:
+def plan(
+    task: Task, examples: Sequence[Example], encoded: Mapping[str, Encoded], runtime: Runtime
+) -> list[list[int]]:
     """Batches of examples that are decoded alike, the largest first."""
     alike: dict[tuple[Any, ...], list[int]] = {}
     for number, e in enumerate(examples):
-        alike.setdefault((bool(e.choices), e.max_new_tokens or task.max_new_tokens, e.min_new_tokens, e.stop), []).append(number)
+        alike.setdefault(
+            (bool(e.choices), e.max_new_tokens or task.max_new_tokens, e.min_new_tokens, e.stop), []
+        ).append(number)
     out = []
     for (chosen, new, *_), members in alike.items():
         lengths = [len(encoded[examples[i].id].ids) + (0 if chosen else new) for i in members]
-        out += [[members[i] for i in group] for group in batches(lengths, runtime.batch_size, runtime.batch_tokens)]
+        out += [
+            [members[i] for i in group]
+            for group in batches(lengths, runtime.batch_size, runtime.batch_tokens)
+        ]
     return sorted(out, key=lambda group: -len(encoded[examples[group[0]].id].ids))
 
 
@@ -100,7 +116,8 @@ def replies(
     encoded: Mapping[str, Encoded],
     choices: Mapping[str, Sequence[Sequence[int]]],
 ) -> list[Row]:
-    """Output of each example of a batch; where it is chosen, with the log-likelihoods (nats) of the choices."""
+    """Output of each example of a batch; where it is chosen, with the log-likelihoods (nats) of the
+    choices."""
     tokens, first = [encoded[e.id].ids for e in batch], batch[0]
     if first.choices:
         found = lm.continuations(tokens, [choices[e.id] for e in batch], batch_size=len(batch))
@@ -132,7 +149,8 @@ def _prompts(examples: Sequence[Example], encoded: Mapping[str, Encoded]) -> dic
 
 
 def write_metrics(config: Config, out: RunDir, rows: Sequence[Row]) -> bool:
-    """Tabulate scored rows into ``metrics.csv`` and ``subsets.csv``; False, and no file, where no row has a score."""
+    """Tabulate scored rows into ``metrics.csv`` and ``subsets.csv``; False, and no file, where no row has a
+    score."""
     order = {name: i for i, name in enumerate(dict.fromkeys(row["method"] for row in rows))}
     ordered = sorted(rows, key=lambda r: (order[r["method"]], r["id"]))
     if not any(row["scores"] for row in ordered):

@@ -36,7 +36,9 @@ def item_tokens(encoded: Encoded, example: Example) -> list[tuple[int, int]]:
 
 
 @torch.inference_mode()
-def attention_to_items(lm: LM, encoded: Sequence[Encoded], examples: Sequence[Example], *, heads: bool = False) -> Tensor:
+def attention_to_items(
+    lm: LM, encoded: Sequence[Encoded], examples: Sequence[Example], *, heads: bool = False
+) -> Tensor:
     """Mean attention weight of the last token to each token of each item, Yu et al. 2025, Eq. 4.
 
     Args:
@@ -46,14 +48,15 @@ def attention_to_items(lm: LM, encoded: Sequence[Encoded], examples: Sequence[Ex
         heads: Keep the heads apart.
 
     Returns:
-        [B, L, N] for B prompts, L layers and N items: averaged over heads and over each item's tokens; [B, L, H, N] with
-        ``heads``.
+        [B, L, N] for B prompts, L layers and N items: averaged over heads and over each item's tokens; [B, L,
+        H, N] with ``heads``.
     """
     inputs = lm.pad([e.ids for e in encoded])
     pool = item_pool(encoded, examples, inputs["input_ids"].shape[1])
     with lm.last_attention() as weights:
         lm.model(**inputs, use_cache=False, logits_to_keep=1)
-        # A method may run a prompt as several rows next to each other; their weights are averaged as heads are.
+        # A method may run a prompt as several rows next to each other; their weights are averaged as heads
+        # are.
         rows = [weights[layer].unflatten(0, (len(examples), -1)).mean(1) for layer in range(lm.layers)]
         kept = [(row if heads else row.mean(1, keepdim=True)).float().cpu() for row in rows]
     found = pooled(kept, pool)
@@ -61,7 +64,8 @@ def attention_to_items(lm: LM, encoded: Sequence[Encoded], examples: Sequence[Ex
 
 
 def item_pool(encoded: Sequence[Encoded], examples: Sequence[Example], width: int) -> Tensor:
-    """One over an item's number of tokens at its tokens and 0 elsewhere, [B, N, width], for prompts padded on the left."""
+    """One over an item's number of tokens at its tokens and 0 elsewhere, [B, N, width], for prompts padded on
+    the left."""
     pool = torch.zeros(len(examples), len(examples[0].items), width)
     for row, (code, example) in enumerate(zip(encoded, examples, strict=True)):
         for item, (first, last) in enumerate(item_tokens(code, example)):
@@ -71,7 +75,8 @@ def item_pool(encoded: Sequence[Encoded], examples: Sequence[Example], width: in
 
 
 def pooled(weights: Sequence[Tensor], pool: Tensor) -> Tensor:
-    """Weights [B, H, T'] of each layer, averaged over the tokens of each item: [B, L, H, N] from the pool [B, N, T]."""
+    """Weights [B, H, T'] of each layer, averaged over the tokens of each item: [B, L, H, N] from the pool [B,
+    N, T]."""
     # A sliding-window layer may hold the newest keys only: the others have no weight.
     layers = [F.pad(row, (pool.shape[-1] - row.shape[-1], 0)) for row in weights]
     return torch.einsum("lbht,bit->blhi", torch.stack(layers), pool)
@@ -83,7 +88,9 @@ def run(run: Run) -> None:
     placed = [e for e in run.evaluation if e.gold_position is not None and e.items]
     examples = [
         example
-        for _, group in groupby(sorted(placed, key=lambda e: e.gold_position or 0), key=lambda e: e.gold_position)
+        for _, group in groupby(
+            sorted(placed, key=lambda e: e.gold_position or 0), key=lambda e: e.gold_position
+        )
         for example in list(group)[: runtime.intervene_examples]
     ]
     if not examples:
@@ -101,19 +108,28 @@ def run(run: Run) -> None:
 
             def compute(batch: Sequence[Example]) -> list[Row]:
                 found = attention_to_items(lm, [encoded[e.id] for e in batch], batch)
-                return [{"attention": [[float(f"{x:.6g}") for x in layer] for layer in rows]} for rows in found.tolist()]
+                return [
+                    {"attention": [[float(f"{x:.6g}") for x in layer] for layer in rows]}
+                    for rows in found.tolist()
+                ]
 
             rows = complete(
-                run, FILE, f"intervene {name}", [[examples[i] for i in group] for group in plan],
-                lambda e: {"method": name, "id": e.id}, compute,  # noqa: B023
-            )  # fmt: skip
+                run,
+                FILE,
+                f"intervene {name}",
+                [[examples[i] for i in group] for group in plan],
+                lambda e: {"method": name, "id": e.id},
+                compute,
+            )
         if name == UNMODIFIED:
             run.out.mark(FILE, key=unmodified, done=True)
         frames.append(_averaged(run, name, {row["id"]: np.array(row["attention"]) for row in rows}, examples))
     write_csv(run.out.path / "attention.csv", pd.concat(frames, ignore_index=True))
 
 
-def _averaged(run: Run, method: str, measured: dict[str, np.ndarray], examples: Sequence[Example]) -> pd.DataFrame:
+def _averaged(
+    run: Run, method: str, measured: dict[str, np.ndarray], examples: Sequence[Example]
+) -> pd.DataFrame:
     """Average over the examples of each gold position, as long rows."""
     parts = []
     for position, group in groupby(examples, key=lambda e: e.gold_position):

@@ -28,8 +28,11 @@ def run(run: Run) -> None:
         reference = experiment.reference
         if reference:
             rows = [row for row in reference.rows() if row["task"] == run.config.task.name]
-            other = [f"{k}={getattr(run.config.task, k, None)} (paper {v})" for k, v in reference.setting.items()
-                     if getattr(run.config.task, k, None) != v]  # fmt: skip
+            other = [
+                f"{k}={getattr(run.config.task, k, None)} (paper {v})"
+                for k, v in reference.setting.items()
+                if getattr(run.config.task, k, None) != v
+            ]
             if other:
                 facts["note"] = f"This run has {', '.join(other)}: the paper's numbers do not apply to it."
             run.out.write_json("reference.json", [] if other else rows)
@@ -69,7 +72,11 @@ def show_findings(folder: Path, console: Console) -> None:
     if findings is not None:
         header, rows = tables.findings_table(findings)
         # All of it, with the notes, stands in findings.csv and in the report; a narrow terminal holds less.
-        shown = ("claim", "statistic", "value", "verdict") if console.width >= WIDE else ("claim", "value", "verdict")
+        shown = (
+            ("claim", "statistic", "value", "verdict")
+            if console.width >= WIDE
+            else ("claim", "value", "verdict")
+        )
         kept = [header.index(name) for name in shown]
         _print(console, [header[i] for i in kept], [[row[i] for i in kept] for row in rows], shorten=False)
 

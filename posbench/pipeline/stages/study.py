@@ -27,7 +27,9 @@ def run(run: Run) -> None:
         write_csv(run.out.path / f"{name}.csv", frame)
     # From what was written, as the figures are: a verdict never rests on digits that no file holds.
     found = study.findings(report.study_tables(run.out.path, list(tables)))
-    rows = [{"model": run.config.model.name if study.needs_model else "", **asdict(finding)} for finding in found]
+    rows = [
+        {"model": run.config.model.name if study.needs_model else "", **asdict(finding)} for finding in found
+    ]
     if rows:
         write_csv(run.out.path / "findings.csv", pd.DataFrame(rows, columns=list(FINDING_COLUMNS)))
     run.out.write_json("study.json", {"study": run.config.study_name, "tables": list(tables)})

@@ -1,4 +1,5 @@
-"""Behind RoPE on trained models (Figure 3): inner products between tokens, from the embeddings to the scores of layer 2."""
+"""Behind RoPE on trained models (Figure 3): inner products between tokens, from the embeddings to the scores
+of layer 2."""
 
 from __future__ import annotations
 
@@ -60,22 +61,28 @@ class Gram(Sampled):
     def measure(self, run: Run) -> dict[str, pd.DataFrame]:
         """Tables ``panels`` (panel, query, key, product) and ``facts``, a row for each panel.
 
-        ``facts``: panel, diagonal and below (means of the diagonal and of what is below it), falling (rank correlation of the
-        diagonal with the position, sign turned), rising (the same of product and key, mean over queries, token 1 left out), and
-        what :func:`posbench.studies.behind_rope.score_map.describe` says.
+        ``facts``: panel, diagonal and below (means of the diagonal and of what is below it), falling (rank
+        correlation of the diagonal with the position, sign turned), rising (the same of product and key, mean
+        over queries, token 1 left out), and what :func:`posbench.studies.behind_rope.score_map.describe`
+        says.
         """
         plan = self.batches(run)
         with run.progress("samples", self.samples) as advance:
             found = gram_panels(run.lm, plan, advance)
-        long = [long_map({"product": each.mean}, self.cells).assign(panel=name) for name, each in found.items()]
+        long = [
+            long_map({"product": each.mean}, self.cells).assign(panel=name) for name, each in found.items()
+        ]
         rows = []
         for name, each in found.items():
             mean = each.mean
             rising = [spearmanr(mean[i, 1:i], np.arange(i - 1)).statistic for i in range(4, len(mean))]
             own = {
-                "panel": name, "diagonal": np.diagonal(mean).mean(), "below": mean[np.tril_indices(len(mean), -1)].mean(),
-                "falling": -spearmanr(np.diagonal(mean), np.arange(len(mean))).statistic, "rising": np.mean(rising),
-            }  # fmt: skip
+                "panel": name,
+                "diagonal": np.diagonal(mean).mean(),
+                "below": mean[np.tril_indices(len(mean), -1)].mean(),
+                "falling": -spearmanr(np.diagonal(mean), np.arange(len(mean))).statistic,
+                "rising": np.mean(rising),
+            }
             rows.append({**own, **describe(each)})
         columns = ["panel", "query", "key", "product"]
         return {"panels": pd.concat(long, ignore_index=True)[columns], "facts": pd.DataFrame(rows)}
@@ -92,33 +99,59 @@ class Gram(Sampled):
         facts = tables["facts"].set_index("panel")
         n, share = int(facts["n"].iloc[0]), (facts["below"] / facts["diagonal"]).abs()
         found = [
-            Finding(claim="(a) after the first norm tokens are nearly orthogonal (Behind RoPE, Section 4.2)",
-                    statistic="mean product below the diagonal over mean product on it, size", value=share["a"], n=n,
-                    verdict=_holds(share["a"] < 0.1), note="10 % is our bound; the paper says close to zero"),
-            Finding(claim="(b) W_Q and W_K raise that share", statistic="the share in (b) over the share in (a)",
-                    value=share["b"] / share["a"], n=n, verdict=_holds(share["b"] > share["a"])),
-            Finding(claim="(c) the diagonal of A V falls with the position, as h' does",
-                    statistic="rank correlation of the diagonal with the position, sign turned", value=facts["falling"]["c"],
-                    n=self.tokens, verdict=_holds(facts["falling"]["c"] > 0.9)),
-        ]  # fmt: skip
+            Finding(
+                claim="(a) after the first norm tokens are nearly orthogonal (Behind RoPE, Section 4.2)",
+                statistic="mean product below the diagonal over mean product on it, size",
+                value=share["a"],
+                n=n,
+                verdict=_holds(share["a"] < 0.1),
+                note="10 % is our bound; the paper says close to zero",
+            ),
+            Finding(
+                claim="(b) W_Q and W_K raise that share",
+                statistic="the share in (b) over the share in (a)",
+                value=share["b"] / share["a"],
+                n=n,
+                verdict=_holds(share["b"] > share["a"]),
+            ),
+            Finding(
+                claim="(c) the diagonal of A V falls with the position, as h' does",
+                statistic="rank correlation of the diagonal with the position, sign turned",
+                value=facts["falling"]["c"],
+                n=self.tokens,
+                verdict=_holds(facts["falling"]["c"] > 0.9),
+            ),
+        ]
         for panel, words in (
             ("f", "(f) after the norm products rise with the key"),
             ("i", "(i) the scores of layer 2 rise with the key"),
         ):
             row = facts.loc[panel]
             found.append(
-                Finding(claim=words, statistic="nearest quarter of keys minus the farthest, mean product, key 1 left out",
-                        value=row["near"], low=row["near_low"], high=row["near_high"], n=n, verdict=_holds(row["near_low"] > 0),
-                        note=f"rank correlation of product and key {row['rising']:.2f}, mean over queries")
-            )  # fmt: skip
+                Finding(
+                    claim=words,
+                    statistic="nearest quarter of keys minus the farthest, mean product, key 1 left out",
+                    value=row["near"],
+                    low=row["near_low"],
+                    high=row["near_high"],
+                    n=n,
+                    verdict=_holds(row["near_low"] > 0),
+                    note=f"rank correlation of product and key {row['rising']:.2f}, mean over queries",
+                )
+            )
         turned, back = facts.loc["g"], facts.loc["h"]
         found.append(
-            Finding(claim="(g) after the feedforward block the pattern is turned round, and (h) the next norm turns it back",
-                    statistic="nearest quarter of keys minus the farthest, mean product of (g), key 1 left out",
-                    value=turned["near"], low=turned["near_low"], high=turned["near_high"], n=n,
-                    verdict=_holds(turned["near_high"] < 0 < back["near_low"]),
-                    note=f"(h): {back['near']:.3g} [{back['near_low']:.3g}, {back['near_high']:.3g}]")
-        )  # fmt: skip
+            Finding(
+                claim="(g) after the feedforward block the pattern is turned round, and (h) the next norm turns it back",
+                statistic="nearest quarter of keys minus the farthest, mean product of (g), key 1 left out",
+                value=turned["near"],
+                low=turned["near_low"],
+                high=turned["near_high"],
+                n=n,
+                verdict=_holds(turned["near_high"] < 0 < back["near_low"]),
+                note=f"(h): {back['near']:.3g} [{back['near_low']:.3g}, {back['near_high']:.3g}]",
+            )
+        )
         return found
 
 
@@ -130,18 +163,24 @@ def first_block(lm: LM) -> nn.Module:
     """The first decoder layer.
 
     Raises:
-        UserError: The family has no ``o_proj`` and ``post_attention_layernorm`` in its layers, too few layers, or cannot be
-            listened to.
+        UserError: The family has no ``o_proj`` and ``post_attention_layernorm`` in its layers, too few
+            layers, or cannot be listened to.
     """
     check_interface(lm)
     attentions = arch.attention_modules(lm.model)
-    blocks = [module for module in lm.model.modules() if any(child is attentions[0] for child in module.children())]
-    if len(attentions) < 2 or not hasattr(blocks[0], "post_attention_layernorm") or not hasattr(attentions[0], "o_proj"):
+    blocks = [
+        module for module in lm.model.modules() if any(child is attentions[0] for child in module.children())
+    ]
+    if (
+        len(attentions) < 2
+        or not hasattr(blocks[0], "post_attention_layernorm")
+        or not hasattr(attentions[0], "o_proj")
+    ):
         raise UserError(
-            field="model",
-            value=lm.name,
-            allowed="two layers or more with o_proj and post_attention_layernorm (Llama, Qwen2, Mistral, SmolLM3, ...)",
-            hint="study=score_map needs neither",
+            "model",
+            lm.name,
+            "two layers or more with o_proj and post_attention_layernorm (Llama, Qwen2, Mistral, SmolLM3, ...)",
+            "study=score_map needs neither",
         )
     return blocks[0]
 
@@ -153,7 +192,8 @@ def gram_panels(
     """Mean inner products between tokens of nine intermediates of the first two layers; see :data:`PANELS`.
 
     Args:
-        lm: The model, inside a method's block where one is meant; see :func:`posbench.studies.behind_rope.score_map.score_maps`.
+        lm: The model, inside a method's block where one is meant; see
+            :func:`posbench.studies.behind_rope.score_map.score_maps`.
         plan: Batches of token rows, all of one length.
         advance: Told the size of each batch that is done.
 
@@ -192,7 +232,9 @@ def gram_panels(
             first.o_proj.register_forward_pre_hook(lambda _, args: add("c", args[0])),
             first.register_forward_hook(left),
             norm.register_forward_hook(lambda _, __, out: add("f", out)),
-            block.register_forward_hook(lambda _, __, out: add("g", out[0] if isinstance(out, tuple) else out)),
+            block.register_forward_hook(
+                lambda _, __, out: add("g", out[0] if isinstance(out, tuple) else out)
+            ),
             attentions[1].register_forward_pre_hook(entering("h"), with_kwargs=True),
         ):
             stack.callback(handle.remove)

@@ -42,9 +42,11 @@ class Sampled(Study):
     Attributes:
         samples: Token rows.
         tokens: Tokens of a row, a beginning-of-sequence token counted where the tokenizer has one.
-        text: A UTF-8 text file whose pieces are the rows; null: whole tokens drawn evenly, which know nothing of each other.
+        text: A UTF-8 text file whose pieces are the rows; null: whole tokens drawn evenly, which know nothing
+            of each other.
         seed: Seed of the draws, and of the order in which pieces of a text are taken.
-        cells: Largest side of the maps that are written; of a larger map the means over blocks, its diagonal left out.
+        cells: Largest side of the maps that are written; of a larger map the means over blocks, its diagonal
+            left out.
     """
 
     samples: int = 1000
@@ -54,18 +56,21 @@ class Sampled(Study):
     cells: int = 128
 
     def check(self, config: Config, lm: LM | None) -> None:
-        """Refuse counts that leave nothing to see, rows that do not fit, short texts, and unfit methods and models."""
+        """Refuse counts that leave nothing to see, rows that do not fit, short texts, and unfit methods and
+        models."""
         refuse_last_token_apart(config)
         assert lm is not None
         for name, least in (("samples", 2), ("tokens", 8), ("cells", 8)):
             if getattr(self, name) < least:
                 raise UserError(
-                    field=f"study.{name}", value=getattr(self, name), allowed=f"a whole number from {least} up",
-                    hint=f"set study.{name}={least}",
-                )  # fmt: skip
+                    f"study.{name}",
+                    getattr(self, name),
+                    f"a whole number from {least} up",
+                    f"set study.{name}={least}",
+                )
         if self.tokens > lm.context_window:
             allowed = f"at most {lm.context_window}, the context window of {lm.name}"
-            raise UserError(field="study.tokens", value=self.tokens, allowed=allowed, hint="take fewer tokens")
+            raise UserError("study.tokens", self.tokens, allowed, "take fewer tokens")
         check_interface(lm)
         self.rows(lm)
 
@@ -88,16 +93,20 @@ class Sampled(Study):
 
 @dataclass(frozen=True, kw_only=True)
 class ScoreMap(Sampled):
-    """Mean attention scores before the softmax, layer by layer (Behind RoPE, Section 5.2, Figures 5, 8, 11-16)."""
+    """Mean attention scores before the softmax, layer by layer (Behind RoPE, Section 5.2, Figures 5, 8,
+    11-16)."""
 
     def measure(self, run: Run) -> dict[str, pd.DataFrame]:
-        """Tables ``maps`` (layer, query, key, score, normalised) and ``layers`` (what :func:`describe` says of each)."""
+        """Tables ``maps`` (layer, query, key, score, normalised) and ``layers`` (what :func:`describe` says
+        of each)."""
         plan = self.batches(run)
         with run.progress("samples", self.samples) as advance:
             found = score_maps(run.lm, plan, advance)
         layers = [{"layer": layer, **describe(each)} for layer, each in enumerate(found, start=1)]
         long = [
-            long_map({"score": each.mean, "normalised": diagonal_normalised(each.mean)}, self.cells).assign(layer=layer)
+            long_map({"score": each.mean, "normalised": diagonal_normalised(each.mean)}, self.cells).assign(
+                layer=layer
+            )
             for layer, each in enumerate(found, start=1)
         ]
         columns = ["layer", "query", "key", "score", "normalised"]
@@ -109,10 +118,20 @@ class ScoreMap(Sampled):
         both = {name: stacked(table, name) for name in ("score", "normalised")}
         last = self.tokens if self.tokens > self.cells else None
         words = f"{self.source}; mean over heads. Colours from the 1 % to the 99 % quantile, the diagonal left out."
-        rows = [(title, both[name][:FIRST]) for name, title in (("score", "scores"), ("normalised", "normalised"))]
-        drawn = {"score_map": (maps(rows, last), f"Scores before the softmax, and less the mean of their diagonal: {words}")}
+        rows = [
+            (title, both[name][:FIRST]) for name, title in (("score", "scores"), ("normalised", "normalised"))
+        ]
+        drawn = {
+            "score_map": (
+                maps(rows, last),
+                f"Scores before the softmax, and less the mean of their diagonal: {words}",
+            )
+        }
         if len(both["score"]) > FIRST:
-            for name, title in (("score", "Scores before the softmax"), ("normalised", "Scores less the mean of their diagonal")):
+            for name, title in (
+                ("score", "Scores before the softmax"),
+                ("normalised", "Scores less the mean of their diagonal"),
+            ):
                 drawn[f"all_layers_{name}"] = all_layers(both[name], last), f"{title}, every layer: {words}"
         return drawn
 
@@ -127,23 +146,37 @@ class ScoreMap(Sampled):
         # The layer whose interval comes nearest to 0, as the claim is about all of them.
         least = later.loc[(later["shift"].abs() / (later["shift_high"] - later["shift_low"])).idxmin()]
         return [
-            Finding(claim="Behind RoPE, Sections 3.2 and 4.2: from layer 2 on scores favour nearby keys",
-                    statistic="layer 2: mean score of the nearest quarter of keys minus that of the farthest, key 1 left out",
-                    value=second["near"], low=second["near_low"], high=second["near_high"], n=n,
-                    verdict="holds" if second["near_low"] > 0 else "does not hold",
-                    note=f"layers from 2 on whose interval lies above 0: {toward}, below 0: {away}, of {len(later)}; "
-                    f"layer 1: {first['near']:.3g} [{first['near_low']:.3g}, {first['near_high']:.3g}]"),
-            Finding(claim="Behind RoPE, Section 5.2: scores depend on more than i - j in all layers but the first",
-                    statistic="mean score of earlier minus later pairs of a distance; the layer from 2 on least sure to differ",
-                    value=least["shift"], low=least["shift_low"], high=least["shift_high"], n=n,
-                    verdict="holds" if moved.all() and still else "does not hold",
-                    note=f"layers from 2 on whose interval leaves 0 out: {int(moved.sum())} of {len(later)}; "
-                    f"layer 1: {first['shift']:.3g} [{first['shift_low']:.3g}, {first['shift_high']:.3g}]"),
-            Finding(claim="Behind RoPE, Section 5.2: that part is not negligible, [-1, 1] where scores lie in [-10, 10]",
-                    statistic="standard deviation of diagonal-normalised over that of raw scores, median of layers 2 on",
-                    value=scale.median(), n=len(later), verdict="holds" if scale.median() >= 0.1 else "does not hold",
-                    note=f"from {scale.min():.2f} to {scale.max():.2f}; of what two halves of the samples share, key 1 left out"),
-        ]  # fmt: skip
+            Finding(
+                claim="Behind RoPE, Sections 3.2 and 4.2: from layer 2 on scores favour nearby keys",
+                statistic="layer 2: mean score of the nearest quarter of keys minus that of the farthest, key 1 left out",
+                value=second["near"],
+                low=second["near_low"],
+                high=second["near_high"],
+                n=n,
+                verdict="holds" if second["near_low"] > 0 else "does not hold",
+                note=f"layers from 2 on whose interval lies above 0: {toward}, below 0: {away}, of {len(later)}; "
+                f"layer 1: {first['near']:.3g} [{first['near_low']:.3g}, {first['near_high']:.3g}]",
+            ),
+            Finding(
+                claim="Behind RoPE, Section 5.2: scores depend on more than i - j in all layers but the first",
+                statistic="mean score of earlier minus later pairs of a distance; the layer from 2 on least sure to differ",
+                value=least["shift"],
+                low=least["shift_low"],
+                high=least["shift_high"],
+                n=n,
+                verdict="holds" if moved.all() and still else "does not hold",
+                note=f"layers from 2 on whose interval leaves 0 out: {int(moved.sum())} of {len(later)}; "
+                f"layer 1: {first['shift']:.3g} [{first['shift_low']:.3g}, {first['shift_high']:.3g}]",
+            ),
+            Finding(
+                claim="Behind RoPE, Section 5.2: that part is not negligible, [-1, 1] where scores lie in [-10, 10]",
+                statistic="standard deviation of diagonal-normalised over that of raw scores, median of layers 2 on",
+                value=scale.median(),
+                n=len(later),
+                verdict="holds" if scale.median() >= 0.1 else "does not hold",
+                note=f"from {scale.min():.2f} to {scale.max():.2f}; of what two halves of the samples share, key 1 left out",
+            ),
+        ]
 
 
 def samples(lm: LM, count: int, tokens: int, text: Path | None, seed: int) -> list[list[int]]:
@@ -163,19 +196,18 @@ def samples(lm: LM, count: int, tokens: int, text: Path | None, seed: int) -> li
     try:
         whole = text.expanduser().read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(
-            field="study.text", value=str(text), allowed="a UTF-8 text file", hint=f"check the path ({error})"
-        ) from error
+        raise UserError("study.text", str(text), "a UTF-8 text file", f"check the path ({error})") from error
     ids = list(lm._tokenizer()(whole, add_special_tokens=False)["input_ids"])
     pieces = [ids[i : i + inner] for i in range(0, len(ids) - inner + 1, inner)]
     if len(pieces) < count:
         hint = f"set study.samples={len(pieces)}, fewer study.tokens, or take a longer text"
-        raise UserError(field="study.text", value=f"{len(ids)} tokens", allowed=f"{count} pieces of {inner} tokens", hint=hint)
+        raise UserError("study.text", f"{len(ids)} tokens", f"{count} pieces of {inner} tokens", hint)
     return [start + piece for piece in rng.sample(pieces, count)]
 
 
 class MeanMap:
-    """Inner products of queries and keys, averaged over heads and samples as these come; no map of one sample is ever made.
+    """Inner products of queries and keys, averaged over heads and samples as these come; no map of one sample
+    is ever made.
 
     Attributes:
         each: Per sample the two differences of :func:`contrasts`, mean over heads.
@@ -195,7 +227,9 @@ class MeanMap:
             rows = (half == number).to(query.device)
             left, right = (x[rows].permute(2, 0, 1, 3).reshape(tokens, -1) for x in (query, key))
             self._halves[number] += (left @ right.T).double().cpu() / heads
-        differences = [(query * (weights @ key)).sum((2, 3)).mean(1) for weights in contrasts(tokens, query.device)]
+        differences = [
+            (query * (weights @ key)).sum((2, 3)).mean(1) for weights in contrasts(tokens, query.device)
+        ]
         self.each += torch.stack(differences, dim=1).tolist()
 
     @property
@@ -219,9 +253,9 @@ class MeanMap:
 def contrasts(tokens: int, device: torch.device) -> Tensor:
     """Weights [2, n, n] of the scores below the diagonal, token 1 left out (it is an attention sink).
 
-    ``near``: for each query the nearest quarter of its keys minus the farthest, mean over queries with four keys or more.
-    ``shift``: for each distance the earlier half of its pairs minus the later half, mean over distances; scores that depend on
-    i - j alone give 0.
+    ``near``: for each query the nearest quarter of its keys minus the farthest, mean over queries with four
+    keys or more. ``shift``: for each distance the earlier half of its pairs minus the later half, mean over
+    distances; scores that depend on i - j alone give 0.
     """
     near, shift = torch.zeros(tokens, tokens), torch.zeros(tokens, tokens)
     for i in range(5, tokens):
@@ -236,15 +270,18 @@ def contrasts(tokens: int, device: torch.device) -> Tensor:
 
 
 @torch.inference_mode()
-def score_maps(lm: LM, plan: Sequence[Sequence[Sequence[int]]], advance: Callable[[int], None] = lambda n: None) -> list[MeanMap]:
-    """Mean score before the softmax of every pair, a map per layer: after rotation and scaling, before any soft-cap.
+def score_maps(
+    lm: LM, plan: Sequence[Sequence[Sequence[int]]], advance: Callable[[int], None] = lambda n: None
+) -> list[MeanMap]:
+    """Mean score before the softmax of every pair, a map per layer: after rotation and scaling, before any
+    soft-cap.
 
     Memory is linear in the tokens but for two maps of each layer.
 
     Args:
-        lm: The model, inside a method's block where one is meant. Where a method runs several rows for a sample
-            (attention_buckets), these are averaged as heads are; where it attends several times in a layer (moice), the last time
-            counts.
+        lm: The model, inside a method's block where one is meant. Where a method runs several rows for a
+            sample (attention_buckets), these are averaged as heads are; where it attends several times in a
+            layer (moice), the last time counts.
         plan: Batches of token rows, all of one length.
         advance: Told the size of each batch that is done.
 
@@ -258,8 +295,11 @@ def score_maps(lm: LM, plan: Sequence[Sequence[Sequence[int]]], advance: Callabl
     return found
 
 
-def read_scores(lm: LM, batch: Sequence[Sequence[int]], add: Callable[[int, Tensor, Tensor, float], None]) -> None:
-    """Run a batch of token rows and hand on, once for each layer: layer, queries and keys [B, H, n, d], factor of their products.
+def read_scores(
+    lm: LM, batch: Sequence[Sequence[int]], add: Callable[[int, Tensor, Tensor, float], None]
+) -> None:
+    """Run a batch of token rows and hand on, once for each layer: layer, queries and keys [B, H, n, d],
+    factor of their products.
 
     Raises:
         UserError: Attention of this family does not run through the library's functions.
@@ -272,7 +312,15 @@ def read_scores(lm: LM, batch: Sequence[Sequence[int]], add: Callable[[int, Tens
             add(layer, *found)
         pending.clear()
 
-    def read(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, following: Any, **rest: Any) -> Any:
+    def read(
+        module: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        following: Any,
+        **rest: Any,
+    ) -> Any:
         # A method may attend several times in a layer: the last one replaces those before it.
         if module.layer_idx not in pending:
             hand_on()
@@ -300,48 +348,63 @@ def check_interface(lm: LM) -> None:
     family = arch.family_of(lm.model)
     if not family.interface:
         raise UserError(
-            field="model", value=lm.name, allowed=f"a family whose attention runs through the library; {family.name} does not",
-            hint="take another model",
-        )  # fmt: skip
+            "model",
+            lm.name,
+            f"a family whose attention runs through the library; {family.name} does not",
+            "take another model",
+        )
 
 
 def describe(found: MeanMap) -> dict[str, Any]:
     """What a map says in numbers, token 1 left out throughout.
 
     Returns:
-        near and shift (see :func:`contrasts`; means over samples) with their 95 % intervals near_low, near_high, shift_low and
-        shift_high (normal); score_low and score_high (1 % and 99 % quantile below the diagonal); repeat (correlation of the
-        scores of two halves of the samples; noise gives 0) and beyond (share of the variance that both halves have in common
-        which is left after each diagonal's mean is subtracted; not a number where they have none); n samples.
+        near and shift (see :func:`contrasts`; means over samples) with their 95 % intervals near_low,
+        near_high, shift_low and shift_high (normal); score_low and score_high (1 % and 99 % quantile below
+        the diagonal); repeat (correlation of the scores of two halves of the samples; noise gives 0) and
+        beyond (share of the variance that both halves have in common which is left after each diagonal's mean
+        is subtracted; not a number where they have none); n samples.
     """
     row: dict[str, Any] = {}
     for name, values in zip(("near", "shift"), np.array(found.each).T, strict=True):
         half = Z95 * values.std(ddof=1) / np.sqrt(len(values))
-        row |= {name: values.mean(), f"{name}_low": values.mean() - half, f"{name}_high": values.mean() + half}
+        row |= {
+            name: values.mean(),
+            f"{name}_low": values.mean() - half,
+            f"{name}_high": values.mean() + half,
+        }
     lower = np.tril_indices(len(found.mean) - 1, -1)
     one, other = (each[1:, 1:] for each in found.halves)
     raw = np.cov(one[lower], other[lower])
     left = np.cov(diagonal_normalised(one)[lower], diagonal_normalised(other)[lower])
     low, high = np.quantile(found.mean[1:, 1:][lower], [0.01, 0.99])
     return {
-        **row, "score_low": low, "score_high": high, "repeat": raw[0, 1] / np.sqrt(raw[0, 0] * raw[1, 1]),
-        "beyond": max(left[0, 1], 0) / raw[0, 1] if raw[0, 1] > 0 else np.nan, "n": len(found.each),
-    }  # fmt: skip
+        **row,
+        "score_low": low,
+        "score_high": high,
+        "repeat": raw[0, 1] / np.sqrt(raw[0, 0] * raw[1, 1]),
+        "beyond": max(left[0, 1], 0) / raw[0, 1] if raw[0, 1] > 0 else np.nan,
+        "n": len(found.each),
+    }
 
 
 def long_map(values: Mapping[str, Array], cells: int) -> pd.DataFrame:
     """Causal maps [n, n] as rows of query, key (from 1) and a column for each map.
 
-    A map of more than ``cells`` tokens is cut into blocks: query and key are then the mean token of a block, and the value is the
-    mean below the diagonal.
+    A map of more than ``cells`` tokens is cut into blocks: query and key are then the mean token of a block,
+    and the value is the mean below the diagonal.
     """
     n = len(next(iter(values.values())))
     if n <= cells:
         i, j = np.tril_indices(n)
-        return pd.DataFrame({"query": i + 1, "key": j + 1, **{name: each[i, j] for name, each in values.items()}})
+        return pd.DataFrame(
+            {"query": i + 1, "key": j + 1, **{name: each[i, j] for name, each in values.items()}}
+        )
     block = -(-n // cells)
     i, j = np.tril_indices(n, -1)
-    frame = pd.DataFrame({"query": i // block, "key": j // block, **{name: each[i, j] for name, each in values.items()}})
+    frame = pd.DataFrame(
+        {"query": i // block, "key": j // block, **{name: each[i, j] for name, each in values.items()}}
+    )
     means = frame.groupby(["query", "key"], as_index=False).mean()
     edges = np.arange(0, n, block)
     middle = (edges + np.minimum(edges + block, n) + 1) / 2
@@ -354,7 +417,9 @@ def stacked(table: pd.DataFrame, column: str, by: str = "layer") -> Array:
     each = list(table.groupby(by, sort=False))
     found = np.full((len(each), len(places), len(places)), np.nan)
     for number, (_, frame) in enumerate(each):
-        found[number, np.searchsorted(places, frame["query"]), np.searchsorted(places, frame["key"])] = frame[column]
+        found[number, np.searchsorted(places, frame["query"]), np.searchsorted(places, frame["key"])] = frame[
+            column
+        ]
     return found
 
 

@@ -1,4 +1,5 @@
-"""How much of a method's result is rounding: error against float64 per weight type, and drift with the batch size.
+"""How much of a method's result is rounding: error against float64 per weight type, and drift with the batch
+size.
 
 ``make precision``, or ``python -m posbench.studies.cost.precision --help``.
 """
@@ -50,14 +51,16 @@ def next_logits(lm: LM, method: Method, rows: Sequence[Sequence[int]], batch_siz
 
 
 def compare(found: Tensor, reference: Tensor) -> dict[str, float]:
-    """Largest and mean absolute difference of logits [N, V], and the share of prompts whose most likely token differs."""
+    """Largest and mean absolute difference of logits [N, V], and the share of prompts whose most likely token
+    differs."""
     error = (found - reference).abs()
     changed = (found.argmax(-1) != reference.argmax(-1)).double().mean()
     return {"largest": error.max().item(), "mean": error.mean().item(), "changed": changed.item()}
 
 
 def measure(model: str, prompts: int, device: str) -> tuple[list[list[str]], list[list[str]]]:
-    """Rows of the two tables: error per method and weight type, and drift per method, weight type and batch size.
+    """Rows of the two tables: error per method and weight type, and drift per method, weight type and batch
+    size.
 
     Args:
         model: A name in ``conf/model`` that has the constants of every method.
@@ -90,7 +93,10 @@ def measure(model: str, prompts: int, device: str) -> tuple[list[list[str]], lis
 def task_of(model: str) -> configs.Task:
     """The default task of a model."""
     found = []
-    compose([f"model={model}", "stages=[evaluate]"], lambda config: found.append(configs.check(configs.plain(config)).task))
+    compose(
+        [f"model={model}", "stages=[evaluate]"],
+        lambda config: found.append(configs.check(configs.plain(config)).task),
+    )
     return found[0]
 
 
@@ -109,7 +115,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     torch.set_num_threads(1)
     disable_progress_bar()
     errors, drifts = measure(options.model, options.prompts, options.device)
-    versions = f"posbench {posbench.__version__}, torch {torch.__version__}, transformers {transformers.__version__}"
+    versions = (
+        f"posbench {posbench.__version__}, torch {torch.__version__}, transformers {transformers.__version__}"
+    )
     text = f"""# Precision
 
 Model {options.model}, {options.prompts} prompts, logits of the first answer token; {options.device}: {hardware()}; {versions}.

@@ -1,7 +1,7 @@
 """Our scores of real model outputs against the scores that the benchmarks' own programs gave them.
 
-``make scorers``, or ``make scorers DATA=DIR``, or ``python -m posbench.studies.cost.scorers --help``; DIR holds a folder per benchmark
-with outputs and their official scores.
+``make scorers``, or ``make scorers DATA=DIR``, or ``python -m posbench.studies.cost.scorers --help``; DIR
+holds a folder per benchmark with outputs and their official scores.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ TOLERANCE = 1e-9
 
 
 class Row(NamedTuple):
-    """One subset: ``equal`` of ``outputs`` scores agree; differences and means are in the benchmark's own unit."""
+    """One subset: ``equal`` of ``outputs`` scores agree; differences and means are in the benchmark's own
+    unit."""
 
     benchmark: str
     subset: str
@@ -54,7 +55,8 @@ def longbench(folder: Path) -> Scored:
 
 
 def nq(folder: Path) -> Scored:
-    """Fields ``answers``, ``model_answer``, ``metric_best_subspan_em``; scored by the script of Liu et al. 2023."""
+    """Fields ``answers``, ``model_answer``, ``metric_best_subspan_em``; scored by the script of Liu et al.
+    2023."""
     for _, row in rows("data", folder / "scored_predictions_gpt35_first300.jsonl"):
         ours = best_subspan_em(row["model_answer"], row["answers"], strip_first=False)
         yield "20 documents", row["metric_best_subspan_em"], ours
@@ -66,11 +68,16 @@ def leval(folder: Path) -> Scored:
         for exam in ("coursera", "quality", "tpo"):
             for _, row in rows("data", folder / "scored_predictions" / f"{model.format(exam)}.jsonl"):
                 said = letters(row["prediction"], several=exam == "coursera")
-                yield f"{exam}, {model.partition('_')[0]}", row["official_score"], letter_score(said, gold_letters(row["gt"]))
+                yield (
+                    f"{exam}, {model.partition('_')[0]}",
+                    row["official_score"],
+                    letter_score(said, gold_letters(row["gt"])),
+                )
 
 
 def loogle(folder: Path) -> Scored:
-    """Fields ``gold``, ``llm_output``, ``official_function_value``; ``official_worst_value`` where the reply is no order."""
+    """Fields ``gold``, ``llm_output``, ``official_function_value``; ``official_worst_value`` where the reply
+    is no order."""
     names = {
         "lsd": "location_square_deviation",
         "lmd": "location_mean_deviation",
@@ -110,7 +117,9 @@ def parity(folder: Path) -> list[Row]:
         for subset, pairs in subsets.items():
             away = [abs(official - ours) for official, ours in pairs]
             means = (sum(side) / len(pairs) for side in zip(*pairs, strict=True))
-            table.append(Row(benchmark, subset, len(pairs), sum(d <= TOLERANCE for d in away), max(away), *means))
+            table.append(
+                Row(benchmark, subset, len(pairs), sum(d <= TOLERANCE for d in away), max(away), *means)
+            )
     return table
 
 
@@ -118,7 +127,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Print the table; exit with status 1 when any score differs."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
-        "--data", type=Path, help="folder of the outputs with official scores; else $POSBENCH_DATA, else what ships"
+        "--data",
+        type=Path,
+        help="folder of the outputs with official scores; else $POSBENCH_DATA, else what ships",
     )
     parser.add_argument("--out", type=Path, help="also write the table to this file")
     args = parser.parse_args(argv)
@@ -137,7 +148,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         f"Real model outputs, scored here and by the released evaluation: {equal} of {outputs} scores are equal.\n"
         "Means are over these outputs only; they say nothing about a model. Those of LooGLE are deviations,\n"
         "four for each output. Made by `make scorers`.\n"
-        + (f"Not in that folder, because their licences do not let them travel: {', '.join(missing)}.\n" if missing else "")
+        + (
+            f"Not in that folder, because their licences do not let them travel: {', '.join(missing)}.\n"
+            if missing
+            else ""
+        )
         + "\n"
         + markdown([field.replace("_", " ") for field in Row._fields], cells)
         + "\n"

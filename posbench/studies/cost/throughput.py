@@ -1,4 +1,5 @@
-"""How much faster the evaluate stage is than a loop over single prompts: same examples, same model, same outputs.
+"""How much faster the evaluate stage is than a loop over single prompts: same examples, same model, same
+outputs.
 
 ``make throughput``, or ``python -m posbench.studies.cost.throughput --help``.
 """
@@ -38,7 +39,8 @@ def staged(lm: LM, task: KVRetrieval, examples: Sequence[Example]) -> list[str]:
 
 @torch.inference_mode()
 def looped(lm: LM, task: KVRetrieval, examples: Sequence[Example]) -> list[str]:
-    """The same outputs from stock transformers, prompt by prompt; a choice costs a forward of prompt and choice."""
+    """The same outputs from stock transformers, prompt by prompt; a choice costs a forward of prompt and
+    choice."""
     out, tokenizer = [], lm.tokenizer
     assert tokenizer is not None
     for e in examples:
@@ -57,7 +59,9 @@ def looped(lm: LM, task: KVRetrieval, examples: Sequence[Example]) -> list[str]:
         totals = []
         for choice in e.choices:
             ids = torch.tensor([tokenizer(choice, add_special_tokens=False)["input_ids"]], device=lm.device)
-            logits = lm.model(torch.cat([prompt, ids], dim=1)).logits[0, width - 1 : -1].float().log_softmax(-1)
+            logits = (
+                lm.model(torch.cat([prompt, ids], dim=1)).logits[0, width - 1 : -1].float().log_softmax(-1)
+            )
             totals.append(float(logits.gather(1, ids.T).sum()))
         out.append(e.choices[totals.index(max(totals))])
     return out
@@ -74,7 +78,10 @@ def measure(lm: LM, name: str, pairs: int, count: int, new_tokens: int, repeats:
     task = KVRetrieval(pairs=pairs, positions=places, max_new_tokens=new_tokens, **made)  # type: ignore[arg-type]
     generated = task.examples("evaluation")[:count]
     values = [e.answers[0] for e in generated]
-    chosen = [replace(e, choices=tuple(values[(i + k) % count] for k in range(CHOICES))) for i, e in enumerate(generated)]
+    chosen = [
+        replace(e, choices=tuple(values[(i + k) % count] for k in range(CHOICES)))
+        for i, e in enumerate(generated)
+    ]
     rows = []
     for what, examples in ((f"generate {new_tokens}", generated), (f"{CHOICES} choices", chosen)):
         out: dict[str, list[str]] = {}
@@ -87,7 +94,9 @@ def measure(lm: LM, name: str, pairs: int, count: int, new_tokens: int, repeats:
 
         times = side_by_side({"one prompt at a time": loop, "evaluate stage": stage}, lm.device, repeats)
         if out["loop"] != out["stage"]:
-            raise RuntimeError(f"{sum(a != b for a, b in zip(out['loop'], out['stage'], strict=True))} outputs differ")
+            raise RuntimeError(
+                f"{sum(a != b for a, b in zip(out['loop'], out['stage'], strict=True))} outputs differ"
+            )
         length = round(median(len(lm.encode(e.prompt).ids) for e in examples))
         base = times["one prompt at a time"]
         work = f"{name}: {count} prompts of {length} tokens, {what}"
@@ -98,8 +107,12 @@ def measure(lm: LM, name: str, pairs: int, count: int, new_tokens: int, repeats:
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure, print, and write the table where asked."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--shape", choices=SHAPES, default="small", help="random-weight model beside the embedded one")
-    parser.add_argument("--pairs", type=int, nargs="+", default=[8, 56], help="pairs per prompt: short and long prompts")
+    parser.add_argument(
+        "--shape", choices=SHAPES, default="small", help="random-weight model beside the embedded one"
+    )
+    parser.add_argument(
+        "--pairs", type=int, nargs="+", default=[8, 56], help="pairs per prompt: short and long prompts"
+    )
     parser.add_argument("--examples", type=int, default=60)
     parser.add_argument("--new-tokens", type=int, default=8)
     parser.add_argument("--repeats", type=int, default=3)

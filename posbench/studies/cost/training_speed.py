@@ -1,8 +1,10 @@
-"""How fast the synthetic trainings of Wu et al. 2025 run, beside a plain loop that builds each sequence in Python.
+"""How fast the synthetic trainings of Wu et al. 2025 run, beside a plain loop that builds each sequence in
+Python.
 
-``python -m posbench.studies.cost.training_speed --help``. The plain loop is ours, written the way the released code works: a data set
-whose items are seeded by their index and put together in Python, a data loader over it, linear layers one by one, and every row
-of every layer. Both train the same network: the program stops if their logits differ.
+``python -m posbench.studies.cost.training_speed --help``. The plain loop is ours, written the way the
+released code works: a data set whose items are seeded by their index and put together in Python, a data
+loader over it, linear layers one by one, and every row of every layer. Both train the same network: the
+program stops if their logits differ.
 """
 
 from __future__ import annotations
@@ -63,7 +65,8 @@ class PlainNetwork(nn.Module):
         width = condition.width
         self.condition = condition
         self.layers = nn.ModuleList(
-            nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(3)) for _ in range(condition.depth)
+            nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(3))
+            for _ in range(condition.depth)
         )
         sizes = [width] * HIDDEN_LAYERS + [condition.labels]
         self.hidden = nn.ModuleList(nn.Linear(width, size) for size in sizes)
@@ -91,7 +94,9 @@ class PlainNetwork(nn.Module):
 
     def _rotated(self, x: Tensor) -> Tensor:
         even, odd = x[..., 0::2], x[..., 1::2]
-        return torch.stack([even * self.cos - odd * self.sin, even * self.sin + odd * self.cos], -1).flatten(-2)
+        return torch.stack([even * self.cos - odd * self.sin, even * self.sin + odd * self.cos], -1).flatten(
+            -2
+        )
 
     @torch.no_grad()
     def take(self, ensemble: Ensemble) -> None:
@@ -106,17 +111,22 @@ class PlainNetwork(nn.Module):
 
 
 def plain_steps(condition: Condition, ensemble: Ensemble) -> tuple[Callable[[], None], Callable[[], None]]:
-    """The plain loop with its data loader, and its training step alone on one batch; from an ensemble's weights.
+    """The plain loop with its data loader, and its training step alone on one batch; from an ensemble's
+    weights.
 
     Raises:
         RuntimeError: The plain network gives other logits.
     """
     network = PlainNetwork(condition)
     network.take(ensemble)
-    optimizer = torch.optim.AdamW(network.parameters(), lr=condition.learning_rate, weight_decay=condition.weight_decay)
+    optimizer = torch.optim.AdamW(
+        network.parameters(), lr=condition.learning_rate, weight_decay=condition.weight_decay
+    )
     data = PlainSequences(condition, ensemble.worlds[0])
     # In order, as a shuffled index of a billion would not fit; the seed of each item makes the draw.
-    loader: Iterator[Any] = iter(DataLoader(data, batch_size=condition.batch, sampler=SequentialSampler(data)))
+    loader: Iterator[Any] = iter(
+        DataLoader(data, batch_size=condition.batch, sampler=SequentialSampler(data))
+    )
     tokens, targets = next(loader)
     with torch.no_grad():
         difference = float((network(tokens) - ensemble.network(tokens[None])[0]).abs().max())
@@ -132,8 +142,11 @@ def plain_steps(condition: Condition, ensemble: Ensemble) -> tuple[Callable[[], 
     return lambda: step(*next(loader)), lambda: step(tokens, targets)
 
 
-def speeds(condition: Condition, *, iterations: int, repeats: int, clock: Callable[[], float]) -> list[list[str]]:
-    """Rows of condition, way, iterations per second (median round), and the ratio to the plain loop, in one run.
+def speeds(
+    condition: Condition, *, iterations: int, repeats: int, clock: Callable[[], float]
+) -> list[list[str]]:
+    """Rows of condition, way, iterations per second (median round), and the ratio to the plain loop, in one
+    run.
 
     Args:
         condition: What is trained.
@@ -159,7 +172,10 @@ def speeds(condition: Condition, *, iterations: int, repeats: int, clock: Callab
     times = side_by_side(works, device, repeats, clock)
     base = times["plain loop, sequences built in Python"]
     what = f"depth {condition.depth}, {'RoPE' if condition.pe == 'rope' else 'no PE'}"
-    return [[what, name, f"{iterations / median(spent):.1f}", ratios(base, spent)] for name, spent in times.items()]
+    return [
+        [what, name, f"{iterations / median(spent):.1f}", ratios(base, spent)]
+        for name, spent in times.items()
+    ]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -168,7 +184,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--depths", type=int, nargs="+", default=[2, 6])
     parser.add_argument("--iterations", type=int, default=20, help="iterations a round")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--clock", choices=CLOCKS, default="wall", help="processor: where a CPU is shared with other work")
+    parser.add_argument(
+        "--clock", choices=CLOCKS, default="wall", help="processor: where a CPU is shared with other work"
+    )
     parser.add_argument("--out", type=Path, help="write the table as Markdown")
     options = parser.parse_args(argv)
     torch.set_num_threads(1)
@@ -176,7 +194,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     for depth in options.depths:
         for pe in ("none", "rope"):
             condition = replace(Condition(), depth=depth, pe=pe)
-            rows += speeds(condition, iterations=options.iterations, repeats=options.repeats, clock=CLOCKS[options.clock])
+            rows += speeds(
+                condition, iterations=options.iterations, repeats=options.repeats, clock=CLOCKS[options.clock]
+            )
     title = f"Synthetic trainings, batch 128, causal mask, one thread, {options.repeats} rounds, {options.clock} time"
     note = (
         "speed-up: over the plain loop with its data loader, round by round. The plain loop is our own, written the way the "

@@ -1,7 +1,9 @@
-"""The ablations of LPES on an embedded model: kind of curve, control points, search sets, weights, and what racing saves.
+"""The ablations of LPES on an embedded model: kind of curve, control points, search sets, weights, and what
+racing saves.
 
-``make lpes``, or ``python -m posbench.studies.lpes.lpes --help``. Tables 6, 7, 8, 15 and 16 of the paper in small: the same search, on
-a model of four layers, so that only the order of the rows can be compared, not their values.
+``make lpes``, or ``python -m posbench.studies.lpes.lpes --help``. Tables 6, 7, 8, 15 and 16 of the paper in
+small: the same search, on a model of four layers, so that only the order of the rows can be compared, not
+their values.
 """
 
 from __future__ import annotations
@@ -39,7 +41,8 @@ FINE = tuple(f"{share}%" for share in range(0, 101, 10))
 
 @dataclass
 class Bench:
-    """An embedded model with a memory of all candidates, which the searches share: they ask the same questions.
+    """An embedded model with a memory of all candidates, which the searches share: they ask the same
+    questions.
 
     Attributes:
         lm: The model.
@@ -84,31 +87,57 @@ class Bench:
 
 
 def row(bench: Bench, name: str, found: Sequence[tuple[Evolution, Scales, int]], paper: str) -> list[str]:
-    """Accuracy over all positions (mean and range of the searches), its spread over positions, and generations needed."""
+    """Accuracy over all positions (mean and range of the searches), its spread over positions, and
+    generations needed."""
     shares = [bench.shares(scales) for _, scales, _ in found]
     means = [100 * float(np.mean(s)) for s in shares]
     spread = 100 * float(np.mean([np.std(s) for s in shares]))
-    reached = [next(r["generation"] for r in e.history if r["best"] == e.history[-1]["best"]) for e, _, _ in found]
+    reached = [
+        next(r["generation"] for r in e.history if r["best"] == e.history[-1]["best"]) for e, _, _ in found
+    ]
     span = f" ({min(means):.1f} to {max(means):.1f})" if len(means) > 1 else ""
     fitness = np.mean([e.history[-1]["best"] for e, _, _ in found])
-    return [name, f"{np.mean(means):.1f}{span}", f"{spread:.1f}", f"{100 * fitness:.1f}", f"{np.mean(reached):.1f}", paper]
+    return [
+        name,
+        f"{np.mean(means):.1f}{span}",
+        f"{spread:.1f}",
+        f"{100 * fitness:.1f}",
+        f"{np.mean(reached):.1f}",
+        paper,
+    ]
 
 
 def paper(table: str, position: str = "Average") -> Mapping[str, str]:
     """A table's averages by the name of their row, as printed."""
-    rows = pd.read_csv(paths.EXPERIMENTS / "reference" / f"lpes_{table}.csv", dtype=str, keep_default_na=False)
+    rows = pd.read_csv(
+        paths.EXPERIMENTS / "reference" / f"lpes_{table}.csv", dtype=str, keep_default_na=False
+    )
     mean = rows[(rows["position"] == position) & rows["metric"].str.startswith("accuracy(%)")]
     return dict(zip(mean["method"], mean["value"], strict=True))
 
 
 def measure(bench: Bench, seeds: int) -> tuple[str, pd.DataFrame]:
     """All tables as Markdown, and the course of every search of Table 7."""
-    ours = ("setting", "accuracy (%)", "std over positions", "fitness (%)", "best found in generation", "paper: accuracy (%)")
+    ours = (
+        "setting",
+        "accuracy (%)",
+        "std over positions",
+        "fitness (%)",
+        "best found in generation",
+        "paper: accuracy (%)",
+    )
     layers = bench.lm.layers
     unmodified = bench.shares((1.0,) * layers)
 
     def base(printed: Mapping[str, str]) -> list[str]:
-        return ["unmodified", f"{100 * np.mean(unmodified):.1f}", f"{100 * np.std(unmodified):.1f}", "", "", printed["Baseline"]]
+        return [
+            "unmodified",
+            f"{100 * np.mean(unmodified):.1f}",
+            f"{100 * np.std(unmodified):.1f}",
+            "",
+            "",
+            printed["Baseline"],
+        ]
 
     def several(**options: Any) -> list[tuple[Evolution, Scales, int]]:
         return [bench.run(**options, seed=seed) for seed in range(seeds)]
@@ -118,7 +147,10 @@ def measure(bench: Bench, seeds: int) -> tuple[str, pd.DataFrame]:
     search, asked = bench.search, 3 * bench.task.calibration_examples  # type: ignore[attr-defined]
     whole = (search.population + search.generations * (search.mutations + 2 * search.crossovers)) * asked
     cubic = several()
-    printed, curves = paper("table6_curve_types"), {"linear": several(curve="linear"), "step": several(curve="step")}
+    printed, curves = (
+        paper("table6_curve_types"),
+        {"linear": several(curve="linear"), "step": several(curve="step")},
+    )
     table6 = [
         base(printed),
         row(bench, "step", curves["step"], printed["LPES (Step function)"]),
@@ -134,21 +166,30 @@ def measure(bench: Bench, seeds: int) -> tuple[str, pd.DataFrame]:
         "4": {},
         "5": {"points": 5},
     }
-    for name, options in {"no curve": {"curve": "free"}, **variants, "4, x in any order": {"constrained": False}}.items():
+    for name, options in {
+        "no curve": {"curve": "free"},
+        **variants,
+        "4, x in any order": {"constrained": False},
+    }.items():
         found = several(**options)
         table7.append(row(bench, name, found, printed.get({"no curve": "Brute-Force"}.get(name, name), "")))
         courses += [pd.DataFrame(e.history).assign(search=name, seed=n) for n, (e, _, _) in enumerate(found)]
     printed = paper("table8_runs")
     runs = [bench.run(subset=n) for n in range(SUBSETS)]
     table8 = [base(printed)] + [
-        row(bench, f"search set {n + 1}", [found], printed[f"LPES (run {n + 1})"]) for n, found in enumerate(runs)
+        row(bench, f"search set {n + 1}", [found], printed[f"LPES (run {n + 1})"])
+        for n, found in enumerate(runs)
     ]
     printed = paper("table15_lambda")
     table15 = [base(printed)]
     for weights in ((0.333, 0.333, 0.333), (0.1, 0.3, 0.6), (0.2, 0.3, 0.5)):
         label = ", ".join(f"{w:g}" for w in weights)
         table15.append(row(bench, label, several(weights=weights), printed.get(f"<{label}>", "")))
-    rows16 = {"unmodified": [(1.0,) * layers], "linear": [s for _, s, _ in curves["linear"]], "Bezier": [s for _, s, _ in cubic]}
+    rows16 = {
+        "unmodified": [(1.0,) * layers],
+        "linear": [s for _, s, _ in curves["linear"]],
+        "Bezier": [s for _, s, _ in cubic],
+    }
     table16 = [
         [name, *(f"{100 * share:.1f}" for share in np.mean([bench.shares(s, FINE) for s in scales], axis=0))]
         for name, scales in rows16.items()
@@ -156,8 +197,14 @@ def measure(bench: Bench, seeds: int) -> tuple[str, pd.DataFrame]:
     # Chosen by the calibration fitness: the held-out examples choose nothing.
     best = max(cubic, key=lambda found: float(found[0].history[-1]["best"]))[1]
     mean = float(np.mean(best))
-    compared = {"unmodified": unmodified, "LPES": bench.shares(best), f"{mean:.3f} in all layers": bench.shares((mean,) * layers)}
-    table1 = [[name, f"{100 * np.mean(s):.1f}", *(f"{100 * v:.0f}" for v in s)] for name, s in compared.items()]
+    compared = {
+        "unmodified": unmodified,
+        "LPES": bench.shares(best),
+        f"{mean:.3f} in all layers": bench.shares((mean,) * layers),
+    }
+    table1 = [
+        [name, f"{100 * np.mean(s):.1f}", *(f"{100 * v:.0f}" for v in s)] for name, s in compared.items()
+    ]
     places = [f"index {p}" for p in bench.task.gold_positions]  # type: ignore[attr-defined]
     text = f"""## Against one scale for all layers (Table 1)
 
@@ -203,7 +250,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Measure, print, and write page, figure and table where asked."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="tiny")
-    parser.add_argument("--questions", type=int, default=60, help="calibration questions, each asked at three positions")
+    parser.add_argument(
+        "--questions", type=int, default=60, help="calibration questions, each asked at three positions"
+    )
     parser.add_argument("--seeds", type=int, default=3, help="searches per setting")
     parser.add_argument("--generations", type=int, default=20)
     parser.add_argument("--out", type=Path, help="folder for lpes.md, convergence.png and generations.csv")
@@ -211,7 +260,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     torch.set_num_threads(1)
     disable_progress_bar()
     task = replace(task_of(options.model), calibration_examples=options.questions)  # type: ignore[call-arg]
-    bench = Bench(posbench.load(options.model), task, GeneticSearch(step_x=0.5, generations=options.generations))
+    bench = Bench(
+        posbench.load(options.model), task, GeneticSearch(step_x=0.5, generations=options.generations)
+    )
     tables, courses = measure(bench, options.seeds)
     text = f"""# LPES in small
 

@@ -1,7 +1,8 @@
-"""What a RoPE scale does: slower decay with distance, other attention waves, and more attention to the middle of a prompt.
+"""What a RoPE scale does: slower decay with distance, other attention waves, and more attention to the middle
+of a prompt.
 
-LPES, Figures 3-5. ``make rope-curves``, or ``python -m posbench.studies.lpes.rope_curves --help``. The first two need no model;
-the third is measured on one, under position_interpolation.
+LPES, Figures 3-5. ``make rope-curves``, or ``python -m posbench.studies.lpes.rope_curves --help``. The first
+two need no model; the third is measured on one, under position_interpolation.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ BASES = (10000.0, 17500.0, 25000.0)
 Z95 = 1.959963984540054
 
 
-def wave(distance: NDArray[np.float64], dim: int = 128, base: float = 10000.0, scale: float = 1.0) -> NDArray[np.float64]:
+def wave(
+    distance: NDArray[np.float64], dim: int = 128, base: float = 10000.0, scale: float = 1.0
+) -> NDArray[np.float64]:
     """Attention score of two equal unit vectors at a distance in tokens, as RoPE alone makes it.
 
     Args:
@@ -47,7 +50,9 @@ def wave(distance: NDArray[np.float64], dim: int = 128, base: float = 10000.0, s
     return 2 / np.sqrt(dim) * np.cos(np.outer(distance / scale, frequencies)).sum(1)
 
 
-def decay(distance: NDArray[np.float64], dim: int = 128, base: float = 10000.0, scale: float = 1.0) -> NDArray[np.float64]:
+def decay(
+    distance: NDArray[np.float64], dim: int = 128, base: float = 10000.0, scale: float = 1.0
+) -> NDArray[np.float64]:
     """Upper bound of a score's size at a distance: the mean size of partial sums of e^(i m theta_k), [n].
 
     Source: Su et al. 2021 (RoFormer), Section 3.4.3, the long-term decay.
@@ -57,7 +62,9 @@ def decay(distance: NDArray[np.float64], dim: int = 128, base: float = 10000.0, 
 
 
 @torch.inference_mode()
-def attention_to_thirds(lm: LM, prompts: Sequence[Sequence[int]], scales: Sequence[float], batch_size: int = 16) -> pd.DataFrame:
+def attention_to_thirds(
+    lm: LM, prompts: Sequence[Sequence[int]], scales: Sequence[float], batch_size: int = 16
+) -> pd.DataFrame:
     """Share of the last token's attention that goes to each third of the prompt, per scale and layer.
 
     Args:
@@ -67,8 +74,8 @@ def attention_to_thirds(lm: LM, prompts: Sequence[Sequence[int]], scales: Sequen
         batch_size: Prompts per forward.
 
     Returns:
-        Rows of scale, layer, third (first, middle, last), attention (mean over heads and prompts), ci_low, ci_high (95 %, normal,
-        over prompts), n.
+        Rows of scale, layer, third (first, middle, last), attention (mean over heads and prompts), ci_low,
+        ci_high (95 %, normal, over prompts), n.
     """
     rows = []
     for scale in scales:
@@ -93,20 +100,25 @@ def attention_to_thirds(lm: LM, prompts: Sequence[Sequence[int]], scales: Sequen
 
 @styled
 def curves_figure(distance: NDArray[np.float64], dim: int) -> Figure:
-    """LPES, Figures 3 and 4: positions under a scale, decay of the bound, and attention waves of scales and of bases."""
+    """LPES, Figures 3 and 4: positions under a scale, decay of the bound, and attention waves of scales and
+    of bases."""
     figure = new_figure(PAGE, 4.2)
     axes = figure.subplots(2, 2)
     near, part = distance[:128], distance[:600]
     thin = {"marker": "", "linewidth": 0.8}
     for index, scale in enumerate(SCALES):
         style = line_style(index, of=len(SCALES)) | thin
-        axes[0, 0].plot(near, np.cos(near / scale * 10000.0 ** (-2 * (dim // 8) / dim)), label=f"scale {scale:g}", **style)
+        axes[0, 0].plot(
+            near, np.cos(near / scale * 10000.0 ** (-2 * (dim // 8) / dim)), label=f"scale {scale:g}", **style
+        )
         axes[0, 1].plot(distance, decay(distance, dim, scale=scale), label=f"scale {scale:g}", **style)
         axes[1, 0].plot(part, wave(part, dim, scale=scale), label=f"scale {scale:g}", **style)
     for index, base in enumerate(BASES):
         axes[1, 1].plot(part, wave(part, dim, base), label=f"base {base:g}", **line_style(index) | thin)
     titles = ("one frequency", "long-term decay: bound of the score", "waves of scales", "waves of bases")
-    for panel, title, label in zip(axes.flat, titles, ("cosine", "mean partial sum", "score", "score"), strict=True):
+    for panel, title, label in zip(
+        axes.flat, titles, ("cosine", "mean partial sum", "score", "score"), strict=True
+    ):
         panel.set(title=title, xlabel="relative distance (tokens)", ylabel=label)
     axes[0, 1].set_xscale("log")
     for panel in axes.flat[1:]:
@@ -117,7 +129,8 @@ def curves_figure(distance: NDArray[np.float64], dim: int) -> Figure:
 
 @styled
 def thirds_figure(frame: pd.DataFrame, model: str) -> Figure:
-    """LPES, Figure 5: attention to the middle third over the layers, a line per scale, and its change against scale 1."""
+    """LPES, Figure 5: attention to the middle third over the layers, a line per scale, and its change against
+    scale 1."""
     middle = frame[frame["third"] == "middle"]
     figure = new_figure(PAGE, 2.6)
     left, right = figure.subplots(1, 2)
@@ -125,7 +138,9 @@ def thirds_figure(frame: pd.DataFrame, model: str) -> Figure:
     for index, scale in enumerate(scales):
         rows, style = middle[middle["scale"] == scale].sort_values("layer"), line_style(index, of=len(scales))
         left.plot(rows["layer"], rows["attention"], label=f"scale {scale:g}", **style)
-        left.fill_between(rows["layer"], rows["ci_low"], rows["ci_high"], color=style["color"], alpha=0.15, linewidth=0)
+        left.fill_between(
+            rows["layer"], rows["ci_low"], rows["ci_high"], color=style["color"], alpha=0.15, linewidth=0
+        )
     thirds = frame.groupby(["third", "scale"])["attention"].mean()
     for index, third in enumerate(("first", "middle", "last")):
         right.plot(thirds[third].index, thirds[third].to_numpy(), label=f"{third} third", **line_style(index))
@@ -168,8 +183,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     rising = int((middle.diff(axis=1).iloc[:, 1:] > 0).all(axis=1).sum())
     mean = ", ".join(f"{scale:g}: {value:.4f}" for scale, value in middle.mean().items())
     console = Console()
-    console.print(f"{options.model}, {len(chosen)} prompts: attention to the middle third, mean over layers, by scale: {mean}.")
-    console.print(f"It rises with every step of the scale in {rising} of {lm.layers} layers (LPES, Figure 5, reads a rise).")
+    console.print(
+        f"{options.model}, {len(chosen)} prompts: attention to the middle third, mean over layers, by scale: {mean}."
+    )
+    console.print(
+        f"It rises with every step of the scale in {rising} of {lm.layers} layers (LPES, Figure 5, reads a rise)."
+    )
     console.print(f"written: {options.out}", soft_wrap=True)
 
 

@@ -1,7 +1,8 @@
-"""The attention-only network of Wu et al. 2025, Section 5: one head, masks, position encodings, and a small classifier.
+"""The attention-only network of Wu et al. 2025, Section 5: one head, masks, position encodings, and a small
+classifier.
 
-All parameters have a leading dimension of models, so that several seeds train as one batched ensemble on a GPU; a single
-training is an ensemble of one.
+All parameters have a leading dimension of models, so that several seeds train as one batched ensemble on a
+GPU; a single training is an ensemble of one.
 """
 
 from __future__ import annotations
@@ -20,14 +21,16 @@ from posbench.theory import masks
 
 @dataclass(frozen=True, kw_only=True)
 class Attention:
-    """Architecture of Wu et al. 2025, Section 5: no bias in queries, keys and values, no output projection, no norm.
+    """Architecture of Wu et al. 2025, Section 5: no bias in queries, keys and values, no output projection,
+    no norm.
 
     Attributes:
         depth: Attention layers.
-        residual: Add a layer's input to its output. The official code's default is no residual, although its flag
-            ``--not_res`` says the opposite: passing it turns them on.
+        residual: Add a layer's input to its output. The official code's default is no residual, although its
+            flag ``--not_res`` says the opposite: passing it turns them on.
         mask: ``decay`` is causal with -(i - j) m added to the scores, i and j counted in tokens.
-        pe: Position encoding: none, sinusoids added to the tokens, or rotary of interleaved pairs over the whole width.
+        pe: Position encoding: none, sinusoids added to the tokens, or rotary of interleaved pairs over the
+            whole width.
         window: Tokens seen under ``window``, the token itself included.
         prefix: Tokens seen by all under ``prefix``.
         decay: m of ``decay`` (the paper: -log 0.8).
@@ -54,21 +57,24 @@ class Attention:
         return masks.causal(tokens)
 
     def score_bias(self, tokens: int) -> Tensor:
-        """What the mask adds to the scores, [n, n]: 0, minus infinity, or the decay; the log of the official code's factor."""
+        """What the mask adds to the scores, [n, n]: 0, minus infinity, or the decay; the log of the official
+        code's factor."""
         seen = np.where(self.seen(tokens), 0.0, -np.inf)
-        return torch.tensor(masks.decay(tokens, self.decay) if self.mask == "decay" else seen, dtype=torch.float32)
+        return torch.tensor(
+            masks.decay(tokens, self.decay) if self.mask == "decay" else seen, dtype=torch.float32
+        )
 
     def check_network(self, where: str, width: int, tokens: int) -> None:
         """Raise `UserError` where a number is out of range; ``where`` is the dotted name of these fields."""
         for name, least, most in (("depth", 1, 64), ("window", 1, tokens), ("prefix", 1, tokens)):
             if not least <= getattr(self, name) <= most:
                 raise UserError(
-                    field=f"{where}.{name}", value=getattr(self, name), allowed=f"{least} to {most}", hint=f"change {name}"
+                    f"{where}.{name}", getattr(self, name), f"{least} to {most}", f"change {name}"
                 )
         if self.decay < 0:
-            raise UserError(field=f"{where}.decay", value=self.decay, allowed="0 or more", hint="the paper takes 0.2231")
+            raise UserError(f"{where}.decay", self.decay, "0 or more", "the paper takes 0.2231")
         if width % 2 and self.pe != "none":
-            raise UserError(field=f"{where}.width", value=width, allowed=f"an even number with pe {self.pe}", hint="take 64")
+            raise UserError(f"{where}.width", width, f"an even number with pe {self.pe}", "take 64")
 
 
 HIDDEN_LAYERS = 3
@@ -76,7 +82,8 @@ HIDDEN_LAYERS = 3
 
 
 class _Scores(torch.autograd.Function):
-    """bias + q k^T, with gradients that are laid out as their inputs are: autograd's own for keys is transposed, and copied."""
+    """bias + q k^T, with gradients that are laid out as their inputs are: autograd's own for keys is
+    transposed, and copied."""
 
     @staticmethod
     def forward(ctx: Any, bias: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
@@ -93,7 +100,9 @@ class _Scores(torch.autograd.Function):
 class AttentionNetwork(nn.Module):
     """M networks of one architecture, trained side by side; inputs and outputs have a leading dimension M."""
 
-    def __init__(self, spec: Attention, width: int, labels: int, tokens: int, rngs: list[torch.Generator]) -> None:
+    def __init__(
+        self, spec: Attention, width: int, labels: int, tokens: int, rngs: list[torch.Generator]
+    ) -> None:
         """Draw the weights as torch's linear layers do by default: uniform within 1 / sqrt(width).
 
         Args:
@@ -161,11 +170,15 @@ class AttentionNetwork(nn.Module):
         return (x.reshape(self.models, -1, x.shape[-1]) @ weight).view(*x.shape[:-1], -1)
 
     def _weights(self, layer: int, x: Tensor, rows: Tensor) -> Tensor:
-        """Attention weights of the rows, which are the last ones of x [M B, n, D], over all tokens, [M B, r, n]."""
+        """Attention weights of the rows, which are the last ones of x [M B, n, D], over all tokens, [M B, r,
+        n]."""
         # The small matrix is scaled, not the scores: a pass less over the largest arrays.
         start, query = x.shape[1] - rows.shape[1], self.query[layer] * self.scale
         if self.spec.pe == "rope":
-            queries, keys = self._rotated(self._times(rows, query), start), self._rotated(self._times(x, self.key[layer]), 0)
+            queries, keys = (
+                self._rotated(self._times(rows, query), start),
+                self._rotated(self._times(x, self.key[layer]), 0),
+            )
         else:
             # q k^T = x (Wq Wk^T) x^T: one projection fewer.
             queries, keys = self._times(rows, query @ self.key[layer].mT), x

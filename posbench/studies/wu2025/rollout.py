@@ -1,4 +1,5 @@
-"""Where a model's content comes from, and which tokens are attention sinks: the theory's quantities on trained weights."""
+"""Where a model's content comes from, and which tokens are attention sinks: the theory's quantities on
+trained weights."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ from posbench.theory import masks
 
 Array = NDArray[np.float64]
 KINDS = {"attention alone": 0.0, "with the residual stream": 0.5}
-"""Shares of a layer's own input: the product of attentions of Wu et al. 2025, and the rollout of Abnar and Zuidema 2020."""
+"""Shares of a layer's own input: the product of attentions of Wu et al. 2025, and the rollout of Abnar and
+Zuidema 2020."""
 METRICS = {"by_head": "heads (Gu et al.)", "by_entry": "attention entries (Wu et al.)"}
 ENTRIES = 1 << 24  # attention weights held at once
 
@@ -39,12 +41,14 @@ ENTRIES = 1 << 24  # attention weights held at once
 class Rollout(Study):
     """Attention rollout and attention sinks of a model.
 
-    Source: Wu et al. 2025, Section 3 (cumulative context probability) and Appendix K.4; Gu et al. 2024 (sink metric).
+    Source: Wu et al. 2025, Section 3 (cumulative context probability) and Appendix K.4; Gu et al. 2024 (sink
+        metric).
 
     Attributes:
         prompts: Prompts of the task, evenly over its gold positions.
         parts: Equal parts of the prompt whose weights are summed.
-        tokens: First tokens of a prompt among which sinks are looked for (Gu et al.: 64); shorter prompts do not count there.
+        tokens: First tokens of a prompt among which sinks are looked for (Gu et al.: 64); shorter prompts do
+            not count there.
     """
 
     prompts: int = 64
@@ -52,21 +56,21 @@ class Rollout(Study):
     tokens: int = 64
 
     def check(self, config: Config, lm: LM | None) -> None:
-        """Refuse counts that leave nothing to measure, and a method whose last row is computed apart from the others."""
+        """Refuse counts that leave nothing to measure, and a method whose last row is computed apart from the
+        others."""
         refuse_last_token_apart(config)
         for name in ("prompts", "parts", "tokens"):
             if getattr(self, name) < 2:
                 raise UserError(
-                    field=f"study.{name}",
-                    value=getattr(self, name),
-                    allowed="a whole number from 2 up",
-                    hint=f"set study.{name}=10",
+                    f"study.{name}", getattr(self, name), "a whole number from 2 up", f"set study.{name}=10"
                 )
 
     def measure(self, run: Run) -> dict[str, pd.DataFrame]:
-        """Tables ``rollout`` (rollout, layers, part, weight), ``sinks`` (metric, token, share), ``changes`` (what, value).
+        """Tables ``rollout`` (rollout, layers, part, weight), ``sinks`` (metric, token, share), ``changes``
+        (what, value).
 
-        Each with the mean over prompts, its 95 % interval (bootstrap over questions) as low and high, and n prompts.
+        Each with the mean over prompts, its 95 % interval (bootstrap over questions) as low and high, and n
+        prompts.
         """
         chosen = run.evaluation[:: max(len(run.evaluation) // self.prompts, 1)][: self.prompts]
 
@@ -81,13 +85,12 @@ class Rollout(Study):
 
     def figures(self, tables: Mapping[str, pd.DataFrame]) -> dict[str, tuple[Figure, str]]:
         """The rollout by depth of the prompt."""
-        caption = (
-            "Weight of the last token on each part of the prompt after the first 1, 2, ... layers, mean over prompts (95 %)."
-        )
+        caption = "Weight of the last token on each part of the prompt after the first 1, 2, ... layers, mean over prompts (95 %)."
         return {"rollout": (rollout_figure(tables["rollout"]), caption)}
 
     def findings(self, tables: Mapping[str, pd.DataFrame]) -> Sequence[Finding]:
-        """Whether the first token is the strongest sink of the first half, and whether depth moves weight to the beginning."""
+        """Whether the first token is the strongest sink of the first half, and whether depth moves weight to
+        the beginning."""
         sinks, changes = tables["sinks"], tables["changes"].set_index("what")
         found = []
         for metric, words in METRICS.items():
@@ -98,21 +101,27 @@ class Rollout(Study):
                 Finding(
                     claim="Under a causal mask the first token is the attention sink (Wu et al. 2025, Theorem 4.1, Figure 10)",
                     statistic=f"share of {words} in which token 1 is a sink, minus the strongest other of the first half",
-                    value=row["value"], low=row["low"], high=row["high"], n=int(row["n"]),
+                    value=row["value"],
+                    low=row["low"],
+                    high=row["high"],
+                    n=int(row["n"]),
                     verdict="holds" if row["low"] > 0 else "does not hold",
                     note=f"token 1: {shares[0]:.3f}, strongest other: {shares[0] - row['value']:.3f}",
                 )
-            )  # fmt: skip
+            )
         for kind in KINDS:
             row = changes.loc[kind]
             found.append(
                 Finding(
                     claim="Depth moves the content towards the first tokens (Wu et al. 2025, Theorem 4.1)",
                     statistic=f"weight of the last token on the first part, all layers minus one, {kind}",
-                    value=row["value"], low=row["low"], high=row["high"], n=int(row["n"]),
+                    value=row["value"],
+                    low=row["low"],
+                    high=row["high"],
+                    n=int(row["n"]),
                     verdict="holds" if row["low"] > 0 else "does not hold",
                 )
-            )  # fmt: skip
+            )
         return found
 
 
@@ -124,7 +133,7 @@ def refuse_last_token_apart(config: Config) -> None:
     """
     if config.trial().needs_prompt:
         allowed = f"a method that leaves whole attention maps; {config.method_name} runs the last token apart"
-        raise UserError(field="method", value=config.method_name, allowed=allowed, hint="leave the method out")
+        raise UserError("method", config.method_name, allowed, "leave the method out")
 
 
 def _rounded(values: Any) -> Any:
@@ -136,23 +145,27 @@ def _rounded(values: Any) -> Any:
 def flow(lm: LM, ids: Sequence[int], parts: int = 10, tokens: int = 64) -> dict[str, Array]:
     """Rollout and sinks of one prompt, from one forward whose attention rows are reduced block by block.
 
-    The rollout after t layers is A(t) ... A(1), A being the attention averaged over heads, mixed with the layer's own input where
-    :data:`KINDS` says so. Only its product with the parts of the prompt is carried from layer to layer, [n, parts], so memory is
-    linear in the n tokens. Families that compute whole maps themselves (MPT, Falcon) hold one layer's.
+    The rollout after t layers is A(t) ... A(1), A being the attention averaged over heads, mixed with the
+    layer's own input where :data:`KINDS` says so. Only its product with the parts of the prompt is carried
+    from layer to layer, [n, parts], so memory is linear in the n tokens. Families that compute whole maps
+    themselves (MPT, Falcon) hold one layer's.
 
     Args:
-        lm: The model, inside a method's block where one is meant. Where a method runs several rows for a prompt
-            (attention_buckets), these are averaged; where it attends several times in a layer (moice), the last time counts.
+        lm: The model, inside a method's block where one is meant. Where a method runs several rows for a
+            prompt (attention_buckets), these are averaged; where it attends several times in a layer (moice),
+            the last time counts.
         ids: The prompt.
         parts: Equal parts of the prompt.
         tokens: First tokens among which sinks are looked for.
 
     Returns:
-        ``rollout`` [2, L, parts]: weight of the last token on each part after 1, 2, ... layers, as :data:`KINDS`. ``by_head`` and
-        ``by_entry`` [tokens]: share of heads in which a token's mean weight, and of queries whose weight, is above the metric's
-        threshold; not there where the prompt is shorter than ``tokens``.
+        ``rollout`` [2, L, parts]: weight of the last token on each part after 1, 2, ... layers, as
+        :data:`KINDS`. ``by_head`` and ``by_entry`` [tokens]: share of heads in which a token's mean weight,
+        and of queries whose weight, is above the metric's threshold; not there where the prompt is shorter
+        than ``tokens``.
 
-    Source: :func:`posbench.theory.masks.rollout`, :func:`posbench.theory.masks.sink_by_head` and ``sink_by_entry``.
+    Source: :func:`posbench.theory.masks.rollout`, :func:`posbench.theory.masks.sink_by_head` and
+        ``sink_by_entry``.
     """
     length, seen = len(ids), np.arange(tokens, 0, -1)
     share = torch.tensor(list(KINDS.values()), dtype=torch.float64).view(-1, 1, 1)
@@ -176,7 +189,9 @@ def flow(lm: LM, ids: Sequence[int], parts: int = 10, tokens: int = 64) -> dict[
             early = weights[:, :, : max(tokens - start, 0), :tokens].double()
             sums = sums + early.sum(2)
             above = above + (early > masks.ENTRY).double().sum(2)
-        leaving = share.to(entering.device) * entering + (1 - share.to(entering.device)) * torch.cat(mixed, dim=2)
+        leaving = share.to(entering.device) * entering + (1 - share.to(entering.device)) * torch.cat(
+            mixed, dim=2
+        )
         last[layer] = leaving[..., -1, :].reshape(-1, len(KINDS), parts).mean(0).cpu().numpy()
         if length >= tokens:
             # [rows of the prompt, H, tokens], over the queries that see each of the tokens.
@@ -187,7 +202,13 @@ def flow(lm: LM, ids: Sequence[int], parts: int = 10, tokens: int = 64) -> dict[
         if arch.family_of(lm.model).interface:
 
             def read(
-                module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, following: Any, **rest: Any
+                module: Any,
+                query: Tensor,
+                key: Tensor,
+                value: Tensor,
+                mask: Tensor | None,
+                following: Any,
+                **rest: Any,
             ) -> Any:
                 reduce(module.layer_idx, attention_rows(query, key, mask, **rest))
                 return following(module, query, key, value, mask, **rest)
@@ -201,18 +222,24 @@ def flow(lm: LM, ids: Sequence[int], parts: int = 10, tokens: int = 64) -> dict[
     found = {"rollout": np.stack([last[layer] for layer in sorted(last)], axis=1)}
     if length >= tokens:
         # Layers have equally many heads and queries.
-        found |= {"by_head": np.mean(list(heads.values()), axis=0), "by_entry": np.mean(list(entries.values()), axis=0)}
+        found |= {
+            "by_head": np.mean(list(heads.values()), axis=0),
+            "by_entry": np.mean(list(entries.values()), axis=0),
+        }
     return found
 
 
-def _whole_map(layer: int, reduce: Callable[[int, Iterable[tuple[int, Tensor]]], None]) -> Callable[..., None]:
+def _whole_map(
+    layer: int, reduce: Callable[[int, Iterable[tuple[int, Tensor]]], None]
+) -> Callable[..., None]:
     return lambda module, args, output: reduce(layer, [(0, output[1].float())])
 
 
 def attention_rows(
     query: Tensor, key: Tensor, mask: Tensor | None, *, entries: int = ENTRIES, **settings: Any
 ) -> Iterator[tuple[int, Tensor]]:
-    """Attention weights of all queries of a prompt, a block of rows at a time, from what an attention function is given.
+    """Attention weights of all queries of a prompt, a block of rows at a time, from what an attention
+    function is given.
 
     Args:
         query: [B, H, n, d].
@@ -248,10 +275,13 @@ def summary(rows: Sequence[Row], clusters: Sequence[str], resamples: int = 2000)
     _, kinds, layers, parts = weights.shape
     rollout = [
         (list(KINDS)[kind], layer + 1, part, *interval(weights[:, kind, layer, part]))
-        for kind in range(kinds) for layer in range(layers) for part in range(parts)
-    ]  # fmt: skip
+        for kind in range(kinds)
+        for layer in range(layers)
+        for part in range(parts)
+    ]
     changes: list[tuple[Any, ...]] = [
-        (kind, *interval(weights[:, number, -1, 0] - weights[:, number, 0, 0])) for number, kind in enumerate(KINDS)
+        (kind, *interval(weights[:, number, -1, 0] - weights[:, number, 0, 0]))
+        for number, kind in enumerate(KINDS)
     ]
     sinks: list[tuple[Any, ...]] = []
     long = [number for number, row in enumerate(rows) if "by_head" in row]
@@ -272,7 +302,8 @@ def summary(rows: Sequence[Row], clusters: Sequence[str], resamples: int = 2000)
 
 @styled
 def rollout_figure(table: pd.DataFrame) -> Figure:
-    """Rollout of a model by depth of the prompt, a line per number of layers; a panel per share of the residual stream."""
+    """Rollout of a model by depth of the prompt, a line per number of layers; a panel per share of the
+    residual stream."""
     figure = new_figure(PAGE, 2.6)
     panels = list(table.groupby("rollout", sort=False))
     for axes, (title, frame) in zip(figure.subplots(1, len(panels)), panels, strict=True):
@@ -284,6 +315,11 @@ def rollout_figure(table: pd.DataFrame) -> Figure:
             place = 100 * (line["part"] + 0.5) / count
             axes.plot(place, line["weight"], label=f"{layers} layer{'s' if layers > 1 else ''}", **style)
             axes.fill_between(place, line["low"], line["high"], color=style["color"], alpha=0.2, linewidth=0)
-        axes.set(xlabel="place in the prompt (%)", ylabel="weight of the last token", title=str(title), ylim=(0, None))
+        axes.set(
+            xlabel="place in the prompt (%)",
+            ylabel="weight of the last token",
+            title=str(title),
+            ylim=(0, None),
+        )
         axes.legend()
     return figure

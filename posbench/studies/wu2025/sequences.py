@@ -1,8 +1,9 @@
-"""Sequences of labelled items with a known position bias, for training and for paired tests (Wu et al. 2025, Section 5).
+"""Sequences of labelled items with a known position bias, for training and for paired tests (Wu et al. 2025,
+Section 5).
 
-A sequence is x1 y1 ... x8 y8 xq: items of two classes, four copies each in random order, every item followed by its label, and
-a query of the class of one item. The bias is the list of items (from 0) whose class the query may take. Whole batches are drawn
-at once: the official code builds each sequence in Python.
+A sequence is x1 y1 ... x8 y8 xq: items of two classes, four copies each in random order, every item followed
+by its label, and a query of the class of one item. The bias is the list of items (from 0) whose class the
+query may take. Whole batches are drawn at once: the official code builds each sequence in Python.
 """
 
 from __future__ import annotations
@@ -22,19 +23,22 @@ class Mixture:
     """The data of Wu et al. 2025, Section 5 and Appendices J and L (after Reddy 2024).
 
     Attributes:
-        vocabulary: ``gaussian``: every item is a fresh draw around its class mean (Section 5); ``fixed``: a class is one vector
-            with a component that all classes share (Appendix L).
-        scale: Standard deviation of every component drawn. ``paper``: 1 / sqrt(width), the variance 1/d of the text, tokens of
-            norm 1. ``code``: 1 / width, what the official code draws, tokens of norm 0.125 at width 64.
+        vocabulary: ``gaussian``: every item is a fresh draw around its class mean (Section 5); ``fixed``: a
+            class is one vector with a component that all classes share (Appendix L).
+        scale: Standard deviation of every component drawn. ``paper``: 1 / sqrt(width), the variance 1/d of
+            the text, tokens of norm 1. ``code``: 1 / width, what the official code draws, tokens of norm
+            0.125 at width 64.
         bias: Items (from 0) whose class the query may have, uniformly; empty: any item, no bias.
         width: Dimension of a token.
         classes: Classes K of the training data.
         labels: Labels L; that of a class is drawn uniformly and stays.
         copies: Items of each of the two classes of a sequence (the burstiness B), so there are 2 B items.
         noise: Within-class noise epsilon of ``gaussian``: x = (mean + epsilon eta) / sqrt(1 + epsilon^2).
-        anisotropy: Weight lambda of the shared component of ``fixed``: v = (mean + lambda omega) / sqrt(1 + lambda^2).
-        test_component: Whether the tests of ``fixed`` keep the shared component of the training (``training``, the text) or
-            draw one of their own for each set (``fresh``, what the official code does).
+        anisotropy: Weight lambda of the shared component of ``fixed``: v = (mean + lambda omega) / sqrt(1 +
+            lambda^2).
+        test_component: Whether the tests of ``fixed`` keep the shared component of the training
+            (``training``, the text) or draw one of their own for each set (``fresh``, what the official code
+            does).
     """
 
     vocabulary: Literal["gaussian", "fixed"] = "gaussian"
@@ -72,24 +76,23 @@ class Mixture:
         """Raise `UserError` where a number is out of range; ``where`` is the dotted name of these fields."""
         for name, least in (("width", 2), ("classes", 2), ("labels", 2), ("copies", 2)):
             if getattr(self, name) < least:
-                raise UserError(
-                    field=f"{where}.{name}", value=getattr(self, name), allowed=f"{least} or more", hint=f"raise {name}"
-                )
+                raise UserError(f"{where}.{name}", getattr(self, name), f"{least} or more", f"raise {name}")
         for name in ("noise", "anisotropy"):
             if getattr(self, name) < 0:
-                raise UserError(field=f"{where}.{name}", value=getattr(self, name), allowed="0 or more", hint="take 0.75")
+                raise UserError(f"{where}.{name}", getattr(self, name), "0 or more", "take 0.75")
         if len(set(self.bias)) < len(self.bias) or not set(self.bias) <= set(range(self.items)):
             raise UserError(
-                field=f"{where}.bias",
-                value=list(self.bias),
-                allowed=f"different items from 0 to {self.items - 1}, or [] for none",
-                hint=f"[0, {self.items - 1}] is the bias to both ends",
+                f"{where}.bias",
+                list(self.bias),
+                f"different items from 0 to {self.items - 1}, or [] for none",
+                f"[0, {self.items - 1}] is the bias to both ends",
             )
 
 
 @dataclass(frozen=True)
 class World:
-    """What stays fixed in a training: class means [K, D], label of each class [K], label vectors [L, D], shared component [D]."""
+    """What stays fixed in a training: class means [K, D], label of each class [K], label vectors [L, D],
+    shared component [D]."""
 
     means: Tensor
     class_labels: Tensor
@@ -123,7 +126,8 @@ class Novel:
 
 
 def draw_world(mixture: Mixture, rng: torch.Generator) -> World:
-    """Class means, labels, label vectors and the shared component of one training, on the generator's device."""
+    """Class means, labels, label vectors and the shared component of one training, on the generator's
+    device."""
     at = {"generator": rng, "device": rng.device}
     means = mixture.std * torch.randn(mixture.classes, mixture.width, **at)
     class_labels = torch.randint(mixture.labels, (mixture.classes,), **at)
@@ -186,7 +190,8 @@ def novel_sequences(mixture: Mixture, world: World, count: int, rng: torch.Gener
 
 
 def ask(novel: Novel, world: World, right: int, copy_at: int | None = None) -> Sequences:
-    """Ask for the class of one item; with ``copy_at``, that other item gets the asked item's vector and keeps its own label.
+    """Ask for the class of one item; with ``copy_at``, that other item gets the asked item's vector and keeps
+    its own label.
 
     Sets [a, b] and [b, a] made from the same `Novel` are paired: same classes, same order, same draws.
 
@@ -209,16 +214,18 @@ def ask(novel: Novel, world: World, right: int, copy_at: int | None = None) -> S
 def other_is_right(mixture: Mixture) -> float:
     """Share of the test sequences in which the overwritten item's own label is the right one too.
 
-    Of the other items, copies - 1 out of items - 1 have the query's class, and two classes may share a label: 0.446.
+    Of the other items, copies - 1 out of items - 1 have the query's class, and two classes may share a label:
+    0.446.
     """
     same = (mixture.copies - 1) / (mixture.items - 1)
     return same + (1 - same) / mixture.labels
 
 
 def copying_gap(mixture: Mixture, weight_first: float, weight_other: float) -> float:
-    """Accuracy gap [a, b] - [b, a] of a policy that copies a label by its place alone, with these shares on items a and b.
+    """Accuracy gap [a, b] - [b, a] of a policy that copies a label by its place alone, with these shares on
+    items a and b.
 
-    A content-blind policy: 0.554 times the difference of the shares for the paper's data. Half first, half last: 0.277 for
-    first against middle, 0 for first against last, -0.277 for middle against last.
+    A content-blind policy: 0.554 times the difference of the shares for the paper's data. Half first, half
+    last: 0.277 for first against middle, 0 for first against last, -0.277 for middle against last.
     """
     return (1 - other_is_right(mixture)) * (weight_first - weight_other)

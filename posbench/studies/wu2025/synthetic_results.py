@@ -17,7 +17,7 @@ from posbench.files.markdown import markdown
 from posbench.plots.base import save
 from posbench.report.tables import findings_table
 from posbench.studies.wu2025.synthetic_claims import findings, thresholds
-from posbench.studies.wu2025.synthetic_tables import (  # fmt: skip
+from posbench.studies.wu2025.synthetic_tables import (
     HALF,
     NEAR,
     PAIR_NAMES,
@@ -50,12 +50,19 @@ def condition_table(beside: pd.DataFrame) -> tuple[list[str], list[list[str]]]:
         for pair in PAIR_NAMES:
             at = by_pair.loc[pair]
             spread = f", seeds' sd {at['spread']:.3f}" if at["seeds"] > 1 else ""
-            texts.append(f"{at['gap']:+.3f} [{at['ci_low']:+.3f}, {at['ci_high']:+.3f}]{spread}; paper {at['paper']:+.3f}: "
-                         f"**{at['verdict']}**")  # fmt: skip
+            texts.append(
+                f"{at['gap']:+.3f} [{at['ci_low']:+.3f}, {at['ci_high']:+.3f}]{spread}; paper {at['paper']:+.3f}: "
+                f"**{at['verdict']}**"
+            )
         vocabulary = ", fixed vocabulary" if one["vocabulary"] == "fixed" else ""
         std = "1/sqrt(D)" if one["scale"] == "paper" else "1/D"
-        network, trained = label(one).replace("\n", ", ") + vocabulary, f"{one['iteration']:,} x {one['seeds']}"
-        rows.append([str(one["figure"]), network, str(one["bias"]), std, trained, f"{one['train_loss']:.2f}", *texts])
+        network, trained = (
+            label(one).replace("\n", ", ") + vocabulary,
+            f"{one['iteration']:,} x {one['seeds']}",
+        )
+        rows.append(
+            [str(one["figure"]), network, str(one["bias"]), std, trained, f"{one['train_loss']:.2f}", *texts]
+        )
     return header, rows
 
 
@@ -70,7 +77,9 @@ def _differing(beside: pd.DataFrame) -> str:
     return "; ".join(dict.fromkeys(where)) or "none"
 
 
-def page(gaps: pd.DataFrame, sinks: pd.DataFrame, beside: pd.DataFrame, missing: int, drawn: Mapping[str, str]) -> str:
+def page(
+    gaps: pd.DataFrame, sinks: pd.DataFrame, beside: pd.DataFrame, missing: int, drawn: Mapping[str, str]
+) -> str:
     """The page of results as Markdown.
 
     Args:
@@ -81,7 +90,9 @@ def page(gaps: pd.DataFrame, sinks: pd.DataFrame, beside: pd.DataFrame, missing:
         drawn: Captions of the figures, by file name without suffix.
     """
     counts = beside["verdict"].value_counts()
-    said = ", ".join(f"{counts.get(verdict, 0)} {verdict}" for verdict in ("agrees", "same sign", "differs", "not learned"))
+    said = ", ".join(
+        f"{counts.get(verdict, 0)} {verdict}" for verdict in ("agrees", "same sign", "differs", "not learned")
+    )
     held = pd.DataFrame([vars(finding) for finding in findings(gaps, sinks)])
     limits = thresholds(gaps)
     text = [
@@ -123,10 +134,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     if not measured:
         parser.error(f"{options.dir} holds no training with a measured iteration")
     gaps, sinks = frames(measured)
-    files = sorted((file.name for file in (paths.EXPERIMENTS / "reference").glob("wu2025_fig*.csv")), key=_figure_number)
+    files = sorted(
+        (file.name for file in (paths.EXPERIMENTS / "reference").glob("wu2025_fig*.csv")), key=_figure_number
+    )
     beside = beside_paper(gaps, files)
     cells = sum(len(paper_cells(file)) for file in files)
-    trained = beside.drop(columns="scale").drop_duplicates(["figure", *(c for c in SETTINGS if c != "scale"), "pair"])
+    trained = beside.drop(columns="scale").drop_duplicates(
+        ["figure", *(c for c in SETTINGS if c != "scale"), "pair"]
+    )
     options.out.mkdir(parents=True, exist_ok=True)
     drawn = {}
     for name, (figure, caption) in figures(gaps, sinks, beside).items():

@@ -1,7 +1,9 @@
-"""Training the attention network of Wu et al. 2025 and measuring its position bias: checkpointed, resumable, one folder a seed.
+"""Training the attention network of Wu et al. 2025 and measuring its position bias: checkpointed, resumable,
+one folder a seed.
 
-The learning rate is constant and every draw comes from a generator whose state is in the checkpoint, so a training that was
-killed, or is asked for more iterations later, goes on bit for bit as if it had never stopped.
+The learning rate is constant and every draw comes from a generator whose state is in the checkpoint, so a
+training that was killed, or is asked for more iterations later, goes on bit for bit as if it had never
+stopped.
 """
 
 from __future__ import annotations
@@ -24,7 +26,15 @@ from posbench.files.atomic import Row, digest, write_bytes
 from posbench.run.folder import RunDir, owned
 from posbench.stats.tables import Z95
 from posbench.studies.wu2025.network import Attention, AttentionNetwork
-from posbench.studies.wu2025.sequences import Mixture, Sequences, World, ask, draw_world, novel_sequences, training_batch
+from posbench.studies.wu2025.sequences import (
+    Mixture,
+    Sequences,
+    World,
+    ask,
+    draw_world,
+    novel_sequences,
+    training_batch,
+)
 from posbench.theory import masks
 
 PAIRS = (("first", "middle"), ("first", "last"), ("middle", "last"))
@@ -34,7 +44,8 @@ CHUNK = 2000
 CHECKPOINT_EVERY = 2000
 """Iterations between two checkpoints."""
 TEST_SEEDS = 1_000_000
-"""Test sets of seed s are drawn from generator seed `TEST_SEEDS` + s, on the CPU: the same on every device."""
+"""Test sets of seed s are drawn from generator seed `TEST_SEEDS` + s, on the CPU: the same on every
+device."""
 ROWS, CHECKPOINT, FACTS = "rows.jsonl", "checkpoint.pt", "training.json"
 
 
@@ -55,18 +66,15 @@ class Condition(Mixture, Attention):
     sequences: int = 10_000
 
     def check(self, where: str) -> None:
-        """Raise `UserError` where a number is out of range; ``where`` is the dotted name of this condition."""
+        """Raise `UserError` where a number is out of range; ``where`` is the dotted name of this
+        condition."""
         self.check_data(where)
         self.check_network(where, self.width, self.tokens)
         for name, least in (("batch", 1), ("sequences", 2)):
             if getattr(self, name) < least:
-                raise UserError(
-                    field=f"{where}.{name}", value=getattr(self, name), allowed=f"{least} or more", hint=f"raise {name}"
-                )
+                raise UserError(f"{where}.{name}", getattr(self, name), f"{least} or more", f"raise {name}")
         if self.learning_rate <= 0 or self.weight_decay < 0:
-            raise UserError(
-                field=f"{where}.learning_rate", value=self.learning_rate, allowed="above 0", hint="the paper takes 0.001"
-            )
+            raise UserError(f"{where}.learning_rate", self.learning_rate, "above 0", "the paper takes 0.001")
 
     @property
     def settings(self) -> Row:
@@ -74,27 +82,41 @@ class Condition(Mixture, Attention):
         names = {place: name for name, place in self.places.items()}
         span = {"window": f" {self.window}", "prefix": f" {self.prefix}"}.get(self.mask, "")
         return {
-            "vocabulary": self.vocabulary, "scale": self.scale, "std": self.std, "mask": self.mask + span, "pe": self.pe,
-            "depth": self.depth, "residual": self.residual,
+            "vocabulary": self.vocabulary,
+            "scale": self.scale,
+            "std": self.std,
+            "mask": self.mask + span,
+            "pe": self.pe,
+            "depth": self.depth,
+            "residual": self.residual,
             "bias": "+".join(names.get(item, f"item {item}") for item in self.bias) or "none",
-        }  # fmt: skip
+        }
 
     @property
     def name(self) -> str:
         """Readable folder name with the hash of all fields."""
-        parts = [self.vocabulary, self.pe, self.mask, f"d{self.depth}", "residual" if self.residual else "plain", self.scale]
+        parts = [
+            self.vocabulary,
+            self.pe,
+            self.mask,
+            f"d{self.depth}",
+            "residual" if self.residual else "plain",
+            self.scale,
+        ]
         bias = "bias" + "+".join(map(str, self.bias)) if self.bias else "unbiased"
         return "_".join([*parts, bias, digest(asdict(self))])
 
 
 def marks(until: int) -> list[int]:
-    """Iterations at which a training is measured: 1000, 2000, 4000, 6000, 8000, 10,000, every 4000 from 12,000, and the end."""
+    """Iterations at which a training is measured: 1000, 2000, 4000, 6000, 8000, 10,000, every 4000 from
+    12,000, and the end."""
     early = [1000, 2000, 4000, 6000, 8000, 10_000]
     return sorted({m for m in [*early, *range(12_000, until + 1, 4000)] if m <= until} | {until})
 
 
 class Ensemble:
-    """Several seeds of one condition at the same iteration, trained as one batch; an ensemble of one on a CPU."""
+    """Several seeds of one condition at the same iteration, trained as one batch; an ensemble of one on a
+    CPU."""
 
     def __init__(self, condition: Condition, seeds: Sequence[int], device: torch.device) -> None:
         """A fresh start: weights, classes and data of a seed have generators of their own."""
@@ -104,10 +126,15 @@ class Ensemble:
             return [torch.Generator(device).manual_seed(3 * seed + kind) for seed in seeds]
 
         self.worlds = [draw_world(condition, rng) for rng in generators(0)]
-        self.network = AttentionNetwork(condition, condition.width, condition.labels, condition.tokens, generators(1))
+        self.network = AttentionNetwork(
+            condition, condition.width, condition.labels, condition.tokens, generators(1)
+        )
         self.data = generators(2)
         self.optimizer = torch.optim.AdamW(
-            self.network.parameters(), lr=condition.learning_rate, weight_decay=condition.weight_decay, fused=True
+            self.network.parameters(),
+            lr=condition.learning_rate,
+            weight_decay=condition.weight_decay,
+            fused=True,
         )
 
     def step(self) -> None:
@@ -121,7 +148,9 @@ class Ensemble:
         logits = self.network(tokens)
         targets = torch.stack([d.targets for d in drawn])
         # A sum over models of means over sequences: each model gets the gradient that it would get alone.
-        loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum") / self.condition.batch
+        loss = (
+            F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum") / self.condition.batch
+        )
         self.optimizer.zero_grad(set_to_none=True)
         loss.backward()
         self.optimizer.step()
@@ -159,11 +188,12 @@ class Ensemble:
     def measure(self) -> list[Row]:
         """The gaps, accuracies and sinks of every seed at this iteration, one row each.
 
-        A row has ``iteration``; ``train_loss`` (nats) and ``train_accuracy`` on fresh sequences of the training distribution;
-        ``novel_first``, ``novel_middle``, ``novel_last``: accuracy on new classes when that item is asked for and nothing is
-        overwritten; ``acc_first_middle`` and so on: accuracy of set [first, middle]; ``gap_first_middle`` and
-        ``sd_first_middle``: gap [first, middle] - [middle, first] and its standard error over the paired sequences; and
-        ``sink_by_head`` (Gu et al.) and ``sink_by_entry`` (Wu et al.), a share per token, on sequences of the training.
+        A row has ``iteration``; ``train_loss`` (nats) and ``train_accuracy`` on fresh sequences of the
+        training distribution; ``novel_first``, ``novel_middle``, ``novel_last``: accuracy on new classes when
+        that item is asked for and nothing is overwritten; ``acc_first_middle`` and so on: accuracy of set
+        [first, middle]; ``gap_first_middle`` and ``sd_first_middle``: gap [first, middle] - [middle, first]
+        and its standard error over the paired sequences; and ``sink_by_head`` (Gu et al.) and
+        ``sink_by_entry`` (Wu et al.), a share per token, on sequences of the training.
         """
         found = []
         for index, seed in enumerate(self.seeds):
@@ -181,12 +211,16 @@ class Ensemble:
     def _alone(self, index: int) -> AttentionNetwork:
         """One model of the ensemble, on the CPU: every device measures alike."""
         condition = self.condition
-        network = AttentionNetwork(condition, condition.width, condition.labels, condition.tokens, [torch.Generator()])
+        network = AttentionNetwork(
+            condition, condition.width, condition.labels, condition.tokens, [torch.Generator()]
+        )
         for own, shared in zip(network.parameters(), self.network.parameters(), strict=True):
             own.copy_(shared[index : index + 1])
         return network
 
-    def _chunk(self, network: AttentionNetwork, world: World, rng: torch.Generator, count: int) -> dict[str, Any]:
+    def _chunk(
+        self, network: AttentionNetwork, world: World, rng: torch.Generator, count: int
+    ) -> dict[str, Any]:
         """Scores of each test sequence, [count] or [count, n], by name."""
         condition = self.condition
         places = condition.places
@@ -197,7 +231,8 @@ class Ensemble:
         scores: dict[str, Any] = {
             "train_loss": F.cross_entropy(logits, seen.targets, reduction="none").numpy(),
             "train_accuracy": (logits.argmax(-1) == seen.targets).numpy(),
-            # Gu et al. count queries from the token on; under other masks than causal, earlier ones see it too.
+            # Gu et al. count queries from the token on; under other masks than causal, earlier ones see it
+            # too.
             "sink_by_head": np.stack([masks.sink_by_head(np.tril(each)) for each in attention]),
             "sink_by_entry": np.stack([masks.sink_by_entry(each, mask) for each in attention]),
         }
@@ -208,7 +243,9 @@ class Ensemble:
             for right, other in ((a, b), (b, a)):
                 if condition.test_component == "fresh":
                     novel = novel_sequences(condition, world, count, rng)
-                scores[f"acc_{right}_{other}"] = _hits(network, ask(novel, world, places[right], places[other]))
+                scores[f"acc_{right}_{other}"] = _hits(
+                    network, ask(novel, world, places[right], places[other])
+                )
         return scores
 
 
@@ -228,22 +265,40 @@ def _summary(scores: dict[str, Any]) -> Row:
 
 
 def pair_rows(condition: Condition, row: Row) -> list[Row]:
-    """A measured row as one row per pair of items: `Condition.settings`, acc_ab, acc_ba, gap with its 95 % interval, losses."""
-    shared = {k: row[k] for k in ("n", "train_loss", "train_accuracy", "novel_first", "novel_middle", "novel_last", "hardware")}
+    """A measured row as one row per pair of items: `Condition.settings`, acc_ab, acc_ba, gap with its 95 %
+    interval, losses."""
+    shared = {
+        k: row[k]
+        for k in (
+            "n",
+            "train_loss",
+            "train_accuracy",
+            "novel_first",
+            "novel_middle",
+            "novel_last",
+            "hardware",
+        )
+    }
     rows = []
     for a, b in PAIRS:
         gap, half = row[f"gap_{a}_{b}"], Z95 * row[f"sd_{a}_{b}"]
         measured = {"acc_ab": row[f"acc_{a}_{b}"], "acc_ba": row[f"acc_{b}_{a}"], "gap": gap}
         where = {"seed": row["seed"], "iteration": row["iteration"], "pair": f"{a}-{b}"}
-        rows.append({**condition.settings, **where, **measured, "ci_low": gap - half, "ci_high": gap + half, **shared})
+        rows.append(
+            {**condition.settings, **where, **measured, "ci_low": gap - half, "ci_high": gap + half, **shared}
+        )
     return rows
 
 
 def sink_rows(condition: Condition, row: Row) -> list[Row]:
-    """A measured row as one row per token (from 0): `Condition.settings`, by_head (Gu et al.), by_entry (Wu et al.)."""
+    """A measured row as one row per token (from 0): `Condition.settings`, by_head (Gu et al.), by_entry (Wu
+    et al.)."""
     where = {**condition.settings, "seed": row["seed"], "iteration": row["iteration"], "n": row["n"]}
     shares = zip(row["sink_by_head"], row["sink_by_entry"], strict=True)
-    return [{**where, "token": token, "by_head": head, "by_entry": entry} for token, (head, entry) in enumerate(shares)]
+    return [
+        {**where, "token": token, "by_head": head, "by_entry": entry}
+        for token, (head, entry) in enumerate(shares)
+    ]
 
 
 def folder_of(root: Path, condition: Condition, seed: int) -> RunDir:
@@ -263,8 +318,8 @@ def train(
 ) -> dict[int, list[Row]]:
     """Train every seed for that many iterations, going on where a folder under the root has got to.
 
-    On a CPU the seeds run one after another, for an ensemble costs one thread as much as its members one by one; on a GPU those
-    at the same iteration run as one batched ensemble.
+    On a CPU the seeds run one after another, for an ensemble costs one thread as much as its members one by
+    one; on a GPU those at the same iteration run as one batched ensemble.
 
     Args:
         condition: What is trained.
@@ -279,8 +334,8 @@ def train(
         Rows of `Ensemble.measure` up to ``iterations``, oldest first, by seed.
 
     Raises:
-        UserError: A checkpoint is of another device, another process trains one of the seeds, or the folder holds a training that
-            went further and has no row this early.
+        UserError: A checkpoint is of another device, another process trains one of the seeds, or the folder
+            holds a training that went further and has no row this early.
     """
     root.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
@@ -301,16 +356,17 @@ def train(
                 ensemble.load([state for seed in group if (state := states[seed])])
             _run(ensemble, iterations, root, hardware, advance)
     found = {
-        seed: [row for row in folder_of(root, condition, seed).rows(ROWS) if row["iteration"] <= iterations] for seed in seeds
+        seed: [row for row in folder_of(root, condition, seed).rows(ROWS) if row["iteration"] <= iterations]
+        for seed in seeds
     }
     for seed, rows in found.items():
         rows.sort(key=lambda row: row["iteration"])
         if not rows:
             raise UserError(
-                field="iterations",
-                value=iterations,
-                allowed=f"1000 or more: {folder_of(root, condition, seed).path} is trained further, and was measured later only",
-                hint="ask for more, or take another folder",
+                "iterations",
+                iterations,
+                f"1000 or more: {folder_of(root, condition, seed).path} is trained further, and was measured later only",
+                "ask for more, or take another folder",
             )
     return found
 
@@ -325,20 +381,20 @@ def _open(run: RunDir, condition: Condition, seed: int, device: str) -> dict[str
     if not file.is_file():
         return None
     if not zipfile.is_zipfile(file):
-        raise UserError(field="checkpoint", value=str(file), allowed="a checkpoint of this training", hint="remove the folder")
+        raise UserError("checkpoint", str(file), "a checkpoint of this training", "remove the folder")
     state: dict[str, Any] = torch.load(file, weights_only=True)
     if state["device"] != torch.device(device).type:
-        # The generators of a CPU and a GPU draw different numbers: going on would be no longer the same training.
+        # The generators of a CPU and a GPU draw different numbers: going on would be no longer the same
+        # training.
         raise UserError(
-            field="checkpoint",
-            value=str(file),
-            allowed=f"one made on {device}",
-            hint=f"go on on {state['device']}, or start anew",
+            "checkpoint", str(file), f"one made on {device}", f"go on on {state['device']}, or start anew"
         )
     return state
 
 
-def _run(ensemble: Ensemble, iterations: int, root: Path, hardware: str, advance: Callable[[int], None]) -> None:
+def _run(
+    ensemble: Ensemble, iterations: int, root: Path, hardware: str, advance: Callable[[int], None]
+) -> None:
     stops = set(marks(iterations))
     # A row that was damaged is made again where the training stands at it.
     _record(ensemble, stops, root, hardware)
@@ -355,11 +411,16 @@ def _run(ensemble: Ensemble, iterations: int, root: Path, hardware: str, advance
 
 
 def _record(ensemble: Ensemble, stops: set[int], root: Path, hardware: str) -> None:
-    """Measure where it is due; a training killed between a row and its checkpoint comes to the same row again, and keeps it."""
+    """Measure where it is due; a training killed between a row and its checkpoint comes to the same row
+    again, and keeps it."""
     if ensemble.iteration not in stops:
         return
     runs = {seed: folder_of(root, ensemble.condition, seed) for seed in ensemble.seeds}
-    missing = {seed for seed, run in runs.items() if ensemble.iteration not in {row["iteration"] for row in run.rows(ROWS)}}
+    missing = {
+        seed
+        for seed, run in runs.items()
+        if ensemble.iteration not in {row["iteration"] for row in run.rows(ROWS)}
+    }
     for row in ensemble.measure() if missing else []:
         if row["seed"] in missing:
             runs[row["seed"]].append(ROWS, [{**row, "hardware": hardware}])

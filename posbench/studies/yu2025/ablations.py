@@ -24,7 +24,11 @@ from posbench.studies.base import Finding, Study, Verdict
 
 LOSSES, ROWS = "ablation_losses.jsonl", "ablation_predictions.jsonl"
 FULL, CONTROL = "full method", "control: random channel"
-NO_MONOTONICITY, NO_SMOOTHNESS, NO_VALIDATION = "without monotonicity", "without smoothness", "without validation"
+NO_MONOTONICITY, NO_SMOOTHNESS, NO_VALIDATION = (
+    "without monotonicity",
+    "without smoothness",
+    "without validation",
+)
 TWO, LAST_16, ALL_TOKENS = "top-2 channels", "last 16 tokens", "all tokens"
 CLAIMS = {
     NO_MONOTONICITY: "without the filter by monotonicity performance may decline",
@@ -40,11 +44,12 @@ CLAIMS = {
 class Ablations(Study):
     """Ablations of scale_channel and its search.
 
-    Source: Yu et al. 2025, Appendix E, Table 6. The paper gives no definitions ("details in Appendix C" are not there), so these
-    are ours; see ``conf/study/ablations.yaml``.
+    Source: Yu et al. 2025, Appendix E, Table 6. The paper gives no definitions ("details in Appendix C" are
+    not there), so these are ours; see ``conf/study/ablations.yaml``.
 
     Attributes:
-        smoothness: What replaces the smoothest K channels: ``all`` monotone ones go to validation, or ``random`` K of them.
+        smoothness: What replaces the smoothest K channels: ``all`` monotone ones go to validation, or
+            ``random`` K of them.
         control: Whether a channel drawn at random is scaled, too, with the full method's factor and layers.
         seed: Seed of both draws.
     """
@@ -56,28 +61,34 @@ class Ablations(Study):
     seed: int = 0
 
     def check(self, config: Config, lm: LM | None) -> None:
-        """Refuse another search than Algorithm 1, a method that would be ablated with it, and what the search refuses.
+        """Refuse another search than Algorithm 1, a method that would be ablated with it, and what the search
+        refuses.
 
         Raises:
             UserError: See above.
         """
         search = config.search
-        kind = f"{search.variant}, {search.candidates}" if isinstance(search, ChannelSearch) else type(search).__name__
+        kind = (
+            f"{search.variant}, {search.candidates}"
+            if isinstance(search, ChannelSearch)
+            else type(search).__name__
+        )
         if kind != "paper, monotone":
             raise UserError(
-                field="search",
-                value=kind,
-                allowed="channel with variant=paper and candidates=monotone: Algorithm 1 is what is ablated",
-                hint="leave search= out",
+                "search",
+                kind,
+                "channel with variant=paper and candidates=monotone: Algorithm 1 is what is ablated",
+                "leave search= out",
             )
         if config.trial().needs_prompt:
             allowed = "none, or a method that treats all tokens alike: the study scales channels itself"
-            raise UserError(field="method", value=config.method_name, allowed=allowed, hint="leave the method out")
+            raise UserError("method", config.method_name, allowed, "leave the method out")
         assert lm is not None
         channel_search.check(config, lm)
 
     def measure(self, run: Run) -> dict[str, pd.DataFrame]:
-        """Tables ``ablations``, a row each; ``positions``, their score by gold position; ``candidates``, what validation saw."""
+        """Tables ``ablations``, a row each; ``positions``, their score by gold position; ``candidates``, what
+        validation saw."""
         search, resamples = run.config.search, run.config.runtime.resamples
         assert isinstance(search, ChannelSearch)
         averages = channel_search.average_states(run.lm, search, run)
@@ -89,7 +100,10 @@ class Ablations(Study):
         each = channel_search.calibration_losses(run, LOSSES, candidates)
         losses = dict(zip(candidates, each[1:].mean(1).tolist(), strict=True))
         settings = self.settings(pools, losses, len(found.smoothness))
-        methods: dict[str, Method] = {UNMODIFIED: Unmodified(), **{label(method): method for method in settings.values()}}
+        methods: dict[str, Method] = {
+            UNMODIFIED: Unmodified(),
+            **{label(method): method for method in settings.values()},
+        }
         scores = paired.scores(run, ROWS, methods)
         printed = paper(run)
         rows = []
@@ -106,13 +120,25 @@ class Ablations(Study):
                     "layers": f"{method.layers[0]}-{method.layers[1]}" if method else "",
                     "last": str(method.last) if method else "",
                     **own,
-                    **{f"difference{end}": change[key] for end, key in (("", "value"), ("_low", "low"), ("_high", "high"))},
-                    **{f"gain{end}": gain[key] for end, key in (("", "value"), ("_low", "low"), ("_high", "high"))},
+                    **{
+                        f"difference{end}": change[key]
+                        for end, key in (("", "value"), ("_low", "low"), ("_high", "high"))
+                    },
+                    **{
+                        f"gain{end}": gain[key]
+                        for end, key in (("", "value"), ("_low", "low"), ("_high", "high"))
+                    },
                     "paper": printed.get(name, np.nan),
                 }
             )
-        names = {label(method): name for name, method in reversed(settings.items())} | {UNMODIFIED: UNMODIFIED}
-        placed = scores.dropna(subset=["position"]).groupby(["method", "position"], sort=False)["score"].agg(["mean", "size"])
+        names = {label(method): name for name, method in reversed(settings.items())} | {
+            UNMODIFIED: UNMODIFIED
+        }
+        placed = (
+            scores.dropna(subset=["position"])
+            .groupby(["method", "position"], sort=False)["score"]
+            .agg(["mean", "size"])
+        )
         positions = placed.reset_index().set_axis(["ablation", "position", "value", "n"], axis=1)
         table = pd.DataFrame([{**_plain(c), "loss": loss} for c, loss in losses.items()])
         facts = {
@@ -121,14 +147,18 @@ class Ablations(Study):
             "smoothness": [float(found.smoothness[c]) for c in table["channel"]],
             "smoothness_all_layers": [float(free.smoothness[c]) for c in table["channel"]],
         }
-        pooled = {name.replace(" ", "_"): [c in pool for c in table["channel"]] for name, pool in pools.items()}
+        pooled = {
+            name.replace(" ", "_"): [c in pool for c in table["channel"]] for name, pool in pools.items()
+        }
         return {
             "ablations": pd.DataFrame(rows),
             "positions": positions.assign(ablation=positions["ablation"].map(names)),
             "candidates": table.assign(**facts, **pooled),
         }
 
-    def pools(self, search: ChannelSearch, found: ChannelStatistics, free: ChannelStatistics) -> dict[str, list[int]]:
+    def pools(
+        self, search: ChannelSearch, found: ChannelStatistics, free: ChannelStatistics
+    ) -> dict[str, list[int]]:
         """The channels that go to validation, in the order in which ties are broken.
 
         Args:
@@ -139,12 +169,20 @@ class Ablations(Study):
         Raises:
             UserError: No channel passes the filter.
         """
-        passed = list(dict.fromkeys(c.channel for c in replace(search, top_k=len(found.smoothness)).ask(found, [(0, 0)])))
+        passed = list(
+            dict.fromkeys(
+                c.channel for c in replace(search, top_k=len(found.smoothness)).ask(found, [(0, 0)])
+            )
+        )
         some = passed
         if self.smoothness == "random":
             drawn = np.random.default_rng(self.seed).permutation(len(passed))[: search.top_k]
             some = [passed[i] for i in sorted(drawn)]
-        return {FULL: passed[: search.top_k], NO_MONOTONICITY: free.ranking[: search.top_k], NO_SMOOTHNESS: some}
+        return {
+            FULL: passed[: search.top_k],
+            NO_MONOTONICITY: free.ranking[: search.top_k],
+            NO_SMOOTHNESS: some,
+        }
 
     def settings(
         self, pools: Mapping[str, Sequence[int]], losses: Mapping[Candidate, float], width: int
@@ -158,7 +196,9 @@ class Ablations(Study):
         """
 
         def best(channels: Sequence[int]) -> Candidate:
-            return min((c for channel in channels for c in losses if c.channel == channel), key=losses.__getitem__)
+            return min(
+                (c for channel in channels for c in losses if c.channel == channel), key=losses.__getitem__
+            )
 
         full = best(pools[FULL])
         rest = [replace(full, channel=c) for c in pools[FULL] if c != full.channel]
@@ -186,25 +226,40 @@ class Ablations(Study):
         return {"ablations": (ablation_figure(tables["ablations"]), caption)}
 
     def findings(self, tables: Mapping[str, pd.DataFrame]) -> Sequence[Finding]:
-        """The paper's reading of Table 6, an ablation at a time, the control, and the gain of the full method."""
+        """The paper's reading of Table 6, an ablation at a time, the control, and the gain of the full
+        method."""
         rows = tables["ablations"].set_index("ablation")
         full = rows.loc[FULL]
         found = [
             _finding(
-                "C5: the method raises the average (Yu et al. 2025, Tables 1 and 6)", "full method minus unmodified",
-                [full["gain"], full["gain_low"], full["gain_high"]], int(full["n"]), "", below=False,
+                "C5: the method raises the average (Yu et al. 2025, Tables 1 and 6)",
+                "full method minus unmodified",
+                [full["gain"], full["gain_low"], full["gain_high"]],
+                int(full["n"]),
+                "",
+                below=False,
             )
-        ]  # fmt: skip
+        ]
         claims = {name: f"{words} (Yu et al. 2025, Table 6)" for name, words in CLAIMS.items()}
-        for name, claim in (claims | {CONTROL: "Control: a random channel does not do what the chosen one does"}).items():
+        for name, claim in (
+            claims | {CONTROL: "Control: a random channel does not do what the chosen one does"}
+        ).items():
             if name not in rows.index:
                 continue
             row = rows.loc[name]
             values = [row["difference"], row["difference_low"], row["difference_high"]]
             scaled = ["channels", "factor", "layers", "last"]
             same = (row[scaled].astype(str) == full[scaled].astype(str)).all()
-            note = "it chooses what the full method chooses" if same else "better than the full method" if values[1] > 0 else ""
-            found.append(_finding(claim, f"{name} minus full method", values, int(row["n"]), note, below=True))
+            note = (
+                "it chooses what the full method chooses"
+                if same
+                else "better than the full method"
+                if values[1] > 0
+                else ""
+            )
+            found.append(
+                _finding(claim, f"{name} minus full method", values, int(row["n"]), note, below=True)
+            )
         return found
 
 
@@ -216,32 +271,55 @@ def scaling(candidate: Candidate) -> ScaleChannel:
 def label(method: ScaleChannel) -> str:
     """`ch 15+20 x -1, layers 1-3, last 1`: equal settings are measured once."""
     channels = "+".join(map(str, method.channels))
-    return f"ch {channels} x {method.factor:g}, layers {method.layers[0]}-{method.layers[1]}, last {method.last}"
+    return (
+        f"ch {channels} x {method.factor:g}, layers {method.layers[0]}-{method.layers[1]}, last {method.last}"
+    )
 
 
 def paper(run: Run) -> dict[str, float]:
     """The paper's numbers by ablation, where the experiment has some for this model, task and setting."""
     reference = run.config.experiment.reference if run.config.experiment else None
     task = run.config.task
-    if reference is None or any(getattr(task, key, None) != value for key, value in reference.setting.items()):
+    if reference is None or any(
+        getattr(task, key, None) != value for key, value in reference.setting.items()
+    ):
         return {}
-    return {r["method"]: r["value"] for r in reference.rows() if r["model"] == run.config.model.name and r["task"] == task.name}
+    return {
+        r["method"]: r["value"]
+        for r in reference.rows()
+        if r["model"] == run.config.model.name and r["task"] == task.name
+    }
 
 
 def _plain(candidate: Candidate) -> dict[str, Any]:
     first, last = candidate.layers
-    return {"channel": candidate.channel, "factor": candidate.factor, "layer_first": first, "layer_last": last}
+    return {
+        "channel": candidate.channel,
+        "factor": candidate.factor,
+        "layer_first": first,
+        "layer_last": last,
+    }
 
 
 def _finding(claim: str, what: str, values: Sequence[float], n: int, note: str, below: bool) -> Finding:
     value, low, high = (100 * float(v) for v in values)
     verdict: Verdict = "holds" if (high < 0 if below else low > 0) else "does not hold"
-    return Finding(claim=claim, statistic=f"{what}, points", value=value, low=low, high=high, n=n, verdict=verdict, note=note)
+    return Finding(
+        claim=claim,
+        statistic=f"{what}, points",
+        value=value,
+        low=low,
+        high=high,
+        n=n,
+        verdict=verdict,
+        note=note,
+    )
 
 
 @styled
 def ablation_figure(table: pd.DataFrame) -> Figure:
-    """Scores of the ablations (left), and their paired differences from the full method (right), with 95 % intervals."""
+    """Scores of the ablations (left), and their paired differences from the full method (right), with 95 %
+    intervals."""
     figure = new_figure(PAGE, 0.9 + 0.2 * len(table))
     left, right = figure.subplots(1, 2, sharey=True)
     y = np.arange(len(table))
@@ -249,7 +327,10 @@ def ablation_figure(table: pd.DataFrame) -> Figure:
         (left, ("value", "low", "high")),
         (right, ("difference", "difference_low", "difference_high")),
     ):
-        values, error = 100 * table[value], 100 * np.stack([table[value] - table[low], table[high] - table[value]])
+        values, error = (
+            100 * table[value],
+            100 * np.stack([table[value] - table[low], table[high] - table[value]]),
+        )
         style: dict[str, Any] = {"linestyle": "none", "marker": "o", "color": COLOURS[0], "elinewidth": 0.8}
         axes.errorbar(values, y, xerr=np.clip(error, 0, None), label="posbench", **style)
         axes.grid(axis="y", color="0.9", linewidth=0.5)
@@ -257,7 +338,15 @@ def ablation_figure(table: pd.DataFrame) -> Figure:
     if table["paper"].notna().any():
         full = float(table.set_index("ablation").loc[FULL, "paper"])
         for axes, values in ((left, table["paper"]), (right, table["paper"] - full)):
-            axes.plot(100 * values, y, linestyle="none", marker="D", color=COLOURS[1], markerfacecolor="white", label="paper")
+            axes.plot(
+                100 * values,
+                y,
+                linestyle="none",
+                marker="D",
+                color=COLOURS[1],
+                markerfacecolor="white",
+                label="paper",
+            )
         legend_below(figure, left)
     base = 100 * float(table.set_index("ablation").loc[UNMODIFIED, "value"])
     left.axvline(base, color="black", linestyle=(0, (4, 2)), linewidth=1)

@@ -1,4 +1,5 @@
-"""Where the last token looks, layer by layer and head by head, as the gold item moves; and whether accuracy follows."""
+"""Where the last token looks, layer by layer and head by head, as the gold item moves; and whether accuracy
+follows."""
 
 from __future__ import annotations
 
@@ -62,24 +63,29 @@ HEAD_EXAMPLES = 20
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionToGold(Study):
-    """Attention of the last token to every item as the gold item moves, the layers and heads that follow it, and accuracy.
+    """Attention of the last token to every item as the gold item moves, the layers and heads that follow it,
+    and accuracy.
 
-    The retrieval score of a layer or head is the share of examples in which it gives the gold item the largest weight of all
-    items, minus the share that is left when the gold positions are shuffled among the examples. A layer that looks at one
-    place, such as the first pair, whatever is asked for, has the score 0: the vertical lines of Figure 2a. One that always
-    finds the gold item comes near 1: the diagonal of Figure 2b. Beside its interval stands the largest score that any layer,
-    or any head, reaches under shuffled positions (95 % quantile), which guards against looking at many of them.
+    The retrieval score of a layer or head is the share of examples in which it gives the gold item the
+    largest weight of all items, minus the share that is left when the gold positions are shuffled among the
+    examples. A layer that looks at one place, such as the first pair, whatever is asked for, has the score 0:
+    the vertical lines of Figure 2a. One that always finds the gold item comes near 1: the diagonal of Figure
+    2b. Beside its interval stands the largest score that any layer, or any head, reaches under shuffled
+    positions (95 % quantile), which guards against looking at many of them.
 
-    Source: Yu et al. 2025, Section 2.1, Eq. 4, Figures 2, 12 and 13, Appendix F. The paper picks the retrieval-related layers by
-    eye (15 to 20 of Mistral-7B).
+    Source: Yu et al. 2025, Section 2.1, Eq. 4, Figures 2, 12 and 13, Appendix F. The paper picks the
+    retrieval-related layers by eye (15 to 20 of Mistral-7B).
 
     Attributes:
         examples: Examples per gold position at most; None: all of the task.
-        pairs: Further numbers of pairs, for the decline with context length; each is a copy of the task. None: the task's own.
+        pairs: Further numbers of pairs, for the decline with context length; each is a copy of the task.
+            None: the task's own.
         layers: Retrieval-related layers, 0-based, in place of those that are detected.
-        head_layer: Layer whose heads are drawn one by one (Figure 13: 15); None: the one with the highest score.
-        least: Lower end of the score's interval that a layer or head must pass to be retrieval-related. 0: anything above
-            chance; 0.2, say, leaves out layers that find the gold item now and then, such as at the two ends of the prompt alone.
+        head_layer: Layer whose heads are drawn one by one (Figure 13: 15); None: the one with the highest
+            score.
+        least: Lower end of the score's interval that a layer or head must pass to be retrieval-related. 0:
+            anything above chance; 0.2, say, leaves out layers that find the gold item now and then, such as
+            at the two ends of the prompt alone.
     """
 
     examples: int | None = 100
@@ -89,7 +95,8 @@ class AttentionToGold(Study):
     least: float = 0.0
 
     def check(self, config: Config, lm: LM | None) -> None:
-        """Refuse a task without gold positions, layers that the model lacks, and numbers of pairs that do not fit."""
+        """Refuse a task without gold positions, layers that the model lacks, and numbers of pairs that do not
+        fit."""
         assert lm is not None
         need_items(config.task, self.examples)
         need_layers(lm, "layers", self.layers)
@@ -107,17 +114,18 @@ class AttentionToGold(Study):
         more = [n for n in dict.fromkeys(self.pairs or ()) if n != task.items]
         if more and "pairs" not in {field.name for field in fields(task)}:
             raise UserError(
-                field="study.pairs", value=list(more), allowed=f"null with task {task.name}", hint="take task=kv_retrieval"
+                "study.pairs", list(more), f"null with task {task.name}", "take task=kv_retrieval"
             )
         return [task, *(replace(task, pairs=n) for n in more)]  # type: ignore[call-arg]
 
     def measure(self, run: Run) -> dict[str, pd.DataFrame]:
         """Six tables.
 
-        ``maps`` (layer, gold_position, item, attention, n) and ``head_maps`` (the same with head) hold mean weights per token;
-        ``layers`` and ``heads`` the retrieval scores, see :func:`scores`, and for layers how vertical their map is and whether
-        they are ``used``; ``examples`` a row for each example with its attention to the gold item, mean over the layers in use,
-        and its score; ``lengths`` the means of these at each gold position and number of items.
+        ``maps`` (layer, gold_position, item, attention, n) and ``head_maps`` (the same with head) hold mean
+        weights per token; ``layers`` and ``heads`` the retrieval scores, see :func:`scores`, and for layers
+        how vertical their map is and whether they are ``used``; ``examples`` a row for each example with its
+        attention to the gold item, mean over the layers in use, and its score; ``lengths`` the means of these
+        at each gold position and number of items.
         """
         parts, tables = [], dict[str, pd.DataFrame]()
         for task in self.tasks(run.config.task):
@@ -128,7 +136,12 @@ class AttentionToGold(Study):
             if not tables:
                 tables = self._scores(run, chosen, rows, frame, encoded)
                 shown = tables["layers"].loc[tables["layers"]["used"], "layer"].tolist()
-            gold = np.array([[layer[e.gold_position] for layer in row["items"]] for e, row in zip(chosen, rows, strict=True)])
+            gold = np.array(
+                [
+                    [layer[e.gold_position] for layer in row["items"]]
+                    for e, row in zip(chosen, rows, strict=True)
+                ]
+            )
             frame["attention"] = gold[:, shown].mean(1)
             frame["score"] = self._replies(run, task, chosen, encoded)
             parts.append(frame)
@@ -136,22 +149,33 @@ class AttentionToGold(Study):
         tables["lengths"] = by_length(tables["examples"])
         return tables
 
-    def _attention(self, run: Run, task: Task, chosen: Sequence[Example], encoded: Mapping[str, Encoded]) -> list[Row]:
-        """One row for each example, in order: weights of every item by layer, and what each head made of them."""
+    def _attention(
+        self, run: Run, task: Task, chosen: Sequence[Example], encoded: Mapping[str, Encoded]
+    ) -> list[Row]:
+        """One row for each example, in order: weights of every item by layer, and what each head made of
+        them."""
 
         def compute(batch: Sequence[Example]) -> list[Row]:
             found = attention_to_items(run.lm, [encoded[e.id] for e in batch], batch, heads=True).numpy()
-            return [head_row(weights, int(e.gold_position or 0)) for weights, e in zip(found, batch, strict=True)]
+            return [
+                head_row(weights, int(e.gold_position or 0)) for weights, e in zip(found, batch, strict=True)
+            ]
 
         order = plan(task, chosen, encoded, run.config.runtime)
         rows = complete(
-            run, "attention.jsonl", f"attention, {task.items} items", [[chosen[i] for i in group] for group in order],
-            lambda e: {"items_per_prompt": task.items, "id": e.id}, compute,
-        )  # fmt: skip
+            run,
+            "attention.jsonl",
+            f"attention, {task.items} items",
+            [[chosen[i] for i in group] for group in order],
+            lambda e: {"items_per_prompt": task.items, "id": e.id},
+            compute,
+        )
         by_id = {row["id"]: row for row in rows}
         return [by_id[e.id] for e in chosen]
 
-    def _replies(self, run: Run, task: Task, chosen: Sequence[Example], encoded: Mapping[str, Encoded]) -> list[float]:
+    def _replies(
+        self, run: Run, task: Task, chosen: Sequence[Example], encoded: Mapping[str, Encoded]
+    ) -> list[float]:
         """The task's score of each example, in order."""
 
         def compute(batch: Sequence[Example]) -> list[Row]:
@@ -163,26 +187,41 @@ class AttentionToGold(Study):
 
         order = plan(task, chosen, encoded, run.config.runtime)
         rows = complete(
-            run, "replies.jsonl", f"accuracy, {task.items} items", [[chosen[i] for i in group] for group in order],
-            lambda e: {"items_per_prompt": task.items, "id": e.id}, compute,
-        )  # fmt: skip
+            run,
+            "replies.jsonl",
+            f"accuracy, {task.items} items",
+            [[chosen[i] for i in group] for group in order],
+            lambda e: {"items_per_prompt": task.items, "id": e.id},
+            compute,
+        )
         by_id = {row["id"]: float(row["score"]) for row in rows}
         return [by_id[e.id] for e in chosen]
 
     def _scores(
-        self, run: Run, chosen: Sequence[Example], rows: Sequence[Row], frame: pd.DataFrame, encoded: Mapping[str, Encoded]
+        self,
+        run: Run,
+        chosen: Sequence[Example],
+        rows: Sequence[Row],
+        frame: pd.DataFrame,
+        encoded: Mapping[str, Encoded],
     ) -> dict[str, pd.DataFrame]:
         """Tables ``layers``, ``heads``, ``maps`` and ``head_maps`` of the task's own number of items."""
         gold, clusters = frame["gold_position"].to_numpy(), list(frame["cluster"])
         items = np.array([row["items"] for row in rows])
         at_gold = np.take_along_axis(items, gold[:, None, None], axis=2)[..., 0]
         others = (items.sum(2) - at_gold) / max(items.shape[2] - 1, 1)
-        layers = scores(items.argmax(2), at_gold, others, gold, clusters, self.least).rename(columns={"unit": "layer"})
+        layers = scores(items.argmax(2), at_gold, others, gold, clusters, self.least).rename(
+            columns={"unit": "layer"}
+        )
         layers["vertical"] = [vertical_share(items[:, layer], gold) for layer in layers["layer"]]
         # Where no layer follows the gold item, the best one stands in, so that there is something to look at.
-        found = layers["retrieval"] if layers["retrieval"].any() else layers["layer"] == layers["score"].idxmax()
+        found = (
+            layers["retrieval"] if layers["retrieval"].any() else layers["layer"] == layers["score"].idxmax()
+        )
         layers["used"] = found if self.layers is None else layers["layer"].isin(self.layers)
-        largest, at_gold, others = (np.array([row[name] for row in rows]) for name in ("largest", "gold", "others"))
+        largest, at_gold, others = (
+            np.array([row[name] for row in rows]) for name in ("largest", "gold", "others")
+        )
         shape = largest.shape[1:]
         flat = [values.reshape(len(rows), -1) for values in (largest, at_gold, others)]
         heads = scores(flat[0], flat[1], flat[2], gold, clusters, self.least)
@@ -196,8 +235,11 @@ class AttentionToGold(Study):
             "head_maps": self._head_maps(run, chosen, encoded, picked),
         }
 
-    def _head_maps(self, run: Run, chosen: Sequence[Example], encoded: Mapping[str, Encoded], layer: int) -> pd.DataFrame:
-        """Mean weights of every head of one layer: it is known only now, so a few examples of each position run again."""
+    def _head_maps(
+        self, run: Run, chosen: Sequence[Example], encoded: Mapping[str, Encoded], layer: int
+    ) -> pd.DataFrame:
+        """Mean weights of every head of one layer: it is known only now, so a few examples of each position
+        run again."""
         few = first_of_each(chosen, HEAD_EXAMPLES)
 
         def compute(batch: Sequence[Example]) -> list[Row]:
@@ -206,23 +248,34 @@ class AttentionToGold(Study):
 
         order = plan(run.config.task, few, encoded, run.config.runtime)
         rows = complete(
-            run, "heads.jsonl", f"heads of layer {layer}", [[few[i] for i in group] for group in order],
-            lambda e: {"layer": layer, "id": e.id}, compute,
-        )  # fmt: skip
+            run,
+            "heads.jsonl",
+            f"heads of layer {layer}",
+            [[few[i] for i in group] for group in order],
+            lambda e: {"layer": layer, "id": e.id},
+            compute,
+        )
         by_id = {row["id"]: row["heads"] for row in rows}
-        found = mean_maps(np.array([by_id[e.id] for e in few]), np.array([int(e.gold_position or 0) for e in few]))
+        found = mean_maps(
+            np.array([by_id[e.id] for e in few]), np.array([int(e.gold_position or 0) for e in few])
+        )
         found.insert(0, "layer", layer)
         return found.rename(columns={"unit": "head"})
 
     def figures(self, tables: Mapping[str, pd.DataFrame]) -> dict[str, tuple[Figure, str]]:
-        """Maps by layer and by head, scores, attention beside accuracy, and the decline with the number of items."""
+        """Maps by layer and by head, scores, attention beside accuracy, and the decline with the number of
+        items."""
         layers, own, lengths = tables["layers"], tables["maps"], tables["lengths"]
         items = int(own["item"].max()) + 1
         used = ", ".join(map(str, layers.loc[layers["used"], "layer"]))
         score = layers.set_index("layer")["score"]
         drawn = {
             "maps": (
-                map_panels(own, "layer", {layer: f"layer {layer} (score {score[layer]:.2f})" for layer in score.index}),
+                map_panels(
+                    own,
+                    "layer",
+                    {layer: f"layer {layer} (score {score[layer]:.2f})" for layer in score.index},
+                ),
                 "Attention of the last token to every item (columns) as the gold item moves (rows), mean over heads. A diagonal "
                 "follows the gold item, a vertical line stays where it is. One colour scale, square root.",
             ),
@@ -246,7 +299,8 @@ class AttentionToGold(Study):
         return drawn
 
     def findings(self, tables: Mapping[str, pd.DataFrame]) -> Sequence[Finding]:
-        """Claim C1: layers and heads that follow the gold item, the U shape, its link to accuracy, the effect of length."""
+        """Claim C1: layers and heads that follow the gold item, the U shape, its link to accuracy, the effect
+        of length."""
         layers, heads, examples = tables["layers"], tables["heads"], tables["examples"]
         best = layers.loc[layers["score"].idxmax()]
         found = [_layer_finding(best, layers, heads), _depth_finding(layers)]
@@ -258,7 +312,14 @@ class AttentionToGold(Study):
             return [
                 *found,
                 *(
-                    Finding(claim=claim, statistic=words, value=math.nan, n=len(own), verdict="not testable here", note=note)
+                    Finding(
+                        claim=claim,
+                        statistic=words,
+                        value=math.nan,
+                        n=len(own),
+                        verdict="not testable here",
+                        note=note,
+                    )
                     for claim, words in claims.items()
                 ),
             ]
@@ -269,7 +330,9 @@ AT_LEAST = 0.5
 """Score at the better end of the prompt below which a model cannot do the task at that length."""
 LINK = "C1: attention to the gold item in the retrieval-related layers follows the position bias (Yu et al. 2025, Section 2.1)"
 DIP = "C1: that attention is higher at the start and the end, lower in the middle (Yu et al. 2025, Section 2.1, Figure 2b)"
-LENGTH = "C1: with a longer context its attenuation over positions is more pronounced (Yu et al. 2025, Figure 2c)"
+LENGTH = (
+    "C1: with a longer context its attenuation over positions is more pronounced (Yu et al. 2025, Figure 2c)"
+)
 FOLLOW = "C1: some layers and heads follow the gold item, others look at one place (Yu et al. 2025, Figures 2, 12, 13)"
 DEEP = "C1: the layers that follow the gold item are the deep ones (Yu et al. 2025, Section 2.1, Appendix F)"
 
@@ -284,10 +347,15 @@ def _layer_finding(best: pd.Series, layers: pd.DataFrame, heads: pd.DataFrame) -
         f"explains {fixed:.0%} of the map"
     )
     return Finding(
-        claim=FOLLOW, statistic="retrieval score of the best layer: share of examples above shuffled gold positions",
-        value=best["score"], low=best["low"], high=best["high"], n=int(best["n"]),
-        verdict="holds" if related else "does not hold", note=note,
-    )  # fmt: skip
+        claim=FOLLOW,
+        statistic="retrieval score of the best layer: share of examples above shuffled gold positions",
+        value=best["score"],
+        low=best["low"],
+        high=best["high"],
+        n=int(best["n"]),
+        verdict="holds" if related else "does not hold",
+        note=note,
+    )
 
 
 def _depth_finding(layers: pd.DataFrame) -> Finding:
@@ -296,10 +364,13 @@ def _depth_finding(layers: pd.DataFrame) -> Finding:
     pairs = np.subtract.outer(related, others) > 0
     share = float(pairs.mean()) if pairs.size else math.nan
     return Finding(
-        claim=DEEP, statistic="share of pairs of a retrieval-related and another layer in which the former is the deeper one",
-        value=share, n=pairs.size, verdict="holds" if share > 0.5 else "does not hold" if pairs.size else "not testable here",
+        claim=DEEP,
+        statistic="share of pairs of a retrieval-related and another layer in which the former is the deeper one",
+        value=share,
+        n=pairs.size,
+        verdict="holds" if share > 0.5 else "does not hold" if pairs.size else "not testable here",
         note=f"retrieval-related layers {related.tolist()} of 0 to {len(layers) - 1}",
-    )  # fmt: skip
+    )
 
 
 def _link(own: pd.DataFrame, tables: Mapping[str, pd.DataFrame]) -> Finding:
@@ -310,17 +381,24 @@ def _link(own: pd.DataFrame, tables: Mapping[str, pd.DataFrame]) -> Finding:
     low, high = quantiles(spearman(drawn["attention"], drawn["score"]))
     p = permutation_p(means["attention"].to_numpy(), means["score"].to_numpy())
     return Finding(
-        claim=LINK, statistic=f"Spearman correlation over {len(means)} gold positions of attention and score",
-        value=value, low=low, high=high, n=len(own), verdict=_above(low),
+        claim=LINK,
+        statistic=f"Spearman correlation over {len(means)} gold positions of attention and score",
+        value=value,
+        low=low,
+        high=high,
+        n=len(own),
+        verdict=_above(low),
         note=f"mean over the retrieval-related layers (each by itself: {_by_layer(tables, means['score'])}); one-sided "
         f"permutation of the positions: p = {p:.4f}; same examples, resampled within positions",
-    )  # fmt: skip
+    )
 
 
 def _by_layer(tables: Mapping[str, pd.DataFrame], score: pd.Series) -> str:
     """Spearman correlation of the score with the attention of each layer in use, in words."""
     maps, layers = tables["maps"], tables["layers"]
-    at_gold = maps[maps["item"] == maps["gold_position"]].pivot(index="layer", columns="gold_position", values="attention")
+    at_gold = maps[maps["item"] == maps["gold_position"]].pivot(
+        index="layer", columns="gold_position", values="attention"
+    )
     chosen = layers.loc[layers["used"], "layer"].tolist()
     values = spearman(at_gold.loc[chosen].to_numpy(), np.tile(score.to_numpy(), (len(chosen), 1)))
     return ", ".join(f"layer {layer} {rho:.2f}" for layer, rho in zip(chosen, values, strict=True))
@@ -333,10 +411,15 @@ def _dip(own: pd.DataFrame) -> Finding:
     accuracy, resampled = dips(own, "score")
     score_low, score_high = quantiles(resampled)
     return Finding(
-        claim=DIP, statistic="1 - mean attention to a gold item at depth 25 to 75 % / that at the lower of the two ends",
-        value=value, low=low, high=high, n=len(own), verdict=_above(low),
+        claim=DIP,
+        statistic="1 - mean attention to a gold item at depth 25 to 75 % / that at the lower of the two ends",
+        value=value,
+        low=low,
+        high=high,
+        n=len(own),
+        verdict=_above(low),
         note=f"the same of the score: {accuracy:.2f} [{score_low:.2f}, {score_high:.2f}]",
-    )  # fmt: skip
+    )
 
 
 def _decline(examples: pd.DataFrame) -> Finding:
@@ -345,12 +428,29 @@ def _decline(examples: pd.DataFrame) -> Finding:
     words = "growth of that dip for each doubling of the number of items (least squares)"
     if len(parts) < 2:
         note = "one number of items only: study.pairs=[16,32,64]"
-        return Finding(claim=LENGTH, statistic=words, value=math.nan, n=len(examples), verdict="not testable here", note=note)
-    ends = {items: part.groupby("gold_position")["score"].mean().iloc[[0, -1]].max() for items, part in parts.items()}
+        return Finding(
+            claim=LENGTH,
+            statistic=words,
+            value=math.nan,
+            n=len(examples),
+            verdict="not testable here",
+            note=note,
+        )
+    ends = {
+        items: part.groupby("gold_position")["score"].mean().iloc[[0, -1]].max()
+        for items, part in parts.items()
+    }
     if min(ends.values()) < AT_LEAST:
         listed = ", ".join(f"{items} items: {score:.0%}" for items, score in ends.items())
         note = f"too long for the model, which answers less than {AT_LEAST:.0%} even at the better end ({listed})"
-        return Finding(claim=LENGTH, statistic=words, value=math.nan, n=len(examples), verdict="not testable here", note=note)
+        return Finding(
+            claim=LENGTH,
+            statistic=words,
+            value=math.nan,
+            n=len(examples),
+            verdict="not testable here",
+            note=note,
+        )
     doublings = np.log2(list(parts))
     centred = (doublings - doublings.mean()) / ((doublings - doublings.mean()) ** 2).sum()
     single = [dips(part, "attention") for part in parts.values()]
@@ -359,9 +459,15 @@ def _decline(examples: pd.DataFrame) -> Finding:
     level = centred @ np.log2([part["attention"].mean() for part in parts.values()])
     listed = ", ".join(f"{items}: {dip:.2f}" for items, (dip, _) in zip(parts, single, strict=True))
     return Finding(
-        claim=LENGTH, statistic=words, value=value, low=low, high=high, n=len(examples), verdict=_above(low),
+        claim=LENGTH,
+        statistic=words,
+        value=value,
+        low=low,
+        high=high,
+        n=len(examples),
+        verdict=_above(low),
         note=f"dips: {listed}; for each doubling the attention itself is multiplied by {2**level:.2f}",
-    )  # fmt: skip
+    )
 
 
 def _above(low: float) -> Literal["holds", "does not hold"]:
@@ -374,9 +480,11 @@ def rounded(weights: Array) -> list[list[float]]:
 
 
 def head_row(weights: Array, gold: int) -> Row:
-    """What is kept of one example's weights [L, H, N]: the mean over heads [L, N], and of each head [L, H] three numbers.
+    """What is kept of one example's weights [L, H, N]: the mean over heads [L, N], and of each head [L, H]
+    three numbers.
 
-    Per head: the item with the largest weight, the weight of the gold item, and the mean weight of the others.
+    Per head: the item with the largest weight, the weight of the gold item, and the mean weight of the
+    others.
     """
     at_gold = weights[..., gold]
     others = (weights.sum(-1) - at_gold) / max(weights.shape[-1] - 1, 1)
@@ -392,7 +500,13 @@ def head_row(weights: Array, gold: int) -> Row:
 
 
 def scores(
-    largest: Integers, at_gold: Array, others: Array, gold: Integers, clusters: Sequence[str], least: float, seed: int = 0
+    largest: Integers,
+    at_gold: Array,
+    others: Array,
+    gold: Integers,
+    clusters: Sequence[str],
+    least: float,
+    seed: int = 0,
 ) -> pd.DataFrame:
     """Retrieval score of layers or heads, each called a unit here.
 
@@ -406,23 +520,28 @@ def scores(
         seed: Seed of the bootstrap and of the shuffles.
 
     Returns:
-        Rows of unit, score, low, high (95 %), found (share of examples in which the gold item comes first), expected (that
-        share under shuffled positions), threshold (largest score of any unit under shuffled positions, 95 % quantile), p
-        (share of shuffles in which some unit reaches the score), gold_attention (mean weight per token), ratio (of the gold
-        item's mean weight to the others'), retrieval, n.
+        Rows of unit, score, low, high (95 %), found (share of examples in which the gold item comes first),
+        expected (that share under shuffled positions), threshold (largest score of any unit under shuffled
+        positions, 95 % quantile), p (share of shuffles in which some unit reaches the score), gold_attention
+        (mean weight per token), ratio (of the gold item's mean weight to the others'), retrieval, n.
     """
     places, counts = np.unique(gold, return_counts=True)
     share = np.zeros(int(max(largest.max(), gold.max())) + 1)
     share[places] = counts / len(gold)
     hits, chance = largest == gold[:, None], share[largest]
     expected = chance.mean(0)
-    # The expectation over all shuffles is a mean over examples too, so that one bootstrap of a mean covers the difference.
+    # The expectation over all shuffles is a mean over examples too, so that one bootstrap of a mean covers
+    # the difference.
     parts = hits - chance
     score = parts.mean(0)
-    bounds = [mean_interval(parts[:, u], clusters, resamples=RESAMPLES, seed=seed) for u in range(parts.shape[1])]
+    bounds = [
+        mean_interval(parts[:, u], clusters, resamples=RESAMPLES, seed=seed) for u in range(parts.shape[1])
+    ]
     low, high = np.array(bounds).T
     rng = np.random.default_rng(seed)
-    top = np.array([((largest == rng.permutation(gold)[:, None]).mean(0) - expected).max() for _ in range(SHUFFLES)])
+    top = np.array(
+        [((largest == rng.permutation(gold)[:, None]).mean(0) - expected).max() for _ in range(SHUFFLES)]
+    )
     threshold = float(np.quantile(top, 0.95))
     gold_attention, rest = at_gold.mean(0), others.mean(0)
     return pd.DataFrame(
@@ -449,13 +568,19 @@ def mean_maps(weights: Array, gold: Integers) -> pd.DataFrame:
     for position in np.unique(gold):
         mean = weights[gold == position].mean(0)
         unit, item = np.indices(mean.shape)
-        values = {"unit": unit.ravel(), "gold_position": position, "item": item.ravel(), "attention": mean.ravel()}
+        values = {
+            "unit": unit.ravel(),
+            "gold_position": position,
+            "item": item.ravel(),
+            "attention": mean.ravel(),
+        }
         parts.append(pd.DataFrame({**values, "n": int((gold == position).sum())}))
     return pd.concat(parts, ignore_index=True)
 
 
 def vertical_share(weights: Array, gold: Integers) -> float:
-    """Share of a map's variance that the place of an item alone explains, whatever the gold position: 1 for vertical lines.
+    """Share of a map's variance that the place of an item alone explains, whatever the gold position: 1 for
+    vertical lines.
 
     Args:
         weights: [n, N] weights of one layer.
@@ -487,15 +612,24 @@ def map_panels(frame: pd.DataFrame, unit: str, titles: Mapping[int, str]) -> Fig
     for axes in panels.flat[len(units) :]:
         axes.set_visible(False)
     for axes, number in zip(panels.flat, units, strict=False):
-        grid = frame[frame[unit] == number].pivot_table(index="gold_position", columns="item", values="attention")
-        image = axes.imshow(grid.to_numpy(), norm=norm, cmap="viridis", aspect="auto", origin="upper", interpolation="nearest")
+        grid = frame[frame[unit] == number].pivot_table(
+            index="gold_position", columns="item", values="attention"
+        )
+        image = axes.imshow(
+            grid.to_numpy(), norm=norm, cmap="viridis", aspect="auto", origin="upper", interpolation="nearest"
+        )
         step = max(1, -(-len(grid.index) // 5))
         axes.set_yticks(range(0, len(grid.index), step), [str(position) for position in grid.index[::step]])
         size = "axes.titlesize" if columns <= 4 else "xtick.labelsize"
-        axes.set_title(titles.get(number, f"{unit} {number}") if columns <= 4 else f"{unit} {number}", fontsize=STYLE[size])
+        axes.set_title(
+            titles.get(number, f"{unit} {number}") if columns <= 4 else f"{unit} {number}",
+            fontsize=STYLE[size],
+        )
     figure.supxlabel("item", fontsize=STYLE["axes.labelsize"])
     figure.supylabel("gold position (item)", fontsize=STYLE["axes.labelsize"])
-    bar = figure.colorbar(image, ax=panels.ravel().tolist(), label="attention of the last token\n(mean weight per token)")
+    bar = figure.colorbar(
+        image, ax=panels.ravel().tolist(), label="attention of the last token\n(mean weight per token)"
+    )
     bar.ax.ticklabel_format(axis="y", scilimits=(-3, 3))
     return figure
 

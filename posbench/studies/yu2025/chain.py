@@ -1,4 +1,5 @@
-"""The chain of Yu et al. 2025 on one page: causal mask, positional channel, attention, accuracy, each link perturbed."""
+"""The chain of Yu et al. 2025 on one page: causal mask, positional channel, attention, accuracy, each link
+perturbed."""
 
 from __future__ import annotations
 
@@ -29,11 +30,12 @@ PARTS = ("hidden_perturbation", "crop_mask", "channel_subtraction", "doubling")
 class Chain(Study):
     """Causal mask, positional channel, attention and accuracy, each link perturbed (Yu et al. 2025).
 
-    Every link is a study of its own with the same name and keys; its tables lie in a folder of that name. The first panels close
-    the chain: accuracy and attention with and without the method, which changes the channel alone.
+    Every link is a study of its own with the same name and keys; its tables lie in a folder of that name. The
+    first panels close the chain: accuracy and attention with and without the method, which changes the
+    channel alone.
 
-    Source: Yu et al. 2025: Appendix D.4 (mask to channel), Section 2.2 (mask to attention), Appendix D.5 (channel to attention),
-    Appendix D.2 (attention to accuracy), Section 3 (the method).
+    Source: Yu et al. 2025: Appendix D.4 (mask to channel), Section 2.2 (mask to attention), Appendix D.5
+    (channel to attention), Appendix D.2 (attention to accuracy), Section 3 (the method).
 
     Attributes:
         hidden_perturbation: Keys of that study: crop mask and shifted position ids on random text.
@@ -62,7 +64,8 @@ class Chain(Study):
             part.check(config, lm)
 
     def measure(self, run: Run) -> dict[str, pd.DataFrame]:
-        """Table ``bias`` (method, gold position, attention and score with intervals), and those of every link."""
+        """Table ``bias`` (method, gold position, attention and score with intervals), and those of every
+        link."""
         prompts = Prompts.of(run, chosen_of(run.config.task, self.examples))
         methods = run.methods()
         frames = []
@@ -107,9 +110,14 @@ class Chain(Study):
         )
         drawn = {"chain": (chain_figure(tables), caption)}
         for name, part in self._parts().items():
-            own = {table.partition("/")[2]: frame for table, frame in tables.items() if table.startswith(f"{name}/")}
+            own = {
+                table.partition("/")[2]: frame
+                for table, frame in tables.items()
+                if table.startswith(f"{name}/")
+            }
             drawn |= {
-                f"{name}_{figure}" if not figure.startswith(name) else figure: made for figure, made in part.figures(own).items()
+                f"{name}_{figure}" if not figure.startswith(name) else figure: made
+                for figure, made in part.figures(own).items()
             }
         return drawn
 
@@ -117,13 +125,23 @@ class Chain(Study):
         """The verdicts of every link, in the order of the chain."""
         found: list[Finding] = []
         for name, part in self._parts().items():
-            own = {table.partition("/")[2]: frame for table, frame in tables.items() if table.startswith(f"{name}/")}
+            own = {
+                table.partition("/")[2]: frame
+                for table, frame in tables.items()
+                if table.startswith(f"{name}/")
+            }
             found += part.findings(own)
         return found
 
 
 def _line(
-    axes: Axes, x: pd.Series, rows: pd.DataFrame, columns: Sequence[str], scale: float, style: dict[str, Any], label: str
+    axes: Axes,
+    x: pd.Series,
+    rows: pd.DataFrame,
+    columns: Sequence[str],
+    scale: float,
+    style: dict[str, Any],
+    label: str,
 ) -> None:
     """One line with its band; columns are value, low and high."""
     value, low, high = (scale * rows[column] for column in columns)
@@ -143,7 +161,14 @@ def chain_figure(tables: Mapping[str, pd.DataFrame]) -> Figure:
     _doubled(grid[1][2], tables["doubling/doubling"])
     for letter, axes in zip("abcdef", grid.flat, strict=True):
         axes.set_title(f"({letter}) {axes.get_title()}")
-        axes.legend(loc="upper center", bbox_to_anchor=(0.45, -0.26), ncols=2, handlelength=1.4, columnspacing=1.0, fontsize=6.5)
+        axes.legend(
+            loc="upper center",
+            bbox_to_anchor=(0.45, -0.26),
+            ncols=2,
+            handlelength=1.4,
+            columnspacing=1.0,
+            fontsize=6.5,
+        )
     return figure
 
 
@@ -152,7 +177,15 @@ def _bias(left: Axes, right: Axes, table: pd.DataFrame) -> None:
         style = line_style(max(index - 1, 0), method == UNMODIFIED)
         label = "unmodified" if method == UNMODIFIED else f"with {method}"
         for axes, column, scale in ((left, "score", 100.0), (right, "attention", 1.0)):
-            _line(axes, 100 * rows["depth"], rows, (column, f"{column}_low", f"{column}_high"), scale, style, label)
+            _line(
+                axes,
+                100 * rows["depth"],
+                rows,
+                (column, f"{column}_low", f"{column}_high"),
+                scale,
+                style,
+                label,
+            )
     percent_axes(left)
     left.set_title("position bias")
     where = perturbing.named(int(table["layer_first"].iloc[0]), int(table["layer_last"].iloc[0]))
@@ -169,11 +202,18 @@ def _channel(axes: Axes, curves: pd.DataFrame) -> None:
         line = rows[rows["variant"] == variant].groupby("position")["value"].mean()
         style = line_style(max(index - 1, 0), variant == UNMODIFIED) | {"marker": ""}
         axes.plot(line.index, line.to_numpy(), label=labels[variant], **style)
-    axes.set(xlabel="token position", ylabel=f"mean of channel {rows['channel'].iloc[0]}", title="mask to channel")
+    axes.set(
+        xlabel="token position", ylabel=f"mean of channel {rows['channel'].iloc[0]}", title="mask to channel"
+    )
 
 
 def _cropped(axes: Axes, table: pd.DataFrame) -> None:
-    labels = {UNMODIFIED: "unmodified", "crop": "crop mask", "pe_to_beginning": "PE to beginning", "pe_to_end": "PE to end"}
+    labels = {
+        UNMODIFIED: "unmodified",
+        "crop": "crop mask",
+        "pe_to_beginning": "PE to beginning",
+        "pe_to_end": "PE to end",
+    }
     labels["crop_other"] = "crop another"
     rows = table[table["measure"] == "attention"]
     for index, variant in enumerate(v for v in labels if v in set(rows["variant"])):
@@ -181,20 +221,27 @@ def _cropped(axes: Axes, table: pd.DataFrame) -> None:
         style = line_style(max(index - 1, 0), variant == UNMODIFIED)
         _line(axes, 100 * line["depth"], line, ("value", "low", "high"), 1.0, style, labels[variant])
     where = perturbing.named(int(rows["retrieval_first"].iloc[0]), int(rows["retrieval_last"].iloc[0]))
-    axes.set(xlabel="gold position (% of the context)", ylabel=ATTENTION_LABEL, title=f"mask to attention, {where}")
+    axes.set(
+        xlabel="gold position (% of the context)", ylabel=ATTENTION_LABEL, title=f"mask to attention, {where}"
+    )
     from_zero(axes)
 
 
 def _subtracted(axes: Axes, items: pd.DataFrame) -> None:
     rows, first = items[items["measure"] == "attention"], items.iloc[0]
-    random = rows[rows["variant"].str.startswith("other_control_")].groupby("item", as_index=False)["value"].mean()
+    random = (
+        rows[rows["variant"].str.startswith("other_control_")].groupby("item", as_index=False)["value"].mean()
+    )
     lines = {UNMODIFIED: "unmodified", "other": "positional channel"}
     for index, (variant, label) in enumerate(lines.items()):
         line = rows[rows["variant"] == variant]
         style = line_style(max(index - 1, 0), variant == UNMODIFIED) | {"markersize": 2}
         _line(axes, line["item"] + 1, line, ("value", "low", "high"), 1.0, style, label)
     axes.plot(
-        random["item"] + 1, random["value"], label="random channels", **line_style(1) | {"markersize": 2, "linestyle": "--"}
+        random["item"] + 1,
+        random["value"],
+        label="random channels",
+        **line_style(1) | {"markersize": 2, "linestyle": "--"},
     )
     axes.axvline(first["other"] + 1, color="0.5", linewidth=0.8, linestyle=":")
     # The gold item has a hundred times the weight of the others, whose levels matter here.

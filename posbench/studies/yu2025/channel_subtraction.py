@@ -1,4 +1,5 @@
-"""One channel, one item: the positional channel of an item's tokens is lowered, and the attention to every item is read."""
+"""One channel, one item: the positional channel of an item's tokens is lowered, and the attention to every
+item is read."""
 
 from __future__ import annotations
 
@@ -33,20 +34,26 @@ SOURCE = "Yu et al. 2025, Appendix D.5, Figure 10"
 class ChannelSubtraction(Study):
     """One channel of one item's tokens lowered, and the attention to every item (Yu et al. 2025, Figure 10).
 
-    Source: Yu et al. 2025, Appendix D.5: 0.3 from channel 213 of Mistral-7B for item 26 of 50 (gold) or 36, layers 15 to 20.
-    Random channels as a control are ours, and so is the sign: the value is subtracted where the channel rises over the items and
-    added where it falls, so that the item always moves towards the beginning, layer by layer.
+    Source: Yu et al. 2025, Appendix D.5: 0.3 from channel 213 of Mistral-7B for item 26 of 50 (gold) or 36,
+    layers 15 to 20. Random channels as a control are ours, and so is the sign: the value is subtracted where
+    the channel rises over the items and added where it falls, so that the item always moves towards the
+    beginning, layer by layer.
 
     Attributes:
         channel: The positional channel, 0-based.
-        value: How much. The paper's 0.3 belongs to the scale of one channel of one model; hence by default the channel's whole
-            range over the items, which takes any item at least to where the first one stands.
-        unit: ``range``: of the item means of the channel in the unmodified model, by layer; ``absolute``: as it is (paper).
-        gold: Depth of the gold item, as a share; the nearest gold position of the task is taken (paper: 25 / 49).
+        value: How much. The paper's 0.3 belongs to the scale of one channel of one model; hence by default
+            the channel's whole range over the items, which takes any item at least to where the first one
+            stands.
+        unit: ``range``: of the item means of the channel in the unmodified model, by layer; ``absolute``: as
+            it is (paper).
+        gold: Depth of the gold item, as a share; the nearest gold position of the task is taken (paper: 25 /
+            49).
         other: Depth of the item without the answer (paper: 35 / 49).
-        layers: Layers that are changed, and whose attention is averaged, 0-based; None: the paper's 15 to 20 of 32, or the same
-            share; below 16 layers the one that attends to the gold item most in the unmodified model.
-        site: ``attention_input`` (each layer on its own) or ``residual`` (adds up over the layers); the paper does not say.
+        layers: Layers that are changed, and whose attention is averaged, 0-based; None: the paper's 15 to 20
+            of 32, or the same share; below 16 layers the one that attends to the gold item most in the
+            unmodified model.
+        site: ``attention_input`` (each layer on its own) or ``residual`` (adds up over the layers); the paper
+            does not say.
         controls: Random channels, from which the same amount is taken.
         examples: Prompts at most.
         seed: Seed of the random channels.
@@ -71,20 +78,22 @@ class ChannelSubtraction(Study):
         perturbing.check_range(lm, "layers", self.layers)
         if self.value <= 0:
             hint = "set study.value=1: the sign follows the channel"
-            raise UserError(field="study.value", value=self.value, allowed="a number above 0", hint=hint)
+            raise UserError("study.value", self.value, "a number above 0", hint)
         examples = self._examples(config)
         if any(self._other(e) == e.gold_position for e in examples):
             raise UserError(
-                field="study.other",
-                value=self.other,
-                allowed=f"the depth of another item than the gold one (number {examples[0].gold_position})",
-                hint="set study.other=0.7",
+                "study.other",
+                self.other,
+                f"the depth of another item than the gold one (number {examples[0].gold_position})",
+                "set study.other=0.7",
             )
 
     def _examples(self, config: Config) -> list[Example]:
         """Prompts at the gold position that is nearest to the depth."""
         placed = perturbing.placed(config)
-        nearest = min(placed, key=lambda e: abs((e.gold_position or 0) / (len(e.items) - 1) - self.gold)).gold_position
+        nearest = min(
+            placed, key=lambda e: abs((e.gold_position or 0) / (len(e.items) - 1) - self.gold)
+        ).gold_position
         return [e for e in placed if e.gold_position == nearest][: self.examples]
 
     def _other(self, example: Example) -> int:
@@ -104,13 +113,23 @@ class ChannelSubtraction(Study):
             @contextmanager
             def block(batch: Sequence[Example]) -> Iterator[None]:
                 nonlocal read
-                spans = [prompts.tokens[e.id][e.gold_position or 0 if where == "gold" else self._other(e)] for e in batch]
-                change = perturb.subtracted(lm, prompts.lengths(batch), spans, changed, values, site=self.site)
-                with change if where else nullcontext(), perturb.channel_input(lm, [channel], self.site) as read:
+                spans = [
+                    prompts.tokens[e.id][e.gold_position or 0 if where == "gold" else self._other(e)]
+                    for e in batch
+                ]
+                change = perturb.subtracted(
+                    lm, prompts.lengths(batch), spans, changed, values, site=self.site
+                )
+                with (
+                    change if where else nullcontext(),
+                    perturb.channel_input(lm, [channel], self.site) as read,
+                ):
                     yield
 
             def rows(batch: Sequence[Example], attention: Array) -> list[Row]:
-                found = np.stack([read[layer][..., 0].double().cpu().numpy() for layer in range(lm.layers)], axis=1)
+                found = np.stack(
+                    [read[layer][..., 0].double().cpu().numpy() for layer in range(lm.layers)], axis=1
+                )
                 # A method may run a prompt as several rows next to each other.
                 found = found.reshape(len(batch), -1, *found.shape[1:]).mean(1)
                 out = []
@@ -131,7 +150,9 @@ class ChannelSubtraction(Study):
         for where in WHERE:
             measured[where] = measure(where, where, channel, values)
             for control in random:
-                measured[f"{where}_control_{control}"] = measure(f"{where}_control_{control}", where, control, values)
+                measured[f"{where}_control_{control}"] = measure(
+                    f"{where}_control_{control}", where, control, values
+                )
         settings = {"layer_first": layers[0], "layer_last": layers[1], "tested_channel": channel}
         at = {"gold": examples[0].gold_position or 0, "other": self._other(examples[0])}
         frame = _frame(measured, examples, layers)
@@ -144,7 +165,8 @@ class ChannelSubtraction(Study):
         }
 
     def _amount(self, curve: Array) -> float:
-        """What is subtracted in a layer, from the unmodified means of the items [N]: positive where they rise."""
+        """What is subtracted in a layer, from the unmodified means of the items [N]: positive where they
+        rise."""
         slope = float(np.polyfit(np.arange(len(curve)), curve, 1)[0])
         return float(np.sign(slope)) * self.value * (float(np.ptp(curve)) if self.unit == "range" else 1.0)
 
@@ -168,24 +190,41 @@ class ChannelSubtraction(Study):
         for where, item in WHERE.items():
             rise = effects.loc[f"{where}_rise"]
             claims = [
-                ("rise", f"C4: moving one channel of {item} towards the beginning raises attention to it ({SOURCE})",
-                 f"change of the attention per token to the changed item, {layers}", ("score",)),
-                ("over_first", f"C4: it lifts attention to {item} over that to the first one ({SOURCE})",
-                 f"attention per token to the changed item minus that to the first one, {layers}; holds if it has also risen",
-                 ("before",)),
-                ("over_control", f"Control: the same amount taken from random channels of {item} does less",
-                 f"change of that attention minus the mean change under the random channels, {layers}", ("control",)),
-            ]  # fmt: skip
+                (
+                    "rise",
+                    f"C4: moving one channel of {item} towards the beginning raises attention to it ({SOURCE})",
+                    f"change of the attention per token to the changed item, {layers}",
+                    ("score",),
+                ),
+                (
+                    "over_first",
+                    f"C4: it lifts attention to {item} over that to the first one ({SOURCE})",
+                    f"attention per token to the changed item minus that to the first one, {layers}; holds if it has also risen",
+                    ("before",),
+                ),
+                (
+                    "over_control",
+                    f"Control: the same amount taken from random channels of {item} does less",
+                    f"change of that attention minus the mean change under the random channels, {layers}",
+                    ("control",),
+                ),
+            ]
             for name, claim, statistic, others in claims:
                 row = effects.loc[f"{where}_{name}"]
                 quoted = [f"{where} {key} {effects.at[f'{where}_{key}', 'value']:.3g}" for key in others]
                 low = min(row["low"], rise["low"]) if name == "over_first" else row["low"]
                 found.append(
                     Finding(
-                        claim=claim, statistic=statistic, value=row["value"], low=row["low"], high=row["high"], n=int(row["n"]),
-                        verdict=perturbing.verdict(low), note="; ".join([note, *quoted]),
+                        claim=claim,
+                        statistic=statistic,
+                        value=row["value"],
+                        low=row["low"],
+                        high=row["high"],
+                        n=int(row["n"]),
+                        verdict=perturbing.verdict(low),
+                        note="; ".join([note, *quoted]),
                     )
-                )  # fmt: skip
+                )
         return found
 
 
@@ -193,8 +232,11 @@ def _rounded(values: Array) -> list[list[float]]:
     return [[float(f"{x:.6g}") for x in row] for row in values]
 
 
-def _frame(measured: Mapping[str, Mapping[str, Row]], examples: Sequence[Example], layers: Range) -> pd.DataFrame:
-    """One row per variant, prompt and item: cluster, score, attention and channel, averaged over the layers."""
+def _frame(
+    measured: Mapping[str, Mapping[str, Row]], examples: Sequence[Example], layers: Range
+) -> pd.DataFrame:
+    """One row per variant, prompt and item: cluster, score, attention and channel, averaged over the
+    layers."""
     parts = []
     for variant, rows in measured.items():
         for e in examples:
@@ -226,8 +268,13 @@ def _effects(frame: pd.DataFrame, at: Mapping[str, int], resamples: int) -> pd.D
         rows = frame[(frame["variant"] == variant) & (frame["item"] == item)]
         return list(rows[measure]), list(rows["cluster"])
 
-    def add(name: str, groups: Mapping[str, Group], statistic: Callable[[Mapping[str, Array]], Array]) -> None:
-        out[name] = perturbing.interval(groups, statistic, resamples=resamples), len(next(iter(groups.values()))[0])
+    def add(
+        name: str, groups: Mapping[str, Group], statistic: Callable[[Mapping[str, Array]], Array]
+    ) -> None:
+        out[name] = (
+            perturbing.interval(groups, statistic, resamples=resamples),
+            len(next(iter(groups.values()))[0]),
+        )
 
     for where, item in at.items():
         controls = [v for v in frame["variant"].unique() if v.startswith(f"{where}_control_")]
@@ -258,14 +305,27 @@ def items_figure(items: pd.DataFrame) -> Figure:
             if measure == "attention":
                 style = line_style(1) | {"linestyle": "--", "markersize": 2}
                 axes.plot(random["item"] + 1, random["value"], label="random channel changed", **style)
-            lines = ((where, "positional channel changed", line_style(0)), (UNMODIFIED, "unmodified", line_style(0, True)))
+            lines = (
+                (where, "positional channel changed", line_style(0)),
+                (UNMODIFIED, "unmodified", line_style(0, True)),
+            )
             for variant, label, style in lines:
                 part = rows[rows["variant"] == variant]
                 axes.plot(part["item"] + 1, part["value"], label=label, **style | {"markersize": 2})
-                axes.fill_between(part["item"] + 1, part["low"], part["high"], color=style["color"], alpha=0.15, linewidth=0)
+                axes.fill_between(
+                    part["item"] + 1, part["low"], part["high"], color=style["color"], alpha=0.15, linewidth=0
+                )
             marked = rows[(rows["variant"] == where) & (rows["item"] == first[where])]
-            axes.plot(marked["item"] + 1, marked["value"], linestyle="none", marker="o", markersize=9, markerfacecolor="none",
-                      color="black", markeredgewidth=0.8)  # fmt: skip
+            axes.plot(
+                marked["item"] + 1,
+                marked["value"],
+                linestyle="none",
+                marker="o",
+                markersize=9,
+                markerfacecolor="none",
+                color="black",
+                markeredgewidth=0.8,
+            )
             if measure == "attention":
                 axes.set_xlabel("item (1 is the first)")
         grid[0][column].set_title(f"{words} changed (item {first[where] + 1})")

@@ -1,4 +1,5 @@
-"""Does what the causal mask wrote into the hidden states steer attention? The gold item is cropped, or its positions moved."""
+"""Does what the causal mask wrote into the hidden states steer attention? The gold item is cropped, or its
+positions moved."""
 
 from __future__ import annotations
 
@@ -48,18 +49,21 @@ SOURCE = "Yu et al. 2025, Section 2.2, Figure 3"
 
 @dataclass(frozen=True, kw_only=True)
 class CropMask(Study):
-    """Crop mask and moved position ids of the gold item, and what its attention and the accuracy do (Yu et al. 2025, Figure 3).
+    """Crop mask and moved position ids of the gold item, and what its attention and the accuracy do (Yu et
+    al. 2025, Figure 3).
 
     Position ids are moved in all layers, for the rows of the last prompt token and of the generated ones; see
     :mod:`posbench.perturbations.spans`. Models without rotary embedding run without them.
 
-    Source: Yu et al. 2025, Section 2.2, Appendix D.3, Figures 3, 8 and 9. The control, an item drawn at random, is ours.
+    Source: Yu et al. 2025, Section 2.2, Appendix D.3, Figures 3, 8 and 9. The control, an item drawn at
+        random, is ours.
 
     Attributes:
-        layers: First and last layer with a cropped mask, 0-based; None: the paper's layers 2 to 8 of 32, counted from 1, or the
-            same share of another depth, and none from the retrieval layers on. Appendix D.3 has 1 to 8: ``[0, 7]``.
-        retrieval: Layers whose attention to the gold item is averaged; None: the paper's 15 to 20 of 32, or the same share;
-            below 16 layers the one that attends to it most in the unmodified model.
+        layers: First and last layer with a cropped mask, 0-based; None: the paper's layers 2 to 8 of 32,
+            counted from 1, or the same share of another depth, and none from the retrieval layers on.
+            Appendix D.3 has 1 to 8: ``[0, 7]``.
+        retrieval: Layers whose attention to the gold item is averaged; None: the paper's 15 to 20 of 32, or
+            the same share; below 16 layers the one that attends to it most in the unmodified model.
         keep_first: Whether the cropped item still sees the prompt's first token (D.3: yes).
         examples: Prompts per gold position at most.
         seed: Seed of the control's items.
@@ -72,24 +76,32 @@ class CropMask(Study):
     seed: int = 0
 
     def check(self, config: Config, lm: LM | None) -> None:
-        """Refuse layers outside the model, tasks without gold items, and methods that leave no positions to move."""
+        """Refuse layers outside the model, tasks without gold items, and methods that leave no positions to
+        move."""
         assert lm is not None
         perturbing.check_counts(examples=self.examples)
         perturbing.check_range(lm, "layers", self.layers)
         perturbing.check_range(lm, "retrieval", self.retrieval)
         perturbing.placed(config)
-        with config.trial().applied(lm), perturb.cropped(lm, [1], [(0, 0)], []), self._moved(lm, [1], [(0, 0)], [(0, 0)]):
+        with (
+            config.trial().applied(lm),
+            perturb.cropped(lm, [1], [(0, 0)], []),
+            self._moved(lm, [1], [(0, 0)], [(0, 0)]),
+        ):
             pass
 
     def _moved(self, lm: LM, *spans: Any) -> AbstractContextManager[None]:
         return perturb.moved(lm, *spans) if perturb.can_move(lm) else nullcontext()
 
     def measure(self, run: Run) -> dict[str, pd.DataFrame]:
-        """Tables ``crop_mask`` (by variant and gold position), ``crop_mask_layers`` and ``crop_mask_effects``."""
+        """Tables ``crop_mask`` (by variant and gold position), ``crop_mask_layers`` and
+        ``crop_mask_effects``."""
         lm = run.lm
         position = lambda e: e.gold_position or 0  # noqa: E731
         sorted_ = sorted(perturbing.placed(run.config), key=position)
-        prompts = Prompts.of(run, [e for _, group in groupby(sorted_, position) for e in list(group)[: self.examples]])
+        prompts = Prompts.of(
+            run, [e for _, group in groupby(sorted_, position) for e in list(group)[: self.examples]]
+        )
 
         def block_of(variant: str) -> Callable[[Sequence[Example]], AbstractContextManager[None]]:
             def block(batch: Sequence[Example]) -> AbstractContextManager[None]:
@@ -101,7 +113,9 @@ class CropMask(Study):
                     other = [spans[self._other(e)] for spans, e in zip(items, batch, strict=True)]
                     return perturb.cropped(lm, lengths, other, _layers(cropped), keep_first=self.keep_first)
                 if variant in MOVES:
-                    return perturb.moved(lm, lengths, gold, [spans[0 if variant == MOVES[0] else -1] for spans in items])
+                    return perturb.moved(
+                        lm, lengths, gold, [spans[0 if variant == MOVES[0] else -1] for spans in items]
+                    )
                 return nullcontext()
 
             return block
@@ -122,8 +136,11 @@ class CropMask(Study):
         frame = _frame(measured, prompts.examples, retrieval)
         resamples = run.config.runtime.resamples
         settings = {
-            "crop_first": cropped[0], "crop_last": cropped[1], "retrieval_first": retrieval[0], "retrieval_last": retrieval[1],
-        }  # fmt: skip
+            "crop_first": cropped[0],
+            "crop_last": cropped[1],
+            "retrieval_first": retrieval[0],
+            "retrieval_last": retrieval[1],
+        }
         return {
             "crop_mask": _by_position(frame, run.config.task.metric, resamples).assign(**settings),
             "crop_mask_layers": _by_layer(measured, prompts.examples, resamples).assign(**settings),
@@ -150,38 +167,85 @@ class CropMask(Study):
         note = f"mask cropped in {perturbing.named(table['crop_first'], table['crop_last'])}"
         effects = tables["crop_mask_effects"].set_index("effect")
         claims = [
-            ("crop_attention", f"C2: the crop mask raises attention to the gold item in later, unmodified layers ({SOURCE})",
-             f"change of the attention per token to the gold item in {where}, mean over inner gold positions", 0.0),
-            ("crop_level", f"C2: the crop mask brings that attention nearly to its level at the beginning ({SOURCE})",
-             f"attention in {where} at inner positions under the crop mask, as a share of that of the unmodified model at the "
-             "first position; holds from 0.8 up", 0.8),
-            ("crop_score", f"C2: the crop mask raises the accuracy ({SOURCE})",
-             "change of the score, mean over inner gold positions", 0.0),
-            ("crop_over_moves", f"C2: moved position ids raise attention less than the crop mask ({SOURCE})",
-             f"change under the crop mask minus the larger change under PE to beginning or end, {where}, inner positions", 0.0),
-            ("beginning_late_attention", f"C2: PE to beginning lowers attention to a gold item close to the end ({SOURCE})",
-             f"fall of the attention in {where} under PE to beginning, last third of the gold positions", 0.0),
-            ("beginning_late_score", f"C2: PE to beginning lowers the accuracy of a gold item close to the end ({SOURCE})",
-             "fall of the score under PE to beginning, last third of the gold positions", 0.0),
-            ("crop_over_other", "Control: cropping another item does not do it",
-             f"change under the crop mask of the gold item minus that of another item, {where}, inner positions", 0.0),
-        ]  # fmt: skip
+            (
+                "crop_attention",
+                f"C2: the crop mask raises attention to the gold item in later, unmodified layers ({SOURCE})",
+                f"change of the attention per token to the gold item in {where}, mean over inner gold positions",
+                0.0,
+            ),
+            (
+                "crop_level",
+                f"C2: the crop mask brings that attention nearly to its level at the beginning ({SOURCE})",
+                f"attention in {where} at inner positions under the crop mask, as a share of that of the unmodified model at the "
+                "first position; holds from 0.8 up",
+                0.8,
+            ),
+            (
+                "crop_score",
+                f"C2: the crop mask raises the accuracy ({SOURCE})",
+                "change of the score, mean over inner gold positions",
+                0.0,
+            ),
+            (
+                "crop_over_moves",
+                f"C2: moved position ids raise attention less than the crop mask ({SOURCE})",
+                f"change under the crop mask minus the larger change under PE to beginning or end, {where}, inner positions",
+                0.0,
+            ),
+            (
+                "beginning_late_attention",
+                f"C2: PE to beginning lowers attention to a gold item close to the end ({SOURCE})",
+                f"fall of the attention in {where} under PE to beginning, last third of the gold positions",
+                0.0,
+            ),
+            (
+                "beginning_late_score",
+                f"C2: PE to beginning lowers the accuracy of a gold item close to the end ({SOURCE})",
+                "fall of the score under PE to beginning, last third of the gold positions",
+                0.0,
+            ),
+            (
+                "crop_over_other",
+                "Control: cropping another item does not do it",
+                f"change under the crop mask of the gold item minus that of another item, {where}, inner positions",
+                0.0,
+            ),
+        ]
         found = []
         for name, claim, statistic, bound in claims:
             row = effects.loc[name] if name in effects.index else None
             if row is None:
-                text = "the model has no rotary embedding in attention that runs through the library's functions"
+                text = (
+                    "the model has no rotary embedding in attention that runs through the library's functions"
+                )
                 found.append(
-                    Finding(claim=claim, statistic=statistic, value=np.nan, n=0, verdict="not testable here", note=text)
-                )  # fmt: skip
+                    Finding(
+                        claim=claim,
+                        statistic=statistic,
+                        value=np.nan,
+                        n=0,
+                        verdict="not testable here",
+                        note=text,
+                    )
+                )
                 continue
-            others = [f"{key} {effects.at[key, 'value']:.3g}" for key in CONTEXT.get(name, ()) if key in effects.index]
+            others = [
+                f"{key} {effects.at[key, 'value']:.3g}"
+                for key in CONTEXT.get(name, ())
+                if key in effects.index
+            ]
             found.append(
                 Finding(
-                    claim=claim, statistic=statistic, value=row["value"], low=row["low"], high=row["high"], n=int(row["n"]),
-                    verdict=perturbing.verdict(row["low"], bound), note="; ".join([note, *others]),
+                    claim=claim,
+                    statistic=statistic,
+                    value=row["value"],
+                    low=row["low"],
+                    high=row["high"],
+                    n=int(row["n"]),
+                    verdict=perturbing.verdict(row["low"], bound),
+                    note="; ".join([note, *others]),
                 )
-            )  # fmt: skip
+            )
         return found
 
 
@@ -197,7 +261,9 @@ def _layers(inclusive: Range) -> range:
     return range(inclusive[0], inclusive[1] + 1)
 
 
-def _frame(measured: Mapping[str, Mapping[str, Row]], examples: Sequence[Example], retrieval: Range) -> pd.DataFrame:
+def _frame(
+    measured: Mapping[str, Mapping[str, Row]], examples: Sequence[Example], retrieval: Range
+) -> pd.DataFrame:
     """One row per variant and prompt: position, items, cluster, score, attention in the retrieval layers."""
     return pd.DataFrame(
         [
@@ -229,7 +295,19 @@ def _by_position(frame: pd.DataFrame, metric: str, resamples: int) -> pd.DataFra
             depth = position / (group["items"].iloc[0] - 1)
             name = metric if measure == "score" else measure
             out.append((variant, position, depth, name, value, low, high, *moved, len(group)))
-    columns = ["variant", "position", "depth", "measure", "value", "low", "high", "change", "change_low", "change_high", "n"]
+    columns = [
+        "variant",
+        "position",
+        "depth",
+        "measure",
+        "value",
+        "low",
+        "high",
+        "change",
+        "change_low",
+        "change_high",
+        "n",
+    ]
     return pd.DataFrame(out, columns=columns)
 
 
@@ -239,7 +317,9 @@ def _inner(positions: Sequence[int]) -> set[int]:
     return set(ordered[1:-1] or ordered)
 
 
-def _by_layer(measured: Mapping[str, Mapping[str, Row]], examples: Sequence[Example], resamples: int) -> pd.DataFrame:
+def _by_layer(
+    measured: Mapping[str, Mapping[str, Row]], examples: Sequence[Example], resamples: int
+) -> pd.DataFrame:
     """Variant, layer, attention, change, low, high, n: means over the inner gold positions."""
     inner = _inner([e.gold_position or 0 for e in examples])
     chosen = [e for e in examples if e.gold_position in inner]
@@ -265,8 +345,13 @@ def _effects(frame: pd.DataFrame, resamples: int) -> pd.DataFrame:
 
     out: dict[str, tuple[tuple[float, float, float], int]] = {}
 
-    def add(name: str, groups: Mapping[str, Group], statistic: Callable[[Mapping[str, Array]], Array]) -> None:
-        out[name] = perturbing.interval(groups, statistic, resamples=resamples), len(next(iter(groups.values()))[0])
+    def add(
+        name: str, groups: Mapping[str, Group], statistic: Callable[[Mapping[str, Array]], Array]
+    ) -> None:
+        out[name] = (
+            perturbing.interval(groups, statistic, resamples=resamples),
+            len(next(iter(groups.values()))[0]),
+        )
 
     here = [v for v in LABELS if v in set(frame["variant"])]
     attention = {v: group(v, "attention", inner) for v in here}
@@ -289,7 +374,8 @@ def _effects(frame: pd.DataFrame, resamples: int) -> pd.DataFrame:
 
 @styled
 def crop_figure(table: pd.DataFrame, layers: pd.DataFrame) -> Figure:
-    """Score and attention over the gold position, one line per variant, and the change of attention by layer."""
+    """Score and attention over the gold position, one line per variant, and the change of attention by
+    layer."""
     figure = new_figure(PAGE, 2.7)
     left, middle, right = figure.subplots(1, 3)
     measures = [m for m in table["measure"].unique() if m != "attention"] + ["attention"]
@@ -313,7 +399,9 @@ def crop_figure(table: pd.DataFrame, layers: pd.DataFrame) -> Figure:
         rows, style = layers[layers["variant"] == variant], line_style(index - 1)
         if variant != UNMODIFIED and len(rows):
             right.plot(rows["layer"], rows["change"], **style)
-            right.fill_between(rows["layer"], rows["low"], rows["high"], color=style["color"], alpha=0.15, linewidth=0)
+            right.fill_between(
+                rows["layer"], rows["low"], rows["high"], color=style["color"], alpha=0.15, linewidth=0
+            )
     right.set(xlabel="layer", ylabel="change of that attention\n(inner positions)")
     right.xaxis.set_major_locator(MaxNLocator(integer=True))
     right.ticklabel_format(axis="y", scilimits=(-3, 3))

@@ -1,4 +1,5 @@
-"""Does attention cause the answer? The last prompt token's weight on one item is multiplied, and accuracy is read off."""
+"""Does attention cause the answer? The last prompt token's weight on one item is multiplied, and accuracy is
+read off."""
 
 from __future__ import annotations
 
@@ -57,19 +58,20 @@ OUTPUT = {"mpt": "out_proj", "falcon": "dense"}
 class Doubling(Study):
     """Attention weight on one item, multiplied in the forward pass: what it does to attention and accuracy.
 
-    Three changes beside the unmodified model: of the item at one place whatever it holds (``item``: Figure 7), of the gold item
-    at every position (``gold``), and of an item drawn among the others (``other``, the negative control).
+    Three changes beside the unmodified model: of the item at one place whatever it holds (``item``: Figure
+    7), of the gold item at every position (``gold``), and of an item drawn among the others (``other``, the
+    negative control).
 
-    Only the last prompt token's row changes, in every layer unless ``layers`` says otherwise; later layers see the consequences.
-    Of a reply the first token therefore depends on the change directly, and further ones through what came before, unless
-    ``generated`` has their rows changed too.
+    Only the last prompt token's row changes, in every layer unless ``layers`` says otherwise; later layers
+    see the consequences. Of a reply the first token therefore depends on the change directly, and further
+    ones through what came before, unless ``generated`` has their rows changed too.
 
     Source: Yu et al. 2025, Appendix D.2, Figure 7. The paper states neither layers nor renormalisation.
 
     Attributes:
         examples: Examples per gold position at most; None: all of the task.
-        item: Place of the changed item as a depth (0 first, 1 last), rounded down to an item as gold positions are; the
-            paper's 25th of 50 is 0.5.
+        item: Place of the changed item as a depth (0 first, 1 last), rounded down to an item as gold
+            positions are; the paper's 25th of 50 is 0.5.
         factor: What its weight is multiplied with.
         renormalise: Whether the row sums to 1 again. Otherwise the head's output grows by the added weight.
         layers: Layers, 0-based; None: all.
@@ -86,20 +88,23 @@ class Doubling(Study):
     seed: int = 0
 
     def check(self, config: Config, lm: LM | None) -> None:
-        """Refuse a task without gold positions, layers that the model lacks, and numbers that mean nothing."""
+        """Refuse a task without gold positions, layers that the model lacks, and numbers that mean
+        nothing."""
         assert lm is not None
         need_items(config.task, self.examples)
         need_layers(lm, "layers", self.layers)
         if not 0 <= self.item <= 1:
-            raise UserError(field="study.item", value=self.item, allowed="a depth from 0 to 1", hint="set study.item=0.5")
+            raise UserError("study.item", self.item, "a depth from 0 to 1", "set study.item=0.5")
         if self.factor <= 0:
-            raise UserError(field="study.factor", value=self.factor, allowed="a number above 0", hint="set study.factor=2")
+            raise UserError("study.factor", self.factor, "a number above 0", "set study.factor=2")
         encode(lm, config.task, max(config.task.evaluation(), key=lambda e: len(e.prompt)))
 
     def measure(self, run: Run) -> dict[str, pd.DataFrame]:
-        """Tables ``examples`` (mode, id, gold_position, depth, target, attention, score) and ``doubling``, their means.
+        """Tables ``examples`` (mode, id, gold_position, depth, target, attention, score) and ``doubling``,
+        their means.
 
-        Attention is the mean weight per token of the gold item after the change, over heads and over the layers used here.
+        Attention is the mean weight per token of the gold item after the change, over heads and over the
+        layers used here.
         """
         task = run.config.task
         chosen = placed(task, self.examples)
@@ -124,9 +129,13 @@ class Doubling(Study):
                 ]
 
             rows = complete(
-                run, "doubling.jsonl", f"changed: {WORDS[mode].split(',')[0]}", [[chosen[i] for i in group] for group in order],
-                lambda e: {"mode": mode, "id": e.id}, compute,  # noqa: B023
-            )  # fmt: skip
+                run,
+                "doubling.jsonl",
+                f"changed: {WORDS[mode].split(',')[0]}",
+                [[chosen[i] for i in group] for group in order],
+                lambda e: {"mode": mode, "id": e.id},
+                compute,
+            )
             by_id = {row["id"]: row for row in rows}
             frame = facts(chosen).assign(mode=mode, target=[targets[e.id] for e in chosen])
             for column in ("attention", "score"):
@@ -149,9 +158,15 @@ class Doubling(Study):
         return random.Random(f"posbench doubling {self.seed} {example.id}").choice(others)
 
     def answered(
-        self, lm: LM, task: Task, batch: Sequence[Example], encoded: Mapping[str, Encoded], targets: Sequence[int | None]
+        self,
+        lm: LM,
+        task: Task,
+        batch: Sequence[Example],
+        encoded: Mapping[str, Encoded],
+        targets: Sequence[int | None],
     ) -> tuple[list[Row], Tensor]:
-        """Replies under the change, and the weights of the last prompt token [B, L, N] after it, averaged over heads."""
+        """Replies under the change, and the weights of the last prompt token [B, L, N] after it, averaged
+        over heads."""
         codes = [encoded[e.id] for e in batch]
         width = max(len(code.ids) for code in codes)
         pool = item_pool(codes, batch, width)
@@ -164,7 +179,10 @@ class Doubling(Study):
             lm, tokens, self.factor, layers=chosen, renormalise=self.renormalise, generated=self.generated
         ) as weights:
             answers = replies(lm, task, batch, encoded, {})
-        kept = [weights[layer].unflatten(0, (len(batch), -1)).mean((1, 2)).float().cpu() for layer in range(lm.layers)]
+        kept = [
+            weights[layer].unflatten(0, (len(batch), -1)).mean((1, 2)).float().cpu()
+            for layer in range(lm.layers)
+        ]
         return answers, pooled([row[:, None] for row in kept], pool)[:, :, 0]
 
     def _place(self, examples: pd.DataFrame) -> int:
@@ -183,7 +201,8 @@ class Doubling(Study):
         return {"doubling": (doubling_figure(tables["doubling"], place), caption)}
 
     def findings(self, tables: Mapping[str, pd.DataFrame]) -> Sequence[Finding]:
-        """Whether accuracy rises where the gold item gets more weight, and does not where another one does."""
+        """Whether accuracy rises where the gold item gets more weight, and does not where another one
+        does."""
         keys, place = ["id", "cluster", "gold_position"], self._place(tables["examples"])
         wide = tables["examples"].pivot(index=keys, columns="mode", values="score").reset_index()
         there = wide[wide["gold_position"] == place]
@@ -192,32 +211,53 @@ class Doubling(Study):
             _gain(there, "item", AT_ITEM, words.format(f"item {place}", "where it is the gold item"), +1)
             if len(there)
             else Finding(
-                claim=AT_ITEM, statistic=words.format(f"item {place}", "where it is the gold item"), value=float("nan"), n=0,
-                verdict="not testable here", note="no gold position stands there: see study.item and task.positions",
+                claim=AT_ITEM,
+                statistic=words.format(f"item {place}", "where it is the gold item"),
+                value=float("nan"),
+                n=0,
+                verdict="not testable here",
+                note="no gold position stands there: see study.item and task.positions",
             ),
             _gain(wide, "gold", EVERYWHERE, words.format("the gold item", "all positions"), +1),
             _gain(wide, "other", CONTROL, words.format("a random other item", "all positions"), 0),
-            _gain(wide, "gold", SPECIFIC, "the same of the gold item minus the same of the other item, in points", +1, "other"),
-        ]  # fmt: skip
+            _gain(
+                wide,
+                "gold",
+                SPECIFIC,
+                "the same of the gold item minus the same of the other item, in points",
+                +1,
+                "other",
+            ),
+        ]
         return found
 
 
 AT_ITEM = "C1: more attention to the gold item where it stands raises its accuracy (Yu et al. 2025, Appendix D.2, Figure 7)"
-EVERYWHERE = "C1: accuracy depends on attention to the gold item (Yu et al. 2025, Appendix D.2), at every position"
+EVERYWHERE = (
+    "C1: accuracy depends on attention to the gold item (Yu et al. 2025, Appendix D.2), at every position"
+)
 CONTROL = "Negative control: more attention to another item does not raise accuracy"
 SPECIFIC = "C1: it is the gold item's attention that counts, not a change as such (control subtracted)"
 
 
-def _gain(wide: pd.DataFrame, mode: str, claim: str, statistic: str, sign: int, base: str = "none") -> Finding:
+def _gain(
+    wide: pd.DataFrame, mode: str, claim: str, statistic: str, sign: int, base: str = "none"
+) -> Finding:
     """Paired difference of a change to the unmodified model, or to another change, in points."""
     values = 100 * (wide[mode] - wide[base]).to_numpy(dtype=np.float64)
     low, high = mean_interval(values, list(wide["cluster"].astype(str)), resamples=RESAMPLES, seed=0)
     holds = low > 0 if sign else low <= 0
     scores = ", ".join(f"{name} {100 * wide[name].mean():.1f} %" for name in (base, mode))
     return Finding(
-        claim=claim, statistic=statistic, value=float(values.mean()), low=low, high=high, n=len(values),
-        verdict="holds" if holds else "does not hold", note=scores,
-    )  # fmt: skip
+        claim=claim,
+        statistic=statistic,
+        value=float(values.mean()),
+        low=low,
+        high=high,
+        n=len(values),
+        verdict="holds" if holds else "does not hold",
+        note=scores,
+    )
 
 
 @contextmanager
@@ -230,16 +270,18 @@ def multiplied(
     renormalise: bool = True,
     generated: bool = False,
 ) -> Iterator[dict[int, Tensor]]:
-    """Multiply the last prompt token's attention weights on some tokens, for one batch: a forward, or a generation.
+    """Multiply the last prompt token's attention weights on some tokens, for one batch: a forward, or a
+    generation.
 
-    With a the weights of the row, v the values, o = sum a_j v_j and S the tokens, the head's output becomes
-    o + (factor - 1) sum_S a_j v_j; with ``renormalise`` divided by 1 + (factor - 1) sum_S a_j, which equals log(factor) added to
-    the scores of S. Only that row is computed a second time, so memory is linear in the prompt and any kernel will do.
+    With a the weights of the row, v the values, o = sum a_j v_j and S the tokens, the head's output becomes o
+    + (factor - 1) sum_S a_j v_j; with ``renormalise`` divided by 1 + (factor - 1) sum_S a_j, which equals
+    log(factor) added to the scores of S. Only that row is computed a second time, so memory is linear in the
+    prompt and any kernel will do.
 
     Args:
         lm: The model.
-        tokens: 1 at the tokens S and 0 elsewhere, [B, T], left padding included; rows of equal length or longest first, the
-            order in which :meth:`LM.generate` runs them.
+        tokens: 1 at the tokens S and 0 elsewhere, [B, T], left padding included; rows of equal length or
+            longest first, the order in which :meth:`LM.generate` runs them.
         factor: The factor, above 0.
         layers: Layers to change, 0-based.
         renormalise: Whether the weights sum to 1 again.
@@ -250,7 +292,8 @@ def multiplied(
         :meth:`LM.last_attention`.
 
     Raises:
-        ValueError: Families outside the library's attention functions ran without a cache, which holds their values.
+        ValueError: Families outside the library's attention functions ran without a cache, which holds their
+            values.
 
     Source: Yu et al. 2025, Appendix D.2; the reading of last row and renormalisation is ours.
     """
@@ -259,7 +302,8 @@ def multiplied(
     seen: dict[int, int] = {}
 
     def change(layer: int, row: Tensor, value: Tensor, queries: int) -> Tensor | None:
-        """What the output of the last row gains, [B, H, d], from its weights [B, H, T'] and values [B, G, T', d]."""
+        """What the output of the last row gains, [B, H, d], from its weights [B, H, T'] and values [B, G, T',
+        d]."""
         seen[layer] = seen.get(layer, 0) + queries
         if seen[layer] < prompt or (seen[layer] > prompt and not generated):
             return None
@@ -272,12 +316,23 @@ def multiplied(
         part = part.repeat_interleave(len(row) // len(part), dim=0)[:, None]
         values = repeat_kv(value, row.shape[1] // value.shape[1]).to(row)
         before, extra = row[:, :, None] @ values, (factor - 1) * (row * part)[:, :, None] @ values
-        total = 1 + (factor - 1) * (row * part).sum(-1, keepdim=True) if renormalise else torch.ones_like(row[..., :1])
+        total = (
+            1 + (factor - 1) * (row * part).sum(-1, keepdim=True)
+            if renormalise
+            else torch.ones_like(row[..., :1])
+        )
         weights.setdefault(layer, row * (1 + (factor - 1) * part) / total)
         return ((before + extra) / total[..., None] - before)[:, :, 0]
 
     def attend(
-        module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, following: Any, **rest: Any
+        module: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        *,
+        following: Any,
+        **rest: Any,
     ) -> Any:
         output, *others = following(module, query, key, value, mask, **rest)
         gain = change(module.layer_idx, last_row(query, key, mask, **rest), value, query.shape[2])
@@ -286,7 +341,9 @@ def multiplied(
             output[:, -1] += gain.to(output)
         return (output, *others)
 
-    def hook(module: nn.Module, args: Any, kwargs: dict[str, Any], output: tuple[Any, ...]) -> tuple[Any, ...]:
+    def hook(
+        module: nn.Module, args: Any, kwargs: dict[str, Any], output: tuple[Any, ...]
+    ) -> tuple[Any, ...]:
         cache = kwargs.get("past_key_values") or kwargs.get("layer_past")
         if cache is None:
             raise ValueError("this family's values are read from its cache: run it with use_cache=True")
@@ -296,7 +353,9 @@ def multiplied(
             return output
         project = getattr(module, OUTPUT[lm.model.config.model_type])
         moved = output[0].clone()
-        moved[:, -1] += project(gain.flatten(1).to(moved)) - project(torch.zeros_like(gain.flatten(1)).to(moved))
+        moved[:, -1] += project(gain.flatten(1).to(moved)) - project(
+            torch.zeros_like(gain.flatten(1)).to(moved)
+        )
         return (moved, *output[1:])
 
     with ExitStack() as stack:
@@ -311,7 +370,8 @@ def multiplied(
 
 @styled
 def doubling_figure(table: pd.DataFrame, item: int) -> Figure:
-    """Attention to the gold item and score over the gold position, a line for each change; a dotted line at the changed place."""
+    """Attention to the gold item and score over the gold position, a line for each change; a dotted line at
+    the changed place."""
     figure = new_figure(PAGE, 2.6)
     left, right = figure.subplots(1, 2)
     for index, (mode, line) in enumerate(table.groupby("mode", sort=False)):
@@ -325,6 +385,12 @@ def doubling_figure(table: pd.DataFrame, item: int) -> Figure:
     from_zero(left)
     percent_axes(right, "score (%)")
     for axes in (left, right):
-        axes.axvline(100 * item / max(int(table["items"].iloc[0]) - 1, 1), color="0.5", linestyle=":", linewidth=1, zorder=0)
+        axes.axvline(
+            100 * item / max(int(table["items"].iloc[0]) - 1, 1),
+            color="0.5",
+            linestyle=":",
+            linewidth=1,
+            zorder=0,
+        )
     legend_below(figure, left)
     return figure

@@ -1,4 +1,5 @@
-"""What writes the position into a channel: the causal mask is cropped, or position ids are shifted, for a span of random text."""
+"""What writes the position into a channel: the causal mask is cropped, or position ids are shifted, for a
+span of random text."""
 
 from __future__ import annotations
 
@@ -36,10 +37,12 @@ SOURCE = "Yu et al. 2025, Appendix D.4, Figure 11"
 
 @dataclass(frozen=True, kw_only=True)
 class HiddenPerturbation(Study):
-    """Crop mask and shifted position ids of a span of random text, and the positional channel there (Yu et al. 2025, Figure 11).
+    """Crop mask and shifted position ids of a span of random text, and the positional channel there (Yu et
+    al. 2025, Figure 11).
 
-    Every statistic is a change of the channel's mean over the span (or behind it) in units of the channel's range over the prompt
-    in that layer, positive towards its value at the beginning, and averaged over the layers behind the first cropped one.
+    Every statistic is a change of the channel's mean over the span (or behind it) in units of the channel's
+    range over the prompt in that layer, positive towards its value at the beginning, and averaged over the
+    layers behind the first cropped one.
 
     Source: Yu et al. 2025, Appendix D.4. Random channels as a control are ours.
 
@@ -50,7 +53,8 @@ class HiddenPerturbation(Study):
         alphabet: See :class:`posbench.search.ChannelSearch`.
         span: Start and end of the span, as shares of the text (paper: tokens 400 to 600).
         layers: First and last layer with a cropped mask, 0-based; None is all (the paper does not say).
-        keep_first: Whether the span still sees the first token (D.4: it sees no token before it; D.3 keeps the first).
+        keep_first: Whether the span still sees the first token (D.4: it sees no token before it; D.3 keeps
+            the first).
         site: ``attention_input``, the tensor whose channel is scaled, or the ``residual`` stream.
         skip: First positions left out of the range (paper: 30).
         bins: Points of a curve: means over equal parts of the text.
@@ -79,22 +83,22 @@ class HiddenPerturbation(Study):
         perturbing.check_range(lm, "layers", self.layers)
         if not self.skip + self.bins <= self.length <= lm.context_window:
             raise UserError(
-                field="study.length",
-                value=self.length,
-                allowed=f"from {self.skip + self.bins} (study.skip + study.bins) to {lm.context_window} (window of {lm.name})",
-                hint="set study.length=128",
+                "study.length",
+                self.length,
+                f"from {self.skip + self.bins} (study.skip + study.bins) to {lm.context_window} (window of {lm.name})",
+                "set study.length=128",
             )
         start, stop = self._span
         if not 0 < start < stop < self.length or stop > 2 * start:
             raise UserError(
-                field="study.span",
-                value=list(self.span),
-                allowed="[start, end] as shares of the text, not at its ends, and no longer than what comes before it",
-                hint="set study.span=[0.4,0.6]",
+                "study.span",
+                list(self.span),
+                "[start, end] as shares of the text, not at its ends, and no longer than what comes before it",
+                "set study.span=[0.4,0.6]",
             )
         if self.layers is not None and self.layers[0] == lm.layers - 1:
             raise UserError(
-                field="study.layers", value=list(self.layers), allowed="layers before the last one", hint="set study.layers=null"
+                "study.layers", list(self.layers), "layers before the last one", "set study.layers=null"
             )
         with config.trial().applied(lm), perturb.cropped(lm, [1], [(0, 0)], []):
             pass
@@ -123,11 +127,18 @@ class HiddenPerturbation(Study):
                 if variant == "shift":
                     given["position_ids"] = inputs["position_ids"].clone()
                     given["position_ids"][:, start:stop] -= stop - start
-                cropped = range(lm.layers) if self.layers is None else range(self.layers[0], self.layers[1] + 1)
+                cropped = (
+                    range(lm.layers) if self.layers is None else range(self.layers[0], self.layers[1] + 1)
+                )
                 crop = perturb.cropped(lm, lengths, spans, cropped, keep_first=self.keep_first)
-                with crop if variant == "crop" else nullcontext(), perturb.channel_input(lm, channels, self.site) as found:
+                with (
+                    crop if variant == "crop" else nullcontext(),
+                    perturb.channel_input(lm, channels, self.site) as found,
+                ):
                     lm.model(**given, use_cache=False, logits_to_keep=1)
-                made.append(np.stack([found[layer].double().cpu().numpy() for layer in range(lm.layers)], axis=1))
+                made.append(
+                    np.stack([found[layer].double().cpu().numpy() for layer in range(lm.layers)], axis=1)
+                )
             every = np.stack(made, axis=1)
             # A method may run a text as several rows next to each other.
             every = every.reshape(len(batch), -1, *every.shape[1:]).mean(1)  # [B, V, L, P, C]
@@ -140,9 +151,13 @@ class HiddenPerturbation(Study):
 
         plan = batches([self.length] * self.texts, runtime.batch_size, runtime.batch_tokens)
         rows = complete(
-            run, "rows.jsonl", "hidden perturbation", [[texts[i] for i in group] for group in plan],
-            lambda text: {"text": text[0]}, compute,
-        )  # fmt: skip
+            run,
+            "rows.jsonl",
+            "hidden perturbation",
+            [[texts[i] for i in group] for group in plan],
+            lambda text: {"text": text[0]},
+            compute,
+        )
         curves = np.mean([row["curves"] for row in rows], axis=0)
         middle = np.array([part.mean() for part in parts])
         whole = curves[0][..., middle >= self.skip]
@@ -159,10 +174,14 @@ class HiddenPerturbation(Study):
         return {
             "curves": self._curves(curves, channels, variants, middle),
             "layer_effects": _by_layer(change, channels, variants, resamples),
-            "effects": _effects({where: v[:, :, after].mean(2) for where, v in change.items()}, variants, resamples),
+            "effects": _effects(
+                {where: v[:, :, after].mean(2) for where, v in change.items()}, variants, resamples
+            ),
         }
 
-    def _curves(self, curves: Array, channels: Sequence[int], variants: Sequence[str], middle: Array) -> pd.DataFrame:
+    def _curves(
+        self, curves: Array, channels: Sequence[int], variants: Sequence[str], middle: Array
+    ) -> pd.DataFrame:
         """Variant, layer, channel, control, position, value; start and end of the span, in tokens."""
         variant, layer, channel, place = np.indices(curves.shape)
         return pd.DataFrame(
@@ -191,33 +210,64 @@ class HiddenPerturbation(Study):
         }
 
     def findings(self, tables: Mapping[str, pd.DataFrame]) -> Sequence[Finding]:
-        """Claim C3, second half: the causal mask, not the position embedding, makes positional hidden states."""
+        """Claim C3, second half: the causal mask, not the position embedding, makes positional hidden
+        states."""
         effects = tables["effects"].set_index("effect")
-        unit = "in units of the channel's range, towards its value at the beginning, mean over layers and texts"
+        unit = (
+            "in units of the channel's range, towards its value at the beginning, mean over layers and texts"
+        )
         claims = [
-            ("crop_inside", f"C3: without what comes before, the channel in the span falls back ({SOURCE}b)",
-             f"change inside the span under the crop mask, {unit}"),
-            ("crop_over_shift", f"C3: the causal mask, not the position embedding, makes positional hidden states ({SOURCE})",
-             "change inside the span under the crop mask minus the size of that under shifted position ids, same unit"),
-            ("crop_over_control", "Control: the crop mask moves random channels less",
-             "change inside the span under the crop mask minus the mean over the random channels, same unit"),
-        ]  # fmt: skip
+            (
+                "crop_inside",
+                f"C3: without what comes before, the channel in the span falls back ({SOURCE}b)",
+                f"change inside the span under the crop mask, {unit}",
+            ),
+            (
+                "crop_over_shift",
+                f"C3: the causal mask, not the position embedding, makes positional hidden states ({SOURCE})",
+                "change inside the span under the crop mask minus the size of that under shifted position ids, same unit",
+            ),
+            (
+                "crop_over_control",
+                "Control: the crop mask moves random channels less",
+                "change inside the span under the crop mask minus the mean over the random channels, same unit",
+            ),
+        ]
         found = []
         for name, claim, statistic in claims:
             if name not in effects.index:
-                text = "the model has no rotary embedding in attention that runs through the library's functions"
+                text = (
+                    "the model has no rotary embedding in attention that runs through the library's functions"
+                )
                 found.append(
-                    Finding(claim=claim, statistic=statistic, value=np.nan, n=0, verdict="not testable here", note=text)
-                )  # fmt: skip
+                    Finding(
+                        claim=claim,
+                        statistic=statistic,
+                        value=np.nan,
+                        n=0,
+                        verdict="not testable here",
+                        note=text,
+                    )
+                )
                 continue
             row = effects.loc[name]
-            others = [f"{key.replace('_', ' ')} {effects.at[key, 'value']:.3g}" for key in CONTEXT[name] if key in effects.index]
+            others = [
+                f"{key.replace('_', ' ')} {effects.at[key, 'value']:.3g}"
+                for key in CONTEXT[name]
+                if key in effects.index
+            ]
             found.append(
                 Finding(
-                    claim=claim, statistic=statistic, value=row["value"], low=row["low"], high=row["high"], n=int(row["n"]),
-                    verdict=perturbing.verdict(row["low"]), note="; ".join(others),
+                    claim=claim,
+                    statistic=statistic,
+                    value=row["value"],
+                    low=row["low"],
+                    high=row["high"],
+                    n=int(row["n"]),
+                    verdict=perturbing.verdict(row["low"]),
+                    note="; ".join(others),
                 )
-            )  # fmt: skip
+            )
         return found
 
 
@@ -237,8 +287,9 @@ def _rounded(values: Array) -> list[float]:
 
 def _by_layer(
     change: Mapping[str, Array], channels: Sequence[int], variants: Sequence[str], resamples: int
-) -> pd.DataFrame:  # fmt: skip
-    """Variant, where, layer, channel, control, change, low, high, n: in units of the range of the channel in that layer."""
+) -> pd.DataFrame:
+    """Variant, where, layer, channel, control, change, low, high, n: in units of the range of the channel in
+    that layer."""
     out = []
     for where, values in change.items():
         for v, variant in enumerate(variants[1:], start=1):
@@ -256,8 +307,14 @@ def _effects(change: Mapping[str, Array], variants: Sequence[str], resamples: in
     out: dict[str, tuple[tuple[float, float, float], int]] = {}
     for where, values in change.items():
         for v, variant in enumerate(variants[1:], start=1):
-            for name, found in ((variant, values[:, v, 0]), (f"control_{variant}", values[:, v, 1:].mean(-1))):
-                out[f"{name}_{where}"] = perturbing.change_of(list(found), _texts(found), resamples), len(found)
+            for name, found in (
+                (variant, values[:, v, 0]),
+                (f"control_{variant}", values[:, v, 1:].mean(-1)),
+            ):
+                out[f"{name}_{where}"] = (
+                    perturbing.change_of(list(found), _texts(found), resamples),
+                    len(found),
+                )
     inside = change["inside"]
     crop = variants.index("crop")
     groups = {"crop": inside[:, crop, 0], "control": inside[:, crop, 1:].mean(-1)}
@@ -265,9 +322,15 @@ def _effects(change: Mapping[str, Array], variants: Sequence[str], resamples: in
         groups["shift"] = inside[:, variants.index("shift"), 0]
     named = {key: (list(values), _texts(values)) for key, values in groups.items()}
     n = len(inside)
-    out["crop_over_control"] = perturbing.interval(named, lambda m: m["crop"] - m["control"], resamples=resamples), n
+    out["crop_over_control"] = (
+        perturbing.interval(named, lambda m: m["crop"] - m["control"], resamples=resamples),
+        n,
+    )
     if "shift" in variants:
-        out["crop_over_shift"] = perturbing.interval(named, lambda m: m["crop"] - np.abs(m["shift"]), resamples=resamples), n
+        out["crop_over_shift"] = (
+            perturbing.interval(named, lambda m: m["crop"] - np.abs(m["shift"]), resamples=resamples),
+            n,
+        )
     return perturbing.effects_table(out)
 
 
@@ -301,7 +364,8 @@ def curves_figure(curves: pd.DataFrame) -> Figure:
 
 @styled
 def layers_figure(table: pd.DataFrame) -> Figure:
-    """Change inside the span by layer: the positional channel with its interval, and the mean over the random ones."""
+    """Change inside the span by layer: the positional channel with its interval, and the mean over the random
+    ones."""
     inside = table[table["where"] == "inside"]
     figure = new_figure(COLUMN, 2.5)
     axes = figure.subplots()
@@ -311,11 +375,15 @@ def layers_figure(table: pd.DataFrame) -> Figure:
         control = rows["control"].astype(bool)
         line = rows[~control].sort_values("layer")
         axes.plot(line["layer"], line["change"], label=LABELS[variant], **style)
-        axes.fill_between(line["layer"], line["low"], line["high"], color=style["color"], alpha=0.15, linewidth=0)
+        axes.fill_between(
+            line["layer"], line["low"], line["high"], color=style["color"], alpha=0.15, linewidth=0
+        )
         random = rows[control].groupby("layer")["change"].mean()
         dashed = style | {"linestyle": "--", "markerfacecolor": "white"}
         axes.plot(random.index, random.to_numpy(), **dashed)
-    axes.plot([], [], color="0.4", linestyle="--", marker="o", markerfacecolor="white", label="random channels")
+    axes.plot(
+        [], [], color="0.4", linestyle="--", marker="o", markerfacecolor="white", label="random channels"
+    )
     axes.set(xlabel="layer", ylabel="change inside the span\n(share of the range)")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     legend_below(figure, axes)

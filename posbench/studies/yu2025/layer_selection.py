@@ -1,4 +1,5 @@
-"""Which layers to scale: every range on calibration prompts, the best one beside the published one and beside retrieval."""
+"""Which layers to scale: every range on calibration prompts, the best one beside the published one and beside
+retrieval."""
 
 from __future__ import annotations
 
@@ -35,13 +36,16 @@ BEST, PUBLISHED, EVERY = "best range", "published range", "all layers"
 
 @dataclass(frozen=True, kw_only=True)
 class LayerSelection(Study):
-    """Layer ranges of scale_channel: loss of each, the best against the published, and retrieval layer by layer.
+    """Layer ranges of scale_channel: loss of each, the best against the published, and retrieval layer by
+    layer.
 
-    Source: beyond Yu et al. 2025, who choose layers "based on engineering experience" (Section 3.3, Limitations) as those "more
-    likely to be retrieval-related". Channel and factor are the method's own, and stay fixed.
+    Source: beyond Yu et al. 2025, who choose layers "based on engineering experience" (Section 3.3,
+    Limitations) as those "more likely to be retrieval-related". Channel and factor are the method's own, and
+    stay fixed.
 
     Attributes:
-        step: Ranges start and end on multiples of this; None gives about eight steps, as ``search.layers=auto`` does.
+        step: Ranges start and end on multiples of this; None gives about eight steps, as
+            ``search.layers=auto`` does.
         control: Whether the ranges of a channel drawn at random are tried, too.
         seed: Seed of that draw.
     """
@@ -54,7 +58,8 @@ class LayerSelection(Study):
     seed: int = 0
 
     def check(self, config: Config, lm: LM | None) -> None:
-        """Refuse another method than scale_channel with one channel, another search, and a task without gold positions.
+        """Refuse another method than scale_channel with one channel, another search, and a task without gold
+        positions.
 
         Raises:
             UserError: See above.
@@ -62,16 +67,16 @@ class LayerSelection(Study):
         method = config.method()
         if not isinstance(method, ScaleChannel) or len(method.channels) > 1:
             allowed = "scale_channel with one channel: the study chooses its layers"
-            raise UserError(field="method", value=config.method_name, allowed=allowed, hint="set method=scale_channel")
+            raise UserError("method", config.method_name, allowed, "set method=scale_channel")
         if not isinstance(config.search, ChannelSearch):
             allowed = "channel: its batch size and steps are used"
-            raise UserError(field="search", value=type(config.search).__name__, allowed=allowed, hint="leave search= out")
+            raise UserError("search", type(config.search).__name__, allowed, "leave search= out")
         if config.task.items is None:
             allowed = "a task with gold positions: kv_retrieval, nq_multidoc"
-            raise UserError(field="task", value=config.task.name, allowed=allowed, hint="set task=kv_retrieval")
+            raise UserError("task", config.task.name, allowed, "set task=kv_retrieval")
         if self.step is not None and self.step < 1:
             raise UserError(
-                field="study.step", value=self.step, allowed="a whole number from 1 up, or null", hint="set study.step=null"
+                "study.step", self.step, "a whole number from 1 up, or null", "set study.step=null"
             )
 
     def measure(self, run: Run) -> dict[str, pd.DataFrame]:
@@ -84,7 +89,9 @@ class LayerSelection(Study):
         tried = list(dict.fromkeys([*grid, published]))
         channels = {CHOSEN: method.channels[0]}
         if self.control:
-            others = [c for c in range(lm.model.config.get_text_config().hidden_size) if c != method.channels[0]]
+            others = [
+                c for c in range(lm.model.config.get_text_config().hidden_size) if c != method.channels[0]
+            ]
             channels[CONTROL] = int(np.random.default_rng(self.seed).choice(others))
         candidates = [Candidate(channel, method.factor, r) for channel in channels.values() for r in tried]
         each = channel_search.calibration_losses(run, LOSSES, candidates)
@@ -92,14 +99,21 @@ class LayerSelection(Study):
         names = [e.cluster or e.id for e in run.examples("calibration")]
         ranges = pd.DataFrame(
             [
-                {"kind": kind, **_placed(c), "loss": float((changes[c] + each[0]).mean()), **_mean(changes[c], names, resamples)}
+                {
+                    "kind": kind,
+                    **_placed(c),
+                    "loss": float((changes[c] + each[0]).mean()),
+                    **_mean(changes[c], names, resamples),
+                }
                 for kind, channel in channels.items()
                 for c in candidates
                 if c.channel == channel
             ]
         ).assign(loss_unmodified=float(each[0].mean()))
-        best = {kind: min((c for c in changes if c.channel == channel), key=lambda c: changes[c].mean())
-                for kind, channel in channels.items()}  # fmt: skip
+        best = {
+            kind: min((c for c in changes if c.channel == channel), key=lambda c: changes[c].mean())
+            for kind, channel in channels.items()
+        }
         settings = {
             BEST: replace(method, layers=best[CHOSEN].layers),
             PUBLISHED: method,
@@ -115,19 +129,30 @@ class LayerSelection(Study):
         }
 
     def layers(
-        self, run: Run, changes: Mapping[Candidate, Array], channel: int, best: tuple[int, int], published: tuple[int, int],
+        self,
+        run: Run,
+        changes: Mapping[Candidate, Array],
+        channel: int,
+        best: tuple[int, int],
+        published: tuple[int, int],
         resamples: int,
-    ) -> pd.DataFrame:  # fmt: skip
-        """Rows of layer: retrieval score with interval and n, benefit, and whether the ranges hold it; the last row compares.
+    ) -> pd.DataFrame:
+        """Rows of layer: retrieval score with interval and n, benefit, and whether the ranges hold it; the
+        last row compares.
 
-        The retrieval score is the share of prompts in which the unmodified model gives the gold item the most attention of all
-        items, minus that of a guess; the benefit is the mean loss of the ranges without a layer minus that of those with it.
+        The retrieval score is the share of prompts in which the unmodified model gives the gold item the most
+        attention of all items, minus that of a guess; the benefit is the mean loss of the ranges without a
+        layer minus that of those with it.
         """
         hits, clusters, count = retrieval(run)
         chance = 1 / count
         rows = []
         for layer in range(hits.shape[1]):
-            ranges = [(c.layers[0] <= layer <= c.layers[1], float(v.mean())) for c, v in changes.items() if c.channel == channel]
+            ranges = [
+                (c.layers[0] <= layer <= c.layers[1], float(v.mean()))
+                for c, v in changes.items()
+                if c.channel == channel
+            ]
             without, within = ([v for inside, v in ranges if inside == wanted] for wanted in (False, True))
             rows.append(
                 {
@@ -146,7 +171,13 @@ class LayerSelection(Study):
             compared = none if shared is None else _mean(shared, clusters, resamples)
             flags = {"best": name == "best", "published": name == "published"}
             rows.append(
-                {"layer": f"inside minus outside the {name} range", **compared, "n": len(hits), "benefit": np.nan, **flags}
+                {
+                    "layer": f"inside minus outside the {name} range",
+                    **compared,
+                    "n": len(hits),
+                    "benefit": np.nan,
+                    **flags,
+                }
             )
         return pd.DataFrame(rows).rename(columns={"change": "retrieval"})
 
@@ -160,16 +191,19 @@ class LayerSelection(Study):
         return {"layers": (layer_figure(tables["ranges"], tables["layers"]), caption)}
 
     def findings(self, tables: Mapping[str, pd.DataFrame]) -> Sequence[Finding]:
-        """Whether the search for a range pays, whether its layers retrieve, and what the first and last layers do."""
+        """Whether the search for a range pays, whether its layers retrieve, and what the first and last
+        layers do."""
         rows, layers = tables["evaluation"].set_index("setting"), tables["layers"].set_index("layer")
         best, n = rows.loc[BEST], int(rows["n"].iloc[0])
         found = [
             _finding(
-                "Searching the layers improves on the published range", "best minus published range, points of the score",
-                100 * best[["difference", "difference_low", "difference_high"]].to_numpy(dtype=float), n,
+                "Searching the layers improves on the published range",
+                "best minus published range, points of the score",
+                100 * best[["difference", "difference_low", "difference_high"]].to_numpy(dtype=float),
+                n,
                 f"layers {best['layers']} against {rows.loc[PUBLISHED, 'layers']}",
             )
-        ]  # fmt: skip
+        ]
         claims = {
             "best": "The range with the lowest loss is that of the retrieval-related layers",
             "published": "The layers to scale are more likely to be retrieval-related (Yu et al. 2025, Section 3.3)",
@@ -178,16 +212,30 @@ class LayerSelection(Study):
             row = layers.loc[f"inside minus outside the {name} range"]
             values = row[["retrieval", "low", "high"]].to_numpy(dtype=float)
             statistic = f"retrieval score of the layers inside minus outside the {name} range"
-            found.append(_finding(claim, statistic, values, int(row["n"]), "" if values[0] == values[0] else "all layers"))
+            found.append(
+                _finding(
+                    claim, statistic, values, int(row["n"]), "" if values[0] == values[0] else "all layers"
+                )
+            )
         for _, row in tables["edges"].iterrows():
             claim = f"Scaling the {row['edge']} layers, too, does harm (Yu et al. 2025, Section 3.3)"
-            statistic = f"calibration loss of ranges with the {row['edge']} layers minus that without, nats per token"
-            found.append(_finding(claim, statistic, row[["change", "low", "high"]].to_numpy(dtype=float), int(row["n"]), ""))
+            statistic = (
+                f"calibration loss of ranges with the {row['edge']} layers minus that without, nats per token"
+            )
+            found.append(
+                _finding(
+                    claim, statistic, row[["change", "low", "high"]].to_numpy(dtype=float), int(row["n"]), ""
+                )
+            )
         if CONTROL in rows.index:
             row = rows.loc[CONTROL]
             values = 100 * row[["difference", "difference_low", "difference_high"]].to_numpy(dtype=float)
             claim = "Control: a random channel with the best of its ranges stays below the published setting"
-            found.append(_finding(claim, "published range minus control, points of the score", -values[[0, 2, 1]], n, ""))
+            found.append(
+                _finding(
+                    claim, "published range minus control, points of the score", -values[[0, 2, 1]], n, ""
+                )
+            )
         return found
 
 
@@ -204,14 +252,20 @@ def _finding(claim: str, statistic: str, values: Array, n: int, note: str) -> Fi
     """A claim that a number is above zero."""
     value, low, high = map(float, values)
     verdict: Verdict = "not testable here" if value != value else "holds" if low > 0 else "does not hold"
-    return Finding(claim=claim, statistic=statistic, value=value, low=low, high=high, n=n, verdict=verdict, note=note)
+    return Finding(
+        claim=claim, statistic=statistic, value=value, low=low, high=high, n=n, verdict=verdict, note=note
+    )
 
 
-def edges(changes: Mapping[Candidate, Array], channel: int, layers: int, clusters: Sequence[str], resamples: int) -> pd.DataFrame:
-    """What the first and the last layers add to the loss: ranges that hold them against those that start or end a step inside.
+def edges(
+    changes: Mapping[Candidate, Array], channel: int, layers: int, clusters: Sequence[str], resamples: int
+) -> pd.DataFrame:
+    """What the first and the last layers add to the loss: ranges that hold them against those that start or
+    end a step inside.
 
     Returns:
-        Rows of edge (first, last), change (nats per answer token, mean over ranges) with interval, n (calibration prompts).
+        Rows of edge (first, last), change (nats per answer token, mean over ranges) with interval, n
+        (calibration prompts).
     """
     found = {c.layers: values for c, values in changes.items() if c.channel == channel}
     starts, ends = sorted({first for first, _ in found}), sorted({last for _, last in found})
@@ -224,7 +278,9 @@ def edges(changes: Mapping[Candidate, Array], channel: int, layers: int, cluster
         ]
         both = [outer - inner for outer, inner in pairs if inner is not None]
         if both:
-            rows.append({"edge": edge, **_mean(np.mean(both, axis=0), clusters, resamples), "n": len(clusters)})
+            rows.append(
+                {"edge": edge, **_mean(np.mean(both, axis=0), clusters, resamples), "n": len(clusters)}
+            )
     return pd.DataFrame(rows, columns=["edge", "change", "low", "high", "n"])
 
 
@@ -232,7 +288,8 @@ def retrieval(run: Run) -> tuple[Array, list[str], int]:
     """Whether each layer of the unmodified model gives the gold item the most attention of all items.
 
     Returns:
-        1 or 0, [prompts, L], for the first ``runtime.intervene_examples`` prompts of each gold position; their clusters; items.
+        1 or 0, [prompts, L], for the first ``runtime.intervene_examples`` prompts of each gold position;
+        their clusters; items.
     """
     placed = [e for e in run.evaluation if e.gold_position is not None and e.items]
     seen: dict[int | None, int] = {}
@@ -250,7 +307,12 @@ def retrieval(run: Run) -> tuple[Array, list[str], int]:
         return [{"most": layers} for layers in most]
 
     rows = complete(
-        run, ATTENTION, "attention", [[examples[i] for i in group] for group in plan], lambda e: {"id": e.id}, compute
+        run,
+        ATTENTION,
+        "attention",
+        [[examples[i] for i in group] for group in plan],
+        lambda e: {"id": e.id},
+        compute,
     )
     most = {row["id"]: row["most"] for row in rows}
     hits = np.array([[float(item == e.gold_position) for item in most[e.id]] for e in examples])
@@ -258,7 +320,8 @@ def retrieval(run: Run) -> tuple[Array, list[str], int]:
 
 
 def _evaluation(run: Run, settings: Mapping[str, ScaleChannel], resamples: int) -> pd.DataFrame:
-    """Rows of setting, channel, layers, score, gain over the unmodified model and difference from the published range."""
+    """Rows of setting, channel, layers, score, gain over the unmodified model and difference from the
+    published range."""
 
     def text(method: ScaleChannel) -> str:
         return f"ch {method.channels[0]} x {method.factor:g}, layers {method.layers[0]}-{method.layers[1]}"
@@ -268,7 +331,9 @@ def _evaluation(run: Run, settings: Mapping[str, ScaleChannel], resamples: int) 
     rows: list[dict[str, Any]] = [{"setting": UNMODIFIED, "channel": "", "layers": "", "name": UNMODIFIED}]
     for name, method in settings.items():
         layers = f"{method.layers[0]}-{method.layers[1]}"
-        rows.append({"setting": name, "channel": str(method.channels[0]), "layers": layers, "name": text(method)})
+        rows.append(
+            {"setting": name, "channel": str(method.channels[0]), "layers": layers, "name": text(method)}
+        )
     for row in rows:
         name = row.pop("name")
         row |= paired.accuracy(scores, name, resamples)
@@ -280,14 +345,15 @@ def _evaluation(run: Run, settings: Mapping[str, ScaleChannel], resamples: int) 
 
 @styled
 def layer_figure(ranges: pd.DataFrame, layers: pd.DataFrame) -> Figure:
-    """Loss over ranges, a map per channel on one scale (left); retrieval and benefit layer by layer (right)."""
+    """Loss over ranges, a map per channel on one scale (left); retrieval and benefit layer by layer
+    (right)."""
     kinds = list(ranges["kind"].unique())
     figure = new_figure(PAGE, 2.6)
     *maps, right = figure.subplots(1, len(kinds) + 1)
     top = float(ranges["change"].abs().max()) or 1.0
-    published = layers[layers["layer"].str.isdigit() & layers["published"].astype(str).str.lower().eq("true")]["layer"].astype(
-        int
-    )
+    published = layers[
+        layers["layer"].str.isdigit() & layers["published"].astype(str).str.lower().eq("true")
+    ]["layer"].astype(int)
     image: Any = None
     for axes, kind in zip(maps, kinds, strict=True):
         image = _loss_map(axes, ranges[ranges["kind"] == kind], top, (published.min(), published.max()))
@@ -297,7 +363,9 @@ def layer_figure(ranges: pd.DataFrame, layers: pd.DataFrame) -> Figure:
     rows = layers[layers["layer"].str.isdigit()]
     x = rows["layer"].astype(int).to_numpy()
     error = np.stack([rows["retrieval"] - rows["low"], rows["high"] - rows["retrieval"]])
-    right.bar(x, rows["retrieval"], yerr=np.clip(error, 0, None), color=COLOURS[5], error_kw={"elinewidth": 0.8})
+    right.bar(
+        x, rows["retrieval"], yerr=np.clip(error, 0, None), color=COLOURS[5], error_kw={"elinewidth": 0.8}
+    )
     right.set(xlabel="layer", xticks=x[:: max(1, len(x) // 8)])
     right.set_ylabel("retrieval score (bars)")
     other = right.twinx()
@@ -309,12 +377,22 @@ def layer_figure(ranges: pd.DataFrame, layers: pd.DataFrame) -> Figure:
 
 def _loss_map(axes: Axes, rows: pd.DataFrame, top: float, published: tuple[int, int]) -> Any:
     grid = rows.pivot(index="first", columns="last", values="change")
-    image = axes.imshow(grid.to_numpy(dtype=float), cmap="PuOr_r", vmin=-top, vmax=top, aspect="auto", origin="lower")
+    image = axes.imshow(
+        grid.to_numpy(dtype=float), cmap="PuOr_r", vmin=-top, vmax=top, aspect="auto", origin="lower"
+    )
     lowest = rows.loc[rows["change"].idxmin()]
     for (first, last), marker, size in (((lowest["first"], lowest["last"]), "*", 8), (published, "s", 12)):
         at = grid.columns.get_loc(last), grid.index.get_loc(first)
         fill = COLOURS[2] if marker == "*" else "none"
-        axes.plot([at[0]], [at[1]], marker, markersize=size, color=COLOURS[2], markerfacecolor=fill, markeredgewidth=1.2)
+        axes.plot(
+            [at[0]],
+            [at[1]],
+            marker,
+            markersize=size,
+            color=COLOURS[2],
+            markerfacecolor=fill,
+            markeredgewidth=1.2,
+        )
     for names, place in ((grid.columns, axes.set_xticks), (grid.index, axes.set_yticks)):
         step = max(1, len(names) // 6)
         place(range(0, len(names), step), [str(n) for n in names[::step]])

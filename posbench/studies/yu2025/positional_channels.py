@@ -1,4 +1,5 @@
-"""Channels of the hidden states that rise or fall along the prompt: their curves, and how much of them position explains."""
+"""Channels of the hidden states that rise or fall along the prompt: their curves, and how much of them
+position explains."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ from posbench.studies.gold_positions import spearman
 Array = NDArray[np.floating]
 
 PAPER = {"mistral7b": 213, "llama2_7b": 2393, "mpt_30b": 1942, "tinyllama_nope": 1156}
-"""Channels of Figures 4 and 14 by our model names; for MPT-30B the paper's Table 4 scales another one, 6926."""
+"""Channels of Figures 4 and 14 by our model names; for MPT-30B the paper's Table 4 scales another one,
+6926."""
 GROUPS = 20
 """Groups of strings whose means are kept apart, for intervals."""
 
@@ -41,18 +43,20 @@ GROUPS = 20
 class PositionalChannels(Study):
     """Curves of hidden-state channels over the token position, averaged over random strings, layer by layer.
 
-    Channels are chosen on one set of strings and measured on another, so that the choice does not flatter them. Each is held
-    against random channels, and against the same states with the positions of every string shuffled: under that null the
-    largest correlation of any channel is the bar.
+    Channels are chosen on one set of strings and measured on another, so that the choice does not flatter
+    them. Each is held against random channels, and against the same states with the positions of every string
+    shuffled: under that null the largest correlation of any channel is the bar.
 
     Source: Yu et al. 2025, Definition 2.1, Section 2.3, Appendix C.1, Figures 4 and 14.
 
     Attributes:
-        channels: Channels to draw; None: the one the paper draws for this model, the one in the model's YAML, and ``top`` more.
-        top: Channels with the strongest monotone trend: the largest mean over layers of the absolute Spearman correlation of the
-            averaged curve with the position.
+        channels: Channels to draw; None: the one the paper draws for this model, the one in the model's YAML,
+            and ``top`` more.
+        top: Channels with the strongest monotone trend: the largest mean over layers of the absolute Spearman
+            correlation of the averaged curve with the position.
         controls: Random channels beside them.
-        site: ``attention_input`` (after the first norm, the tensor that scale_channel scales) or ``residual`` (block outputs).
+        site: ``attention_input`` (after the first norm, the tensor that scale_channel scales) or ``residual``
+            (block outputs).
         strings: Random strings, once to choose and once to measure (paper 2000).
         length: Tokens per string.
         alphabet: ``characters`` or ``tokens``, as in the search.
@@ -78,19 +82,30 @@ class PositionalChannels(Study):
         """Refuse channels that the model lacks, strings that do not fit it, and counts that leave nothing."""
         assert lm is not None
         width = int(arch.text_config(lm.model).hidden_size)
-        if self.channels is not None and (not self.channels or any(not 0 <= c < width for c in self.channels)):
+        if self.channels is not None and (
+            not self.channels or any(not 0 <= c < width for c in self.channels)
+        ):
             allowed = f"channels from 0 to {width - 1}, or null"
-            raise UserError(field="study.channels", value=list(self.channels), allowed=allowed, hint="set study.channels=null")
-        for name, low in (("top", 1), ("controls", 1), ("strings", GROUPS), ("window", 1), ("skip", 0), ("batch_size", 1)):
+            raise UserError("study.channels", list(self.channels), allowed, "set study.channels=null")
+        for name, low in (
+            ("top", 1),
+            ("controls", 1),
+            ("strings", GROUPS),
+            ("window", 1),
+            ("skip", 0),
+            ("batch_size", 1),
+        ):
             if getattr(self, name) < low:
                 raise UserError(
-                    field=f"study.{name}", value=getattr(self, name), allowed=f"a whole number from {low} up",
-                    hint=f"set study.{name}={max(low, 2)}",
-                )  # fmt: skip
+                    f"study.{name}",
+                    getattr(self, name),
+                    f"a whole number from {low} up",
+                    f"set study.{name}={max(low, 2)}",
+                )
         low = self.window + self.skip + 7
         if not low <= self.length <= lm.context_window:
             allowed = f"from {low} (study.window + study.skip + 7) to {lm.context_window} (context window of {lm.name})"
-            raise UserError(field="study.length", value=self.length, allowed=allowed, hint="change study.length or study.window")
+            raise UserError("study.length", self.length, allowed, "change study.length or study.window")
 
     @property
     def search(self) -> ChannelSearch:
@@ -101,12 +116,13 @@ class PositionalChannels(Study):
     def measure(self, run: Run) -> dict[str, pd.DataFrame]:
         """Four tables.
 
-        ``curves`` (channel, kind, site, layer, position, value, sliding_mean): averages over the second set of strings; kind says
-        why a channel is there. ``statistics``: by channel and layer, whether the fitted curve rises or falls throughout (1, -1,
-        0), the Spearman correlation of the averaged curve with the position, and the share of the channel's variance over strings
-        and positions that the position explains, each also with shuffled positions. ``summary``: by channel, means over layers
-        with their interval, and the share of all channels with a larger one. ``null``: channels that pass the search's filter,
-        and the largest mean absolute correlation of any, as they are and with shuffled positions.
+        ``curves`` (channel, kind, site, layer, position, value, sliding_mean): averages over the second set
+        of strings; kind says why a channel is there. ``statistics``: by channel and layer, whether the fitted
+        curve rises or falls throughout (1, -1, 0), the Spearman correlation of the averaged curve with the
+        position, and the share of the channel's variance over strings and positions that the position
+        explains, each also with shuffled positions. ``summary``: by channel, means over layers with their
+        interval, and the share of all channels with a larger one. ``null``: channels that pass the search's
+        filter, and the largest mean absolute correlation of any, as they are and with shuffled positions.
         """
         lm, first = run.lm, self.search
         averages = average_states(lm, first, run)
@@ -122,7 +138,8 @@ class PositionalChannels(Study):
         }
 
     def chosen(self, config: Config, curves: Array) -> dict[int, str]:
-        """The channels to measure and why each was chosen, from averaged states [L, P, D] of other strings."""
+        """The channels to measure and why each was chosen, from averaged states [L, P, D] of other
+        strings."""
         found = dict.fromkeys(self.channels or (), GIVEN)
         if self.channels is None:
             order = np.argsort(-mean_correlation(curves[:, self.skip :]), kind="stable")
@@ -141,7 +158,9 @@ class PositionalChannels(Study):
     def _curves(self, found: Moments, chosen: Mapping[int, str]) -> pd.DataFrame:
         """Curves of the chosen channels, and of the first one with shuffled positions."""
         first = next(iter(chosen))
-        shown = [(c, kind, found.mean[:, :, c]) for c, kind in chosen.items()] + [(first, SHUFFLED, found.shuffled[:, :, first])]
+        shown = [(c, kind, found.mean[:, :, c]) for c, kind in chosen.items()] + [
+            (first, SHUFFLED, found.shuffled[:, :, first])
+        ]
         parts = []
         for channel, kind, curve in shown:
             layer, position = np.indices(curve.shape)
@@ -149,7 +168,13 @@ class PositionalChannels(Study):
             behind = statistics.sliding_mean(curve[:, self.skip :, None], self.window)[:, :, 0]
             start = self.skip + self.window // 2
             smooth[:, start : start + behind.shape[1]] = behind
-            place = {"channel": channel, "kind": kind, "site": self.site, "layer": layer.ravel(), "position": position.ravel()}
+            place = {
+                "channel": channel,
+                "kind": kind,
+                "site": self.site,
+                "layer": layer.ravel(),
+                "position": position.ravel(),
+            }
             parts.append(pd.DataFrame({**place, "value": curve.ravel(), "sliding_mean": smooth.ravel()}))
         return pd.concat(parts, ignore_index=True)
 
@@ -172,16 +197,25 @@ class PositionalChannels(Study):
             }
             for i, channel in enumerate(channels)
             for layer, (rho, null, total) in enumerate(
-                zip(correlation(mean[:, :, i]), correlation(shuffled[:, :, i]), found.variance[:, i], strict=True)
+                zip(
+                    correlation(mean[:, :, i]),
+                    correlation(shuffled[:, :, i]),
+                    found.variance[:, i],
+                    strict=True,
+                )
             )
         ]
         return pd.DataFrame(rows)
 
     def _summary(self, found: Moments, chosen: Mapping[int, str]) -> dict[str, pd.DataFrame]:
-        """Means over layers with intervals, and what the filter and the correlation make of shuffled positions."""
+        """Means over layers with intervals, and what the filter and the correlation make of shuffled
+        positions."""
         every = {name: getattr(found, name) for name in ("mean", "shuffled")}
         level = {name: mean_correlation(curves[:, self.skip :]) for name, curves in every.items()}
-        filtered = {name: statistics.paper(curves, window=self.window, skip=self.skip) for name, curves in every.items()}
+        filtered = {
+            name: statistics.paper(curves, window=self.window, skip=self.skip)
+            for name, curves in every.items()
+        }
         layers = found.mean.shape[0]
         rows = []
         for i, (channel, kind) in enumerate(chosen.items()):
@@ -189,7 +223,17 @@ class PositionalChannels(Study):
             share = float((level["mean"] > level["mean"][channel]).mean())
             count = int(filtered["mean"].monotone_layers[channel])
             rows.append((channel, kind, count, layers, value, low, high, share, found.strings))
-        names = ["channel", "kind", "monotone_layers", "layers", "spearman", "low", "high", "stronger_channels", "n"]
+        names = [
+            "channel",
+            "kind",
+            "monotone_layers",
+            "layers",
+            "spearman",
+            "low",
+            "high",
+            "stronger_channels",
+            "n",
+        ]
         null = [
             {
                 "positions": positions,
@@ -203,7 +247,8 @@ class PositionalChannels(Study):
         return {"summary": pd.DataFrame(rows, columns=names), "null": pd.DataFrame(null)}
 
     def figures(self, tables: Mapping[str, pd.DataFrame]) -> dict[str, tuple[Figure, str]]:
-        """The curves averaged over layers (Figure 4), layer by layer (Figure 14), and the statistics of each layer."""
+        """The curves averaged over layers (Figure 4), layer by layer (Figure 14), and the statistics of each
+        layer."""
         curves, words = tables["curves"], self.site.replace("_", " ")
         drawn = {
             "averaged": (
@@ -220,11 +265,15 @@ class PositionalChannels(Study):
         shown = curves[~curves["kind"].isin([RANDOM, SHUFFLED])]
         for channel, kind in shown.groupby("channel", sort=False)["kind"].first().items():
             figure = channel_curves(shown, int(channel))
-            drawn[f"layers_{channel}"] = (figure, f"Channel {channel} ({kind}) of the {words}, layer by layer.")
+            drawn[f"layers_{channel}"] = (
+                figure,
+                f"Channel {channel} ({kind}) of the {words}, layer by layer.",
+            )
         return drawn
 
     def findings(self, tables: Mapping[str, pd.DataFrame]) -> Sequence[Finding]:
-        """Claim C3: a channel follows the position, the filter finds such channels, and the trend begins in the first layer."""
+        """Claim C3: a channel follows the position, the filter finds such channels, and the trend begins in
+        the first layer."""
         summary, null, layers = tables["summary"], tables["null"].set_index("positions"), tables["statistics"]
         controls = ", ".join(f"{rho:.2f}" for rho in summary.loc[summary["kind"] == RANDOM, "spearman"])
         bar, median = float(null.loc[SHUFFLED, "largest"]), float(null.loc[REAL, "median"])
@@ -240,10 +289,16 @@ class PositionalChannels(Study):
             words = f"mean over layers of channel {row['channel']}'s absolute Spearman correlation with the position"
             found.append(
                 Finding(
-                    claim=EXISTS, statistic=words, value=row["spearman"], low=row["low"], high=row["high"], n=row["n"],
-                    verdict="holds" if row["low"] > bar else "does not hold", note=note,
+                    claim=EXISTS,
+                    statistic=words,
+                    value=row["spearman"],
+                    low=row["low"],
+                    high=row["high"],
+                    n=row["n"],
+                    verdict="holds" if row["low"] > bar else "does not hold",
+                    note=note,
                 )
-            )  # fmt: skip
+            )
         return [*found, _filter_finding(null), _start_finding(layers, self)]
 
 
@@ -261,14 +316,20 @@ def _filter_finding(null: pd.DataFrame) -> Finding:
     count = int(null.loc[REAL, "channels"])
     low, high = difference_interval(there, chance, count)
     return Finding(
-        claim=FILTER, statistic="share of channels that pass, minus the share that pass with shuffled positions",
-        value=(there - chance) / count, low=low, high=high, n=count, verdict="holds" if low > 0 else "does not hold",
+        claim=FILTER,
+        statistic="share of channels that pass, minus the share that pass with shuffled positions",
+        value=(there - chance) / count,
+        low=low,
+        high=high,
+        n=count,
+        verdict="holds" if low > 0 else "does not hold",
         note=f"{there} of {count} pass, {chance} of {count} with shuffled positions; channels taken as independent",
-    )  # fmt: skip
+    )
 
 
 def _start_finding(layers: pd.DataFrame, study: PositionalChannels) -> Finding:
-    """Correlation of the strongest channel right after the first attention, against that of shuffled positions."""
+    """Correlation of the strongest channel right after the first attention, against that of shuffled
+    positions."""
     own = layers[layers["channel"] == layers["channel"].iloc[0]].set_index("layer")
     first = 1 if study.site == "attention_input" else 0
     value, bar = abs(own.loc[first, "spearman"]), 1.96 / math.sqrt(study.length - study.skip - 1)
@@ -277,10 +338,13 @@ def _start_finding(layers: pd.DataFrame, study: PositionalChannels) -> Finding:
     early = abs(own.loc[0, "spearman"]) if first else 0.0
     before = f"; input of layer 0, where no token has seen another: {early:.2f}" if first else ""
     return Finding(
-        claim=START, statistic=f"channel {channel}'s absolute Spearman correlation with the position at the {where}", value=value,
-        n=int(own["n"].iloc[0]), verdict="holds" if value > bar and early <= bar else "does not hold",
+        claim=START,
+        statistic=f"channel {channel}'s absolute Spearman correlation with the position at the {where}",
+        value=value,
+        n=int(own["n"].iloc[0]),
+        verdict="holds" if value > bar and early <= bar else "does not hold",
         note=f"95 % of uncorrelated curves stay below {bar:.2f}{before}; last layer: {abs(own['spearman'].iloc[-1]):.2f}",
-    )  # fmt: skip
+    )
 
 
 # Moments of hidden states
@@ -288,11 +352,13 @@ def _start_finding(layers: pd.DataFrame, study: PositionalChannels) -> Finding:
 
 @dataclass(frozen=True)
 class Moments:
-    """Hidden states of one site over random strings. L layers, P positions, D channels, C chosen ones, G groups of strings.
+    """Hidden states of one site over random strings. L layers, P positions, D channels, C chosen ones, G
+    groups of strings.
 
     Attributes:
         mean: Averages, [L, P, D].
-        shuffled: Averages with the positions behind the first ``skip`` shuffled within each string, [L, P, D].
+        shuffled: Averages with the positions behind the first ``skip`` shuffled within each string, [L, P,
+            D].
         groups: Averages of each group of strings at the chosen channels, [G, L, P, C].
         sizes: Strings in each group, [G].
         variance: Variance over strings and positions behind the first ``skip``, [L, C].
@@ -309,7 +375,11 @@ class Moments:
 
 @torch.inference_mode()
 def moments(
-    lm: LM, search: ChannelSearch, channels: Sequence[int], skip: int, advance: Callable[[int], None] = lambda n: None
+    lm: LM,
+    search: ChannelSearch,
+    channels: Sequence[int],
+    skip: int,
+    advance: Callable[[int], None] = lambda n: None,
 ) -> Moments:
     """Run random strings and keep sums alone: memory is linear in the length of a string.
 
@@ -363,7 +433,11 @@ def moments(
     variance = (squares.cpu().numpy().astype(np.float64)[:, skip:] / n).mean(1) - mean.mean(1) ** 2
     averages = {name: (values / n).cpu().numpy() for name, values in (("mean", total), ("shuffled", mixed))}
     return Moments(
-        **averages, groups=kept / sizes[:, None, None, None], sizes=sizes.astype(np.float64), variance=variance, strings=n
+        **averages,
+        groups=kept / sizes[:, None, None, None],
+        sizes=sizes.astype(np.float64),
+        variance=variance,
+        strings=n,
     )
 
 
@@ -379,7 +453,8 @@ def mean_correlation(curves: Array) -> Array:
 
 
 def jackknife(groups: Array, sizes: Array) -> tuple[float, float, float]:
-    """Mean over layers of one channel's absolute correlation, with a 95 % interval: groups of strings left out one by one.
+    """Mean over layers of one channel's absolute correlation, with a 95 % interval: groups of strings left
+    out one by one.
 
     Args:
         groups: Averages of each group, [G, L, P].
@@ -394,7 +469,8 @@ def jackknife(groups: Array, sizes: Array) -> tuple[float, float, float]:
 
 
 def difference_interval(first: int, second: int, n: int) -> tuple[float, float]:
-    """95 % interval of the difference of two shares of n each, from their Wilson intervals (Newcombe 1998, method 10)."""
+    """95 % interval of the difference of two shares of n each, from their Wilson intervals (Newcombe 1998,
+    method 10)."""
     a, b = first / n, second / n
     (a_low, a_high), (b_low, b_high) = wilson(first, n), wilson(second, n)
     return a - b - math.hypot(a - a_low, b_high - b), a - b + math.hypot(a_high - a, b - b_low)
@@ -405,7 +481,8 @@ def difference_interval(first: int, second: int, n: int) -> tuple[float, float]:
 
 @styled
 def averaged_figure(curves: pd.DataFrame, skip: int) -> Figure:
-    """Curves averaged over layers, less their mean, over the token position; random channels dashed, the null dotted."""
+    """Curves averaged over layers, less their mean, over the token position; random channels dashed, the null
+    dotted."""
     figure = new_figure(COLUMN, 3.0)
     axes = figure.subplots()
     shown = curves[curves["position"] >= skip]
@@ -422,7 +499,8 @@ def averaged_figure(curves: pd.DataFrame, skip: int) -> Figure:
 
 @styled
 def layer_figure(table: pd.DataFrame) -> Figure:
-    """Correlation with the position, and share of variance that it explains, over the layers; a line for each channel."""
+    """Correlation with the position, and share of variance that it explains, over the layers; a line for each
+    channel."""
     figure = new_figure(PAGE, 2.8)
     left, right = figure.subplots(1, 2)
     for index, ((channel, kind), line) in enumerate(table.groupby(["channel", "kind"], sort=False)):
@@ -434,7 +512,9 @@ def layer_figure(table: pd.DataFrame) -> Figure:
             left.plot(line["layer"], line["shuffled_spearman"], **null)
             right.plot(line["layer"], 100 * line["shuffled_explained"], **null)
     left.axhline(0, color="0.5", linewidth=0.6, zorder=0)
-    left.set(xlabel="layer", ylabel="rank correlation of the averaged\ncurve with the position", ylim=(-1.08, 1.08))
+    left.set(
+        xlabel="layer", ylabel="rank correlation of the averaged\ncurve with the position", ylim=(-1.08, 1.08)
+    )
     right.set(xlabel="layer", ylabel="variance that the\nposition explains (%)", ylim=(0, None))
     for axes in (left, right):
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
