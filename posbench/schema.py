@@ -1,80 +1,206 @@
-"""Plain data checked against a dataclass: a mistake becomes one UserError that names the key."""
+"""Plain data checked against a dataclass: each mistake becomes one line that names the key."""
 
 from __future__ import annotations
 
-import difflib
+import importlib
 from collections.abc import Mapping
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, fields, is_dataclass
 from types import NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
+from annotated_types import Ge, Gt, Le, Lt, MinLen
 from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
 
-from posbench.errors import UserError
+from posbench.errors import Faults, UserError, near
+
+T = TypeVar("T")
+
+Count = Annotated[int, Ge(1)]
+Whole = Annotated[int, Ge(0)]
+Several = Annotated[int, Ge(2)]
+Positive = Annotated[float, Gt(0)]
+NonNegative = Annotated[float, Ge(0)]
+Share = Annotated[float, Ge(0), Le(1)]
+"""Numbers with their bounds: at least 1, 0 or 2; above 0; at least 0; 0 to 1."""
+
+Bases = Annotated[tuple[Annotated[float, Gt(1)] | None, ...], MinLen(1)]
+"""Bases of rotary embeddings; None is the model's own."""
+
+PLAIN = {int: "a whole number", float: "a finite number", str: "text", bool: "true or false (bool)"}
+PLAIN[NoneType] = "null"
 
 
-def build(cls: type[Any], data: Mapping[str, Any], where: str) -> Any:
+def build(cls: type[T], data: Mapping[str, Any], where: str) -> T:
     """Check plain data against a dataclass and make the object.
 
+    Args:
+        cls: The dataclass; annotated bounds count.
+        data: Values by field.
+        where: Dotted name of the whole, for errors.
+
     Raises:
-        UserError: Unknown key, missing key or wrong type, with the dotted name.
+        UserError: Unknown key, missing key, wrong type or value out of bounds, with the dotted name; all together.
     """
-    allowed = [f.name for f in fields(cls)]
-    for key in data:
-        if key not in allowed:
-            near = difflib.get_close_matches(key, allowed, n=1)
-            raise UserError(
-                f"{where}.{key}",
-                data[key],
-                f"keys {', '.join(allowed)}",
-                f"did you mean {where}.{near[0]}?" if near else "remove the key",
-            )
-    kinds = get_type_hints(cls)
+    faults, kinds = Faults(), get_type_hints(cls, include_extras=True)
+    allowed = [f.name for f in fields(cls)]  # type: ignore[arg-type]
     for key, value in data.items():
-        # pydantic reads true as 1; nobody means a batch size of true.
-        if isinstance(value, bool) and "bool" not in _words(kinds[key]):
-            raise UserError(_dotted(where, key), value, _words(kinds[key]), f"set {_dotted(where, key)}=...")
+        if key not in allowed:
+            hint = near(str(key), allowed, "remove the key").replace("mean ", f"mean {where}.")
+            faults.found.append(UserError(_dotted(where, str(key)), value, f"keys {', '.join(allowed)}", hint))
+        elif isinstance(value, bool) and "bool" not in words(kinds[key]):
+            # pydantic reads true as 1; nobody means a batch size of true.
+            faults.found.append(_wrong(where, key, value, kinds[key]))
+    faults.raise_any()
     try:
         return TypeAdapter(with_config(ConfigDict(allow_inf_nan=False))(cls)).validate_python(dict(data))
     except ValidationError as error:
-        # A union reports every branch; the shortest location names the field itself.
-        first = min(error.errors(), key=lambda e: len(e["loc"]))
-        name = str(first["loc"][0]) if first["loc"] else ""
-        raise UserError(
-            _dotted(where, name),
-            data.get(name),
-            _words(kinds.get(name, Any)),
-            f"set {_dotted(where, name)}=... ({first['msg'].lower()})",
-        ) from error
+        named: dict[str, str] = {}
+        # A union reports every branch; the first word on a field is as good as the others.
+        for each in sorted(error.errors(), key=lambda e: len(e["loc"])):
+            named.setdefault(str(each["loc"][0]) if each["loc"] else "", each["msg"].lower())
+        for name, reason in named.items():
+            faults.found.append(_wrong(where, name, data.get(name), kinds.get(name, Any), reason))
+        faults.raise_any()
+        raise AssertionError("a validation error without an error") from error
+
+
+def verify(thing: Any, where: str) -> None:
+    """Check the declared bounds and choices of an object that was made in Python.
+
+    Raises:
+        UserError: A field is out of bounds.
+    """
+    faults = Faults()
+    for name, kind in get_type_hints(type(thing), include_extras=True).items():
+        if get_origin(kind) is not ClassVar and not _fits(getattr(thing, name), kind):
+            faults.found.append(_wrong(where, name, getattr(thing, name), kind))
+    faults.raise_any()
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    origin, args = get_origin(kind), get_args(kind)
+    if origin is Annotated:
+        return _fits(value, args[0]) and all(_holds(value, bound) for bound in args[1:])
+    if origin in (Union, UnionType):
+        return any(_fits(value, part) for part in args)
+    if origin is Literal:
+        return value in args
+    if origin is tuple and isinstance(value, list | tuple):
+        parts = args[:1] * len(value) if args[-1:] == (Ellipsis,) else args
+        return len(value) == len(parts) and all(map(_fits, value, parts))
+    if origin is tuple or kind is NoneType:
+        return value is None and kind is NoneType
+    return isinstance(value, int | float) if kind is float else not isinstance(kind, type) or isinstance(value, kind)
+
+
+def _holds(value: Any, bound: Any) -> bool:
+    if isinstance(bound, MinLen):
+        return len(value) >= bound.min_length
+    if isinstance(bound, Ge | Gt):
+        return value >= bound.ge if isinstance(bound, Ge) else value > bound.gt
+    return value <= bound.le if isinstance(bound, Le) else value < bound.lt if isinstance(bound, Lt) else True
+
+
+def target(data: Mapping[str, Any], kind: type[T], where: str) -> tuple[type[T], dict[str, Any]]:
+    """The class that ``_target_`` names, and the other keys.
+
+    Raises:
+        UserError: There is no such class, or it is none of that kind.
+    """
+    if not isinstance(data, Mapping):
+        plural = {"search": "searches", "study": "studies"}.get(where, f"{where}s")
+        raise UserError(where, data, "a choice of that group", f"posbench ls {plural} shows the choices")
+    path = str(data.get("_target_"))
+    try:
+        module, _, name = path.rpartition(".")
+        cls = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        allowed = "the import path of a class"
+        raise UserError(f"{where}._target_", data.get("_target_"), allowed, f"check conf/{where}/*.yaml") from error
+    if not (isinstance(cls, type) and issubclass(cls, kind)):
+        raise UserError(f"{where}._target_", path, f"a subclass of {kind.__module__}.{kind.__name__}", "see CONTRIBUTING.md")
+    return cls, {key: value for key, value in data.items() if key != "_target_"}
+
+
+def instantiate(data: Mapping[str, Any], kind: type[T], where: str) -> T:
+    """The object that a config node with a ``_target_`` describes, with the nodes inside it.
+
+    Raises:
+        UserError: See :func:`target` and :func:`build`.
+    """
+    cls, values = target(data, kind, where)
+    own = {f.name for f in fields(cls)}  # type: ignore[arg-type]
+    # Names of choices travel with the data; few classes keep them.
+    values = {key: value for key, value in values.items() if key in own or key != "name"}
+    return build(cls, {key: _inside(value, f"{where}.{key}") for key, value in values.items()}, where)
+
+
+def _inside(value: Any, where: str) -> Any:
+    if isinstance(value, Mapping):
+        if "_target_" in value:
+            return instantiate(value, object, where)
+        return {key: _inside(part, f"{where}.{key}") for key, part in value.items()}
+    return value
+
+
+def defaults(cls: type[Any]) -> dict[str, Any]:
+    """Every field of a dataclass as plain data: its default, None where it has none."""
+    found: dict[str, Any] = {}
+    for f in fields(cls):
+        value = f.default_factory() if f.default_factory is not MISSING else f.default
+        found[f.name] = None if value is MISSING else _plain(value)
+    return found
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return [_plain(part) for part in value]
+    if isinstance(value, Mapping):
+        return {key: _plain(part) for key, part in value.items()}
+    return value
+
+
+def required(cls: type[Any]) -> set[str]:
+    """Fields without a default."""
+    return {f.name for f in fields(cls) if f.default is MISSING and f.default_factory is MISSING}
+
+
+def _wrong(where: str, name: str, value: Any, kind: Any, reason: str = "") -> UserError:
+    # "input should be ..." says once more what the annotation says.
+    told = "" if not reason or reason.startswith("input should be") else f" ({reason})"
+    hint = f"set {_dotted(where, name)}=...{told}"
+    return UserError(_dotted(where, name), value, words(kind), hint)
 
 
 def _dotted(where: str, name: str) -> str:
     return f"{where}.{name}".strip(".")
 
 
-def _words(kind: Any) -> str:
+def words(kind: Any) -> str:
     """A type annotation in words."""
-    plain = {
-        int: "a whole number",
-        float: "a finite number",
-        str: "text",
-        bool: "true or false (bool)",
-        NoneType: "null",
-    }
     origin, args = get_origin(kind), get_args(kind)
-    if kind in plain:
-        return plain[kind]
+    if kind in PLAIN:
+        return PLAIN[kind]
+    if origin is Annotated:
+        return _bounded(words(args[0]), args[1:])
     if origin is Literal:
         return " | ".join(str(a) for a in args)
     if origin in (Union, UnionType):
-        return ", or ".join(_words(a) for a in args)
+        return ", or ".join(words(a) for a in args)
     if origin is tuple and args[-1] is Ellipsis:
-        return f"a list [...] of: {_words(args[0])}"
+        return f"a list [...] of: {words(args[0])}"
     if origin is tuple:
-        return f"a list of exactly {len(args)}: [{', '.join(_words(a) for a in args)}]"
-    return "a mapping" if origin is dict else "a value"
+        return f"a list of exactly {len(args)}: [{', '.join(words(a) for a in args)}]"
+    return "a mapping" if origin is dict or is_dataclass(kind) else "a value"
 
 
-def required(cls: type[Any]) -> set[str]:
-    """Fields without a default."""
-    return {f.name for f in fields(cls) if f.default is MISSING and f.default_factory is MISSING}
+def _bounded(plain: str, bounds: tuple[Any, ...]) -> str:
+    """``a whole number from 1 up``, ``a number from 0 to 1``, ``a number above 0``."""
+    plain = plain.replace("finite ", "")
+    low = next((f"from {b.ge:g}" if isinstance(b, Ge) else f"above {b.gt:g}" for b in bounds if isinstance(b, Ge | Gt)), "")
+    high = next((f"{b.le:g}" if isinstance(b, Le) else f"below {b.lt:g}" for b in bounds if isinstance(b, Le | Lt)), "")
+    if not low and not high:
+        return plain
+    if low and high:
+        return f"{plain} {low} to {high}"
+    return f"{plain} {low} up" if low.startswith("from") else f"{plain} {low or high}"

@@ -1,46 +1,37 @@
 """lm-evaluation-harness under a posbench method; importing this module registers its model type ``posbench``.
 
-The harness's own Hugging Face model scores context and continuation in one forward, padded on the right and
-without a
-mask: a method that treats the last prompt token apart cannot know which one that is. Here every context runs
-once, padded on the left, and its continuations follow on its cache, as the tokens of a generation do.
+The harness's own Hugging Face model scores context and continuation in one forward, padded on the right and without a
+mask: a method that treats the last prompt token apart cannot know which one that is. Here every context runs once, padded
+on the left, and its continuations follow on its cache, as the tokens of a generation do.
 """
 
 from __future__ import annotations
 
-import difflib
 import logging
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from importlib.metadata import version
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, Self
 
-import hydra
 import torch
-import yaml
-from hydra.core.global_hydra import GlobalHydra
-from hydra.errors import HydraException
 from lm_eval.api.model import CacheHook
 from lm_eval.api.registry import register_model
 from lm_eval.models.huggingface import HFLM
 from lm_eval.utils import simple_parse_args_string
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 from tqdm import tqdm
 
 from posbench import paths
-from posbench.cli import main as cli
-from posbench.errors import UserError, choices, from_hydra
+from posbench.errors import UserError, choices, near
 from posbench.files.atomic import digest
 from posbench.methods import Method
-from posbench.model import load as checkpoint
 from posbench.model.lm import CHAT_TEMPLATES, batches
-from posbench.pipeline import config
-from posbench.pipeline.execute import identity
-from posbench.schema import build
+from posbench.model.load import load
+from posbench.pipeline.compose import composed
+from posbench.pipeline.config import Config, check
+from posbench.pipeline.identity import identity, threads
+from posbench.schema import Count, build
 
 log = logging.getLogger(__name__)
 
@@ -73,8 +64,8 @@ class Harness:
     """
 
     batch_size: int | str = 1
-    max_batch_size: int = 64
-    max_length: int | None = None
+    max_batch_size: Count = 64
+    max_length: Count | None = None
     add_bos_token: bool | None = None
     prefix_token_id: int | None = None
     logits_cache: bool = True
@@ -83,33 +74,22 @@ class Harness:
     chat_template_args: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
-        sound = re.fullmatch(r"[1-9]\d*|auto(:\d+)?", str(self.batch_size))
-        for name, good in (
-            ("batch_size", sound),
-            ("max_batch_size", self.max_batch_size >= 1),
-            ("max_length", self.max_length is None or self.max_length >= 1),
-        ):
-            if not good:
-                raise UserError(
-                    f"model_args.{name}",
-                    getattr(self, name),
-                    "a whole number from 1 up" + (", or auto" if name == "batch_size" else ""),
-                    f"set {name}=1" if "batch" in name else "leave it out",
-                )
+        if not re.fullmatch(r"[1-9]\d*|auto(:\d+)?", str(self.batch_size)):
+            allowed = "a whole number from 1 up, or auto"
+            raise UserError("model_args.batch_size", self.batch_size, allowed, "set batch_size=1")
 
 
-def compose(
+def configured(
     pretrained: str, method: str, settings: Mapping[str, Any], config_dir: str | None = None
-) -> config.Config:
-    """The checked config of a model and a method, from the same files and by the same rules as the
-    ``posbench`` command.
+) -> Config:
+    """The checked config of a model and a method, from the same files and by the same rules as the ``posbench`` command.
 
     Args:
         pretrained: A name in ``conf/model``, a directory, or a hub id.
-        method: A name in ``conf/method``, or several joined by ``+``, the outermost first; constants come
-            from the model's file unless ``settings`` gives them.
-        settings: Fields of the method (of several: ``parts.<name>.<field>``), and the keys of ``MODEL_KEYS``
-            and ``RUNTIME_KEYS``.
+        method: A name in ``conf/method``, or several joined by ``+``, the outermost first; constants come from the
+            model's file unless ``settings`` gives them.
+        settings: Fields of the method (of several: ``parts.<name>.<field>``), and the keys of ``MODEL_KEYS`` and
+            ``RUNTIME_KEYS``.
         config_dir: A folder with the user's own YAML files.
 
     Raises:
@@ -123,40 +103,26 @@ def compose(
     listed = pretrained in choices(*(folder / "model" for folder in folders))
     # Commas separate the arguments, so a list of methods comes with plus signs.
     asked = f"method=[{method.replace('+', ',')}]" if "+" in method else f"method={method}"
-    overrides = [f"model={pretrained if listed else 'hf'}", asked, "stages=[evaluate]"]
-    overrides += [f"hydra.searchpath=[file://{folders[-1]}]"] if config_dir else []
-    GlobalHydra.instance().clear()
-    with TemporaryDirectory() as folder:
-        overrides = cli.composed(overrides, Path(folder), config_dir)
-        try:
-            with hydra.initialize_config_dir(str(paths.CONF), version_base="1.3"):
-                composed = hydra.compose("config", overrides)
-        except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
-            raise from_hydra(error, overrides, config_dir) from error
-    if not listed:
-        composed.model.path, composed.model.name = pretrained, Path(pretrained).name
+    named = [f"model.path={pretrained}", f"model.name={Path(pretrained).name}"]
+    args = [f"model={pretrained}"] if listed else ["model=hf", *named]
+    args += [asked, "stages=[evaluate]", *(["--config-dir", str(folders[-1])] if config_dir else [])]
+    raw = composed(*args).raw
     groups = dict.fromkeys(RUNTIME_KEYS, "runtime") | dict.fromkeys(MODEL_KEYS, "model")
-    parts = {f"parts.{name}.": part for name, part in composed.method.get("parts", {}).items()} or {
-        "": composed.method
-    }
+    parts = {f"parts.{n}.": part for n, part in raw["method"].get("parts", {}).items()} or {"": raw["method"]}
     groups |= {
-        f"{where}{key}": "method"
-        for where, part in parts.items()
-        for key in part
-        if key not in ("_target_", "name")
+        f"{w}{k}": "method" for w, part in parts.items() for k in part if k not in ("_target_", "name")
     }
     for key, value in settings.items():
         if key not in groups:
             known = ["pretrained", "method", "config_dir", *groups, *(f.name for f in fields(Harness))]
-            near = difflib.get_close_matches(key, known, n=1)
-            raise UserError(
-                f"model_args.{key}",
-                value,
-                f"keys {', '.join(known)}",
-                f"did you mean {near[0]}?" if near else "remove the key",
-            )
-        OmegaConf.update(composed, f"{groups[key]}.{key}", _listed(value), merge=False, force_add=True)
-    return config.check(config.plain(composed), [f"{groups[key]}.{key}" for key in settings])
+            hint = near(key, known, "remove the key")
+            raise UserError(f"model_args.{key}", value, f"keys {', '.join(known)}", hint)
+        *way, last = f"{groups[key]}.{key}".split(".")
+        node = raw
+        for step in way:
+            node = node[step]
+        node[last] = _listed(value)
+    return check(raw, [f"{groups[key]}.{key}" for key in settings])
 
 
 def _listed(value: Any) -> Any:
@@ -184,7 +150,7 @@ class PosbenchLM(HFLM):  # type: ignore[misc]
             the arguments: ``layers=1:3`` is the YAML's ``[1, 3]``.
 
     Raises:
-        UserError: Something in the arguments does not fit; see :func:`compose`.
+        UserError: Something in the arguments does not fit; see :func:`configured`.
     """
 
     def __init__(
@@ -193,14 +159,14 @@ class PosbenchLM(HFLM):  # type: ignore[misc]
         own = {f.name: settings.pop(f.name) for f in fields(Harness) if f.name in settings}
         harness = build(Harness, own, "model_args")
         # The harness reads the word none as None.
-        self.posbench = compose(str(pretrained), str(method or "none"), settings, config_dir)
+        self.posbench = configured(str(pretrained), str(method or "none"), settings, config_dir)
         model, runtime = self.posbench.model, self.posbench.runtime
-        if runtime.threads:
-            torch.set_num_threads(runtime.threads)
-        self.lm = checkpoint.load(
+        if threads(self.posbench):
+            torch.set_num_threads(threads(self.posbench) or 1)
+        self.lm = load(
             model, device=runtime.device, device_map=runtime.device_map, max_memory=runtime.max_memory
         )
-        self.method: Method = self.posbench.method()
+        self.method: Method = self.posbench.choice.build(hint=self.posbench.missing)
         self.method.check(self.lm)
         if self.lm.tokenizer is not None and model.chat_template in CHAT_TEMPLATES:
             self.lm.tokenizer.chat_template = CHAT_TEMPLATES[model.chat_template].read_text().rstrip("\n")
@@ -238,7 +204,7 @@ class PosbenchLM(HFLM):  # type: ignore[misc]
 
     def get_model_info(self) -> dict[str, Any]:
         """What the harness records of a model, and the method with its parameters."""
-        info = {"model": self.posbench.model.path, "method": self.posbench.method_name, **asdict(self.method)}
+        info = {"model": self.posbench.model.path, "method": self.posbench.choice.name, **asdict(self.method)}
         return {**super().get_model_info(), "posbench": info}
 
     def set_cache_hook(self, cache_hook: CacheHook) -> None:
@@ -276,7 +242,7 @@ class PosbenchLM(HFLM):  # type: ignore[misc]
         if self.method.needs_prompt:
             raise UserError(
                 "method",
-                self.posbench.method_name,
+                self.posbench.choice.name,
                 "for log-likelihoods of whole texts (perplexity): methods that treat all tokens alike",
                 "leave out tasks of output_type loglikelihood_rolling, or set last=all",
             )

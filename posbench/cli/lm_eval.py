@@ -1,43 +1,26 @@
-"""The command line of lm-evaluation-harness with the model type ``posbench``: ``python -m
-posbench.cli.lm_eval``.
-
-It takes the harness's own flags; :class:`posbench.cli.harness.PosbenchLM` documents ``--model_args``. From
-Python, ``import posbench.cli.harness`` and call the harness's ``simple_evaluate(model="posbench", ...)``.
-"""
+"""``posbench lm_eval``: lm-evaluation-harness with the model type ``posbench`` and the harness's own flags."""
 
 from __future__ import annotations
 
 import sys
 
-from posbench import versions
 from posbench.errors import UserError
 
 
-def main() -> int:
-    """Run the harness on ``sys.argv`` and return the exit status: 0 done, 2 something to mend."""
-    try:
-        versions.check()
-        _cli()
-    except UserError as error:
-        print(f"posbench: {error}", file=sys.stderr)
-        return 2
-    return 0
-
-
-def _cli() -> None:
+def command(args: list[str]) -> int:
+    """Run the harness; :class:`posbench.cli.harness.PosbenchLM` documents ``--model_args``."""
     try:
         from lm_eval.__main__ import cli_evaluate
 
         import posbench.cli.harness  # noqa: F401
     except ModuleNotFoundError as error:
+        allowed = "lm-eval 0.4.13 or newer beside posbench"
         raise UserError(
-            "lm_eval",
-            f"no module {error.name}",
-            "lm-eval 0.4.13 or newer beside posbench",
-            "pip install 'posbench[lm_eval]'",
+            "lm_eval", f"no module {error.name}", allowed, "pip install 'posbench[lm_eval]'"
         ) from error
-    cli_evaluate()
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    before, sys.argv = sys.argv, ["posbench lm_eval", *args]
+    try:
+        cli_evaluate()
+    finally:
+        sys.argv = before
+    return 0

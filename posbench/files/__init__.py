@@ -1,1 +1,1 @@
-"""Whole files, hashes, the machine, and where files come from."""
+"""Whole files, hashes, Markdown, the machine, and where files come from."""

@@ -48,3 +48,10 @@ def write_text(path: Path, text: str) -> None:
 def write_csv(path: Path, frame: pd.DataFrame) -> None:
     """Write a whole CSV or nothing; floats keep 9 significant digits, so equal results give equal bytes."""
     write_text(path, frame.to_csv(index=False, float_format="%.9g", lineterminator="\n"))
+
+
+def rounded(values: Any, digits: int = 6) -> Any:
+    """Numbers in nested lists or an array, with so many significant digits: what rows in files hold."""
+    if hasattr(values, "tolist"):
+        values = values.tolist()
+    return [rounded(value, digits) for value in values] if isinstance(values, list) else float(f"{values:.{digits}g}")

@@ -9,20 +9,17 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import wraps
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from posbench.errors import UserError
-from posbench.methods.base import Method
-from posbench.model import families as arch
-from posbench.model import rope
+from posbench.methods.base import Method, Needs
+from posbench.model import families, rope
 from posbench.model.hooks import listeners, replaced
-
-if TYPE_CHECKING:
-    from posbench.model.lm import LM
+from posbench.model.lm import LM
+from posbench.schema import Bases, Count
 
 RAG = (10000.0, 13000.0, 16000.0, 19000.0, 22000.0, 25000.0, 28000.0)
 """Bases of the authors' program for question answering over retrieved documents."""
@@ -61,27 +58,12 @@ class AttentionBuckets(Method):
     work.
     """
 
-    bases: tuple[float | None, ...] = RAG
-    mixture: Literal["logits", "probabilities"] = "logits"
-    batch_tokens: int | None = 2048
+    needs: ClassVar[Needs] = Needs(rope=True, plain=True)
+    rows_per_prompt: ClassVar[bool] = True
 
-    def check(self, lm: LM) -> None:
-        """See :meth:`Method.check`."""
-        rope.check(lm, "attention_buckets", plain=True)
-        if not self.bases or any(base is not None and base <= 1 for base in self.bases):
-            raise UserError(
-                "method.bases",
-                list(self.bases),
-                "one base or more, each a number above 1, or null for the model's own",
-                "set method.bases=[10000,17500,18000,19000,20000,25000]",
-            )
-        if self.batch_tokens is not None and self.batch_tokens < 1:
-            raise UserError(
-                "method.batch_tokens",
-                self.batch_tokens,
-                "a whole number from 1 up, or null",
-                "set method.batch_tokens=2048",
-            )
+    bases: Bases = RAG
+    mixture: Literal["logits", "probabilities"] = "logits"
+    batch_tokens: Count | None = 2048
 
     def neutral(self) -> Self:
         """The model's own base N times, logits mixed."""
@@ -127,7 +109,7 @@ class AttentionBuckets(Method):
             size = self._together(tokens.shape[:2].numel()) if unseen and _may_be_joined(cache) else count
             logits, joined = list[Tensor](), _Joined(rows, count)
             with ExitStack() as stack:
-                for child in arch.attention_modules(model)[0].children() if size < count else ():
+                for child in families.attention_modules(model)[0].children() if size < count else ():
                     stack.enter_context(replaced(child, "forward", _once(child.forward)))
                 for start in range(0, count, size):
                     running = self.bases[start : start + size]
@@ -142,7 +124,7 @@ class AttentionBuckets(Method):
             if size < count and out.past_key_values is not None:
                 out.past_key_values = joined.in_place_of(cache, out.past_key_values)
             if labels is not None:
-                vocabulary = arch.text_config(model).vocab_size
+                vocabulary = families.text_config(model).vocab_size
                 out.loss = model.loss_function(logits=out.logits, labels=labels, vocab_size=vocabulary)
             return out.to_tuple() if as_dict is False else out
 

@@ -5,22 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
-from posbench.errors import UserError
+from posbench.errors import renamed
 from posbench.methods.base import Method
-
-if TYPE_CHECKING:
-    from posbench.model.lm import LM
+from posbench.model.lm import LM
 
 
 @dataclass(frozen=True, kw_only=True)
 class Composed(Method):
     """Apply methods one inside the other: ``method=[layer_scaling,scale_channel]`` on the command line.
 
-    The first part is the outermost: it is applied first and taken back last, and a later part works on the
-    model as the earlier ones left it. So methods of rotary embeddings stand before scale_channel. Among
-    these, position scales multiply, and a base set by a later part replaces that of an earlier one.
+    The first part is the outermost: it is applied first and taken back last, and a later part works on the model as
+    the earlier ones left it. So methods of rotary embeddings stand before scale_channel. Among these, position scales
+    multiply, and a base set by a later part replaces that of an earlier one.
 
     Args:
         parts: The methods by name, outermost first. Their parameters are ``method.parts.<name>.<key>``.
@@ -36,7 +34,7 @@ class Composed(Method):
     def check(self, lm: LM) -> None:
         """See :meth:`Method.check`."""
         for name, part in self.parts.items():
-            with in_words_of_the_whole(name):
+            with renamed("method.", f"method.parts.{name}."):
                 part.check(lm)
 
     def neutral(self) -> Self:
@@ -51,21 +49,3 @@ class Composed(Method):
             for part in self.parts.values():
                 stack.enter_context(part.applied(lm))
             yield lm
-
-
-@contextmanager
-def in_words_of_the_whole(name: str) -> Iterator[None]:
-    """Let a part's errors name the keys as they are typed: ``method.parts.<name>.<key>`` for its
-    ``method.<key>``."""
-    try:
-        yield
-    except UserError as error:
-        own = f"method.parts.{name}."
-        if error.field.startswith(own):
-            raise
-        raise UserError(
-            error.field.replace("method.", own),
-            error.value,
-            error.allowed.replace("method.", own),
-            error.hint.replace("method.", own),
-        ) from error

@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal, Self
+from typing import ClassVar, Literal, Self
 
 from posbench.errors import UserError
-from posbench.methods.base import Method
+from posbench.methods.base import Method, Needs
 from posbench.methods.curves import check_points, layer_scales
 from posbench.model import rope
-
-if TYPE_CHECKING:
-    from posbench.model.lm import LM
+from posbench.model.lm import LM
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +32,8 @@ class LayerScaling(Method):
     Source: LPES, Section 3.2, Eq. 4-8.
     """
 
+    needs: ClassVar[Needs] = Needs(rope=True)
+
     points: tuple[tuple[float, float], ...] | None = None
     curve: Literal["bezier", "linear", "step"] = "bezier"
     x: Literal["stretched", "absolute"] = "stretched"
@@ -48,6 +48,12 @@ class LayerScaling(Method):
                 "find points: posbench stages=[search] search=genetic method=layer_scaling",
             )
 
+    @classmethod
+    def example(cls, lm: LM) -> Self:
+        """A curve of four points over the layers."""
+        last = lm.layers - 1
+        return cls(points=((0.0, 1.2), (last / 3, 1.8), (last / 1.5, 1.4), (float(last), 1.6)))
+
     def layer_scales(self, layers: int) -> list[float]:
         """The scale of each of the model's layers."""
         if self.scales is not None:
@@ -56,7 +62,7 @@ class LayerScaling(Method):
 
     def check(self, lm: LM) -> None:
         """See :meth:`Method.check`."""
-        rope.check(lm, "layer_scaling")
+        super().check(lm)
         if self.points is not None:
             check_points(self.points, lm.layers)
             return

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import ClassVar, Self
 
 import torch
 import torch.nn.functional as F
@@ -19,18 +19,18 @@ from transformers import PreTrainedModel
 
 from posbench import paths
 from posbench.errors import UserError
-from posbench.methods.base import Method
-from posbench.model import families as arch
-from posbench.model import rope
+from posbench.methods.base import Method, Needs
+from posbench.model import families, rope
+from posbench.model.lm import LM
 from posbench.model.rope import HandRotation, Table
-
-if TYPE_CHECKING:
-    from posbench.model.lm import LM
+from posbench.schema import Bases, Count
 
 BASES = (10000.0, 17500.0, 18000.0, 19000.0, 20000.0, 22500.0, 25000.0)
 """Bases of the released program."""
 
 UNIFORM = "uniform"
+
+_TRAIN = "train one: posbench search=router method=moice stages=[search] model={}"
 
 _NAME = re.compile(r"layers\.(\d+)\..*\b(gate_[123]\.weight)$")
 
@@ -164,39 +164,29 @@ class MoICE(Method):
     first); any attention kernel serves (released: flash attention alone).
     """
 
+    needs: ClassVar[Needs] = Needs(rope=True, plain=True, by_hand=True)
+
     weights: str | None = None
-    bases: tuple[float | None, ...] = BASES
-    top_k: int = 7
+    bases: Bases = BASES
+    top_k: Count = 7
 
     def check(self, lm: LM) -> None:
         """See :meth:`Method.check`."""
-        rope.check(lm, "moice", plain=True, by_hand=True)
-        if not self.bases or any(base is not None and base <= 1 for base in self.bases):
-            raise UserError(
-                "method.bases",
-                list(self.bases),
-                "numbers above 1, or null for the model's own base",
-                "set method.bases=[10000,17500,18000,19000,20000,22500,25000]",
-            )
+        super().check(lm)
         count = len(self.bases)
-        if not 1 <= self.top_k <= count:
-            raise UserError(
-                "method.top_k", self.top_k, f"1 to {count}, the number of bases", f"set method.top_k={count}"
-            )
+        if self.top_k > count:
+            raise UserError("method.top_k", self.top_k, f"1 to {count}, the bases", f"set method.top_k={count}")
         if self.weights is None:
-            raise UserError(
-                "method.weights",
-                None,
-                f"a safetensors file with a trained router, or {UNIFORM}",
-                f"python -m posbench.search.moice_train --model {lm.name} trains one; method.weights={UNIFORM} needs none",
-            )
+            allowed = f"a safetensors file with a trained router, or {UNIFORM}"
+            raise UserError("method.weights", None, allowed, f"{_TRAIN.format(lm.name)}; {UNIFORM} needs none")
         if self.weights == UNIFORM and self.top_k < count:
-            raise UserError(
-                "method.top_k",
-                self.top_k,
-                f"{count} with method.weights={UNIFORM}, as no base is preferred",
-                f"set method.top_k={count}",
-            )
+            allowed = f"{count} with method.weights={UNIFORM}, as no base is preferred"
+            raise UserError("method.top_k", self.top_k, allowed, f"set method.top_k={count}")
+
+    @classmethod
+    def example(cls, lm: LM) -> Self:
+        """An even mixture, which needs no router."""
+        return cls(weights=UNIFORM)
 
     def neutral(self) -> Self:
         """The model's own base, as often as there are bases: whatever the weights, their sum is 1."""
@@ -214,7 +204,7 @@ class MoICE(Method):
 def new_routers(model: PreTrainedModel, experts: int) -> dict[int, Router]:
     """Routers with random weights, one for each layer that rotates, as the released program starts: normal,
     std 0.02."""
-    config = arch.text_config(model)
+    config = families.text_config(model)
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     routers = {layer: Router(width, experts) for layer in rope.rotated_layers(model)}
     for router in routers.values():
@@ -248,8 +238,7 @@ def load_routers(lm: LM, path: str, experts: int) -> dict[int, Router]:
     """
 
     def refuse(allowed: str) -> UserError:
-        hint = f"train one: python -m posbench.search.moice_train --model {lm.name} --out FILE"
-        return UserError("method.weights", path, allowed, hint)
+        return UserError("method.weights", path, allowed, _TRAIN.format(lm.name))
 
     file, found = Path(paths.model_path(path)), dict[int, dict[str, Tensor]]()
     try:

@@ -6,19 +6,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal, Self
+from typing import ClassVar, Literal, Self
 
 import torch
 from torch import Tensor
 from transformers.integrations.sdpa_attention import repeat_kv
 
 from posbench.errors import UserError
-from posbench.methods.base import Method
+from posbench.methods.base import Method, Needs
 from posbench.model import rope
+from posbench.model.lm import LM
 from posbench.model.rope import HandRotation, Table
-
-if TYPE_CHECKING:
-    from posbench.model.lm import LM
+from posbench.schema import Positive, Whole
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,9 +57,11 @@ class MsPoE(Method):
     that a step rotates the new keys alone.
     """
 
-    ratios: tuple[float, float] = (1.2, 1.8)
-    first_layer: int = 2
-    alpha: float = 3.0
+    needs: ClassVar[Needs] = Needs(rope=True, by_hand=True)
+
+    ratios: tuple[Positive, Positive] = (1.2, 1.8)
+    first_layer: Whole = 2
+    alpha: Positive = 3.0
     variant: Literal["paper", "official"] = "paper"
     order: Literal["rank", "permutation", "reversed"] | None = None
 
@@ -71,24 +72,13 @@ class MsPoE(Method):
 
     def check(self, lm: LM) -> None:
         """See :meth:`Method.check`."""
-        rope.check(lm, "ms_poe", by_hand=True)
-        if len(self.ratios) != 2 or not 0 < self.ratios[0] <= self.ratios[1]:
-            raise UserError(
-                "method.ratios",
-                list(self.ratios),
-                "[smallest, largest], both above 0",
-                "set method.ratios=[1.2,1.8]",
-            )
-        rotated = rope.rotated_layers(lm.model)
-        if not 0 <= self.first_layer <= rotated[-1]:
-            raise UserError(
-                "method.first_layer",
-                self.first_layer,
-                f"0 to {rotated[-1]}, the last layer of {lm.name} with RoPE",
-                "layers are 0-based; set method.first_layer=2",
-            )
-        if self.alpha <= 0:
-            raise UserError("method.alpha", self.alpha, "a number above 0", "set method.alpha=3")
+        super().check(lm)
+        if self.ratios[0] > self.ratios[1]:
+            raise UserError("method.ratios", list(self.ratios), "[smallest, largest]", "set method.ratios=[1.2,1.8]")
+        last = rope.rotated_layers(lm.model)[-1]
+        if self.first_layer > last:
+            allowed = f"0 to {last}, the last layer of {lm.name} with RoPE"
+            raise UserError("method.first_layer", self.first_layer, allowed, "set method.first_layer=2, or 0")
 
     def neutral(self) -> Self:
         """Ratio 1 in every head."""

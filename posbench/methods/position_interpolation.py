@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Self
+from typing import ClassVar, Self
 
-from posbench.errors import UserError
-from posbench.methods.base import Method
+from posbench.methods.base import Method, Needs
 from posbench.model import rope
-
-if TYPE_CHECKING:
-    from posbench.model.lm import LM
+from posbench.model.lm import LM
+from posbench.schema import Positive
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,17 +20,13 @@ class PositionInterpolation(Method):
     Args:
         scale: The divisor s; 1 changes nothing, above 1 positions move together.
 
-    Source: Chen et al. 2023 (Position Interpolation); the uniform baseline of Ms-PoE (scale 1.5) and of LPES
-    (the mean of its scales).
+    Source: Chen et al. 2023 (Position Interpolation); the uniform baseline of Ms-PoE (scale 1.5) and of LPES (the mean
+    of its scales).
     """
 
-    scale: float
+    needs: ClassVar[Needs] = Needs(rope=True)
 
-    def check(self, lm: LM) -> None:
-        """See :meth:`Method.check`."""
-        rope.check(lm, "position_interpolation")
-        if self.scale <= 0:
-            raise UserError("method.scale", self.scale, "a number above 0", "set method.scale=1.5")
+    scale: Positive = 1.5
 
     def neutral(self) -> Self:
         """Scale 1."""

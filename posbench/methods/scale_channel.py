@@ -12,11 +12,11 @@ from __future__ import annotations
 import inspect
 import logging
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import wraps
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 import torch
 from torch import Tensor, nn
@@ -25,13 +25,11 @@ from transformers.cache_utils import DynamicLayer
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from posbench.errors import UserError
-from posbench.methods.base import Method
-from posbench.model import families as arch
+from posbench.methods.base import Method, SweepClaims
+from posbench.model import families
 from posbench.model.hooks import fork, replaced
-
-if TYPE_CHECKING:
-    from posbench.model.lm import LM
-
+from posbench.model.lm import LM
+from posbench.schema import Count
 
 log = logging.getLogger(__name__)
 
@@ -66,13 +64,13 @@ class Prefix:
             layer = cache.layers[index]
             # A sliding-window layer keeps the newest tokens only.
             newest = slice(-layer.keys.shape[-2], None)
-            if arch.keys_are_linear(model, index):
+            if families.keys_are_linear(model, index):
                 part = self._key_part(model, index, method.channels)[..., newest, :]
                 keys = torch.add(layer.keys, _as_cached(part, layer.keys), alpha=method.factor - 1)
             else:
-                projected = arch.project_keys(model, index, method.scale(self.inputs[index]))
+                projected = families.project_keys(model, index, method.scale(self.inputs[index]))
                 keys = _as_cached(
-                    arch.finish_keys(model, index, projected, self.rotary[index])[..., newest, :], layer.keys
+                    families.finish_keys(model, index, projected, self.rotary[index])[..., newest, :], layer.keys
                 )
             layer.keys = keys.to(layer.keys.dtype)
         return cache
@@ -86,9 +84,9 @@ class Prefix:
         if layer not in self._parts[1]:
             inputs = self.inputs[layer]
             exact = torch.promote_types(inputs.dtype, torch.float32)
-            columns = arch.key_columns(model, layer, channels).to(exact)
+            columns = families.key_columns(model, layer, channels).to(exact)
             part = inputs[..., [self.channels.index(c) for c in channels]].to(exact) @ columns
-            self._parts[1][layer] = arch.finish_keys(model, layer, part, self.rotary[layer])
+            self._parts[1][layer] = families.finish_keys(model, layer, part, self.rotary[layer])
         return self._parts[1][layer]
 
 
@@ -125,13 +123,13 @@ def prefill(
 
     def record(layer: int) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            hidden = arch.attention_input(args, kwargs)
-            prefix.inputs[layer] = hidden[..., index] if arch.keys_are_linear(model, layer) else hidden
-            prefix.rotary[layer] = arch.rotary_of(kwargs)
+            hidden = families.attention_input(args, kwargs)
+            prefix.inputs[layer] = hidden[..., index] if families.keys_are_linear(model, layer) else hidden
+            prefix.rotary[layer] = families.rotary_of(kwargs)
 
         return hook
 
-    attentions = arch.attention_modules(model)
+    attentions = families.attention_modules(model)
     with ExitStack() as stack:
         for layer in layers:
             stack.callback(
@@ -167,10 +165,25 @@ class ScaleChannel(Method):
     adds the same amount as a rank-1 term (equal in exact arithmetic), and serves batches with left padding.
     """
 
+    sweep_claims: ClassVar[Mapping[str, SweepClaims]] = {
+        "factor": SweepClaims(
+            attention="C7: a larger factor moves attention to the beginning (Yu et al. 2025, Figure 6a)",
+            score="C7: a larger factor favours the beginning (Yu et al. 2025, Figure 6b)",
+            bias="C7: over 1 a factor amplifies the bias, below 1 it shrinks it (Yu et al. 2025, Section 4.3)",
+            peak="C7: the average accuracy peaks for a factor from 0.5 to -1 (Yu et al. 2025, Section 4.3)",
+            best=(-1.0, 0.5),
+        )
+    }
+
     channel: int | tuple[int, ...]
     factor: float
     layers: tuple[int, int]
-    last: int | Literal["all"] | None = 1
+    last: Count | Literal["all"] | None = 1
+
+    @classmethod
+    def example(cls, lm: LM) -> Self:
+        """A channel over half of the layers, the paper's share."""
+        return cls(channel=3, factor=0.0, layers=share((10, 25), lm.layers))
 
     @property
     def channels(self) -> tuple[int, ...]:
@@ -199,16 +212,15 @@ class ScaleChannel(Method):
 
     def check(self, lm: LM) -> None:
         """See :meth:`Method.check`."""
+        super().check(lm)
         check_channels(lm, "method.channel", self.channels)
         check_layers(lm, "method.layers", self.layers)
-        if (getattr(arch.text_config(lm.model), "rope_parameters", None) or {}).get("rope_type") == "dynamic":
+        if (getattr(families.text_config(lm.model), "rope_parameters", None) or {}).get("rope_type") == "dynamic":
             log.warning(
                 "%s has rope_type dynamic: past its trained length the frequencies change with every token, and a prompt that is "
                 "prefilled in two parts, as here and in generation, differs from one pass",
                 lm.name,
             )
-        if not (self.last in (None, "all") or (isinstance(self.last, int) and self.last >= 1)):
-            raise UserError("method.last", self.last, "1, a larger whole number, or all", "set method.last=1")
 
     @contextmanager
     def applied(self, lm: LM) -> Iterator[LM]:
@@ -241,7 +253,7 @@ class ScaleChannel(Method):
 
         with ExitStack() as stack:
             for layer in self.layer_indices:
-                for handle in arch.on_query_key_input(model, layer, self.scale):
+                for handle in families.on_query_key_input(model, layer, self.scale):
                     stack.callback(handle.remove)
             return forward(**inputs)
 
@@ -310,9 +322,9 @@ class ScaleChannel(Method):
         loss = None
         if labels is not None:
             loss = model.loss_function(
-                logits=logits, labels=labels, vocab_size=arch.text_config(model).vocab_size
+                logits=logits, labels=labels, vocab_size=families.text_config(model).vocab_size
             )
-        wants_cache = arch.text_config(model).use_cache if use_cache is None else use_cache
+        wants_cache = families.text_config(model).use_cache if use_cache is None else use_cache
         result = CausalLMOutputWithPast(
             loss=loss, logits=logits, past_key_values=cache if wants_cache else None, hidden_states=hidden
         )
@@ -334,25 +346,23 @@ def _rows(name: str, value: Any, rows: slice, total: int) -> Any:
     return value
 
 
+def share(published: tuple[int, int], count: int) -> tuple[int, int]:
+    """A paper's first and last layer of 32, or the same share of a model of another depth."""
+    return round(count * published[0] / 32), min(round(count * published[1] / 32), count - 1)
+
+
 def check_channels(lm: LM, name: str, channels: Sequence[int]) -> None:
     """Raise UserError unless every channel lies inside the model's hidden size."""
-    width = arch.text_config(lm.model).hidden_size
+    width = families.text_config(lm.model).hidden_size
     if not channels or any(not 0 <= c < width for c in channels) or len(set(channels)) != len(channels):
-        raise UserError(
-            name,
-            list(channels),
-            f"different channels from 0 to {width - 1} (hidden size {width} of model {lm.name})",
-            f"find one with: posbench stages=[search] model={lm.name} method=scale_channel",
-        )
+        allowed = f"different channels from 0 to {width - 1} (hidden size {width} of model {lm.name})"
+        hint = f"find one with: posbench stages=[search] model={lm.name} method=scale_channel"
+        raise UserError(name, list(channels), allowed, hint)
 
 
-def check_layers(lm: LM, name: str, layers: Sequence[int]) -> None:
-    """Raise UserError unless the inclusive range [first, last] lies inside the model."""
+def check_layers(lm: LM, name: str, layers: Sequence[int] | None) -> None:
+    """Raise UserError unless the inclusive range [first, last] lies inside the model; None is for a caller's default."""
     count = lm.layers
-    if len(layers) != 2 or not 0 <= layers[0] <= layers[1] < count:
-        raise UserError(
-            name,
-            list(layers),
-            f"[first, last] with 0 <= first <= last <= {count - 1} ({count} layers in model {lm.name})",
-            "layers are 0-based and inclusive",
-        )
+    if layers is not None and (len(layers) != 2 or not 0 <= layers[0] <= layers[1] < count):
+        allowed = f"[first, last] with 0 <= first <= last <= {count - 1} ({count} layers in model {lm.name})"
+        raise UserError(name, list(layers), allowed, "layers are 0-based and inclusive")

@@ -5,20 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 from posbench.methods.base import Method
+from posbench.model.lm import LM
 
-if TYPE_CHECKING:
-    from posbench.model.lm import LM
+UNMODIFIED = "none"
+"""What tables call it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Unmodified(Method):
-    """Changes nothing."""
-
-    def check(self, lm: LM) -> None:
-        """Fits every model."""
+    """Changes nothing, and fits every model."""
 
     @contextmanager
     def applied(self, lm: LM) -> Iterator[LM]:

@@ -163,7 +163,7 @@ def family_of_type(model_type: str | None) -> Family:
         if model_type in family.model_types:
             return family
     known = ", ".join(t for f in FAMILIES for t in f.model_types)
-    hint = "choose a model of a listed family, or add a row to posbench/arch.py (see CONTRIBUTING.md)"
+    hint = "choose a model of a listed family, or add a row to posbench/families.py (see CONTRIBUTING.md)"
     for reason, types in UNSUPPORTED.items():
         if model_type in types:
             hint = f"choose a model of a listed family: this one cannot be supported, {reason}"
@@ -181,10 +181,20 @@ def context_window(config: PreTrainedConfig) -> int | None:
     return getattr(text, "max_position_embeddings", None) or getattr(text, "max_seq_len", None)
 
 
+def blocks(model: PreTrainedModel) -> list[nn.Module]:
+    """Decoder layers in order."""
+    return list(model.get_submodule(family_of(model).layers))  # type: ignore[call-overload]
+
+
 def attention_modules(model: PreTrainedModel) -> list[nn.Module]:
     """Attention modules in layer order."""
-    family = family_of(model)
-    return [getattr(layer, family.attention) for layer in model.get_submodule(family.layers)]  # type: ignore[union-attr]
+    name = family_of(model).attention
+    return [getattr(layer, name) for layer in blocks(model)]
+
+
+def site_modules(model: PreTrainedModel, site: str) -> list[nn.Module]:
+    """The modules whose input is a site of the hidden states: ``attention_input`` or ``residual``."""
+    return attention_modules(model) if site == "attention_input" else blocks(model)
 
 
 def attention_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:

@@ -2,10 +2,11 @@
 
 import copy
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
+from torch import nn
 from transformers import AttentionInterface, DynamicCache, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -35,6 +36,24 @@ def replaced(target: object, name: str, value: Any) -> Iterator[None]:
             setattr(target, name, before)
         else:
             delattr(target, name)
+
+
+@contextmanager
+def before_each(
+    modules: Sequence[nn.Module], layers: Collection[int] | None, hook: Callable[[int], Callable[..., Any]]
+) -> Iterator[None]:
+    """Run hooks before the modules of some layers for the duration of a block.
+
+    Args:
+        modules: One module per layer.
+        layers: Layers, 0-based; None: all.
+        hook: The hook of a layer, called with module, arguments and keyword arguments.
+    """
+    with ExitStack() as stack:
+        for layer in range(len(modules)) if layers is None else layers:
+            handle = modules[layer].register_forward_pre_hook(hook(layer), with_kwargs=True)
+            stack.callback(handle.remove)
+        yield
 
 
 def fork(cache: DynamicCache) -> DynamicCache:

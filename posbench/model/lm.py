@@ -17,7 +17,7 @@ from transformers.integrations.sdpa_attention import repeat_kv
 
 from posbench import paths
 from posbench.errors import UserError
-from posbench.model import families as arch
+from posbench.model import families
 from posbench.model.hooks import attending, fork, replaced
 from posbench.tasks.base import Truncation
 
@@ -78,7 +78,7 @@ class LM:
     @property
     def layers(self) -> int:
         """Number of decoder layers."""
-        return int(arch.text_config(self.model).num_hidden_layers)
+        return int(families.text_config(self.model).num_hidden_layers)
 
     def render(self, prompt: str, *, chat: bool = True, system: str = "", prefill: str = "") -> str:
         """The text the model reads: the prompt, inside the chat template where the rule asks for it, and
@@ -90,7 +90,7 @@ class LM:
 
     def _render(self, prompt: str, chat: bool, system: str) -> tuple[str, bool]:
         """The text, and whether a chat template made it."""
-        tokenizer, joined = self._tokenizer(), f"{system}\n\n{prompt}" if system else prompt
+        tokenizer, joined = self.need_tokenizer(), f"{system}\n\n{prompt}" if system else prompt
         own = CHAT_TEMPLATES.get(self.chat_template)
         if not chat or self.chat_template == "none" or not (own or tokenizer.chat_template):
             return joined, False
@@ -164,7 +164,7 @@ class LM:
     ) -> tuple[list[int], list[tuple[int, int]], str]:
         """Ids, offsets and rendered text of a prompt made of parts, each with its place in the task's prompt
         (-1: none)."""
-        tokenizer, prompt = self._tokenizer(), "".join(part for part, _ in parts)
+        tokenizer, prompt = self.need_tokenizer(), "".join(part for part, _ in parts)
         text, templated = self._render(prompt, form.get("chat", True), form.get("system", ""))
         text += form.get("prefill", "")
         encoding = tokenizer(text, add_special_tokens=not templated, return_offsets_mapping=tokenizer.is_fast)
@@ -184,13 +184,13 @@ class LM:
         return ids, offsets, text
 
     def _bare(self, text: str) -> list[int]:
-        return list(self._tokenizer()(text)["input_ids"])
+        return list(self.need_tokenizer()(text)["input_ids"])
 
     def _shortened(
         self, prompt: str, cut: int, truncation: Truncation, document: tuple[int, int] | None, separator: str
     ) -> list[tuple[str, int]]:
         """The parts of a prompt that lost about ``cut`` tokens; empty where nothing is left to cut."""
-        tokenizer = self._tokenizer()
+        tokenizer = self.need_tokenizer()
         if truncation == "middle":
             ids = self._bare(prompt)
             half = (len(ids) - cut) // 2
@@ -263,7 +263,7 @@ class LM:
         """
         if isinstance(rows, str):
             raise TypeError("generate takes a list of prompts, got one text: pass [text]")
-        tokenizer = self._tokenizer()
+        tokenizer = self.need_tokenizer()
         encoded = [self.encode(row).ids if isinstance(row, str) else list(row) for row in rows]
         ends = self.model.generation_config.eos_token_id or tokenizer.eos_token_id
         last = {text: tokenizer(text, add_special_tokens=False)["input_ids"][-1:] for text in stop}
@@ -299,7 +299,7 @@ class LM:
     def _generate_batch(
         self, rows: list[list[int]], settings: GenerationConfig, stop: Sequence[str]
     ) -> list[str]:
-        tokenizer, inputs = self._tokenizer(), self.pad(rows)
+        tokenizer, inputs = self.need_tokenizer(), self.pad(rows)
         inputs.pop("position_ids")
         width = inputs["input_ids"].shape[1]
 
@@ -333,7 +333,7 @@ class LM:
         The pair is tokenised as one text where the prompt's tokens survive that; otherwise each on its own.
         (A SentencePiece tokenizer turns " A" alone into two tokens, and after "Answer:" into one.)
         """
-        tokenizer, head = self._tokenizer(), encoded.ids
+        tokenizer, head = self.need_tokenizer(), encoded.ids
         for special in (True, False):
             both = list(tokenizer(encoded.text + text, add_special_tokens=special)["input_ids"])
             if both[: len(head)] == head and len(both) > len(head):
@@ -458,7 +458,7 @@ class LM:
             next to each other.
         """
         weights: dict[int, Tensor] = {}
-        if arch.family_of(self.model).interface:
+        if families.family_of(self.model).interface:
             with self._listening(weights):
                 yield weights
             return
@@ -471,7 +471,7 @@ class LM:
 
         with ExitStack() as stack:
             stack.enter_context(self.eager())
-            for layer, module in enumerate(arch.attention_modules(self.model)):
+            for layer, module in enumerate(families.attention_modules(self.model)):
                 stack.callback(module.register_forward_hook(read(layer)).remove)
             yield weights
 
@@ -488,7 +488,7 @@ class LM:
             if config.model_type == "falcon" and config.alibi and config._attn_implementation != "eager":
                 # Falcon's mask holds the bias already, and its eager attention alone would add it a second
                 # time.
-                for module in arch.attention_modules(self.model):
+                for module in families.attention_modules(self.model):
                     stack.callback(module.register_forward_pre_hook(without_bias, with_kwargs=True).remove)
             stack.enter_context(replaced(config, "_attn_implementation_internal", "eager"))
             yield
@@ -512,7 +512,12 @@ class LM:
         with attending(self.model, attend):
             yield
 
-    def _tokenizer(self) -> PreTrainedTokenizerBase:
+    def need_tokenizer(self) -> PreTrainedTokenizerBase:
+        """The tokenizer.
+
+        Raises:
+            UserError: There is none.
+        """
         if self.tokenizer is None:
             raise UserError("tokenizer", None, "a tokenizer", "pass posbench.load(model, tokenizer=...)")
         return self.tokenizer

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from omegaconf import OmegaConf
+import yaml
 from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
@@ -24,9 +24,9 @@ from transformers.utils import is_flash_attn_2_available
 from posbench import paths
 from posbench.errors import UserError
 from posbench.files import sources
-from posbench.model import families as arch
+from posbench.model import families
 from posbench.model.lm import CHAT_TEMPLATES, LM
-from posbench.schema import build
+from posbench.schema import Count, build
 
 Kernel = Literal["auto", "sdpa", "eager", "flash_attention_2"]
 Dtype = Literal["auto", "float64", "float32", "bfloat16", "float16"]
@@ -39,24 +39,19 @@ class ModelConfig:
     Attributes:
         name: Short name used in folders and tables.
         path: Hub id, local directory, or ``posbench://NAME`` for an embedded model.
-        revision: Hub branch, tag or commit; None takes the default branch, as cached if a complete copy is
-            cached.
-        dtype: Weight type; ``auto`` is the checkpoint's own on a GPU (float32 stays float32) and float32 on a
-            CPU.
+        revision: Hub branch, tag or commit; None takes the default branch, as cached if a complete copy is cached.
+        dtype: Weight type; ``auto`` is the checkpoint's own on a GPU (float32 stays float32) and float32 on a CPU.
         attention: Attention kernel; ``auto`` is sdpa where the family has it, else eager (Gemma 2, MPT).
-        rope: ``checkpoint``, or ``none`` for a checkpoint trained without position embeddings whose config
-            does not say so.
-        chat_template: ``auto`` applies the tokenizer's template where it has one; ``none`` never does; or the
-            name of one in ``posbench/templates/chat``, for a checkpoint that was trained with a template it
-            does not carry.
+        rope: ``checkpoint``, or ``none`` for a checkpoint trained without position embeddings whose config does not
+            say so.
+        chat_template: ``auto`` applies the tokenizer's template where it has one; ``none`` never does; or the name of
+            one in ``posbench/model/templates``, for a checkpoint that was trained with a template it does not carry.
         context_window: Tokens the model reads; None takes the checkpoint's ``max_position_embeddings``.
         threads: CPU threads; None leaves torch's choice.
         stages: Stages that run when the user names none.
-        source: Where the constants of this file come from.
-        scale_channel: Published or found channel, factor and layers, with a ``source``.
-        blocks: Constants of further methods: any other key of the file that holds a mapping.
-        tasks: Per task name, defaults that replace those of ``conf/task``.
-        search: Defaults that replace those of ``conf/search``.
+        source: Where the facts of this file come from.
+        blocks: What the file brings for methods, tasks, searches and studies, by their names: every other key of the
+            file that holds a mapping. A block's ``source`` says where its constants come from.
     """
 
     name: str
@@ -66,21 +61,17 @@ class ModelConfig:
     attention: Kernel = "auto"
     rope: Literal["checkpoint", "none"] = "checkpoint"
     chat_template: str = "auto"
-    context_window: int | None = None
-    threads: int | None = None
+    context_window: Count | None = None
+    threads: Count | None = None
     stages: tuple[str, ...] = ("intervene", "evaluate", "report")
     source: str = ""
-    scale_channel: dict[str, Any] | None = None
     blocks: dict[str, dict[str, Any]] = field(default_factory=dict)
-    tasks: dict[str, dict[str, Any]] = field(default_factory=dict)
-    search: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         names = ("auto", "none", *CHAT_TEMPLATES)
         if self.chat_template not in names:
-            raise UserError(
-                "model.chat_template", self.chat_template, " | ".join(names), "set model.chat_template=auto"
-            )
+            allowed = " | ".join(names)
+            raise UserError("model.chat_template", self.chat_template, allowed, "set model.chat_template=auto")
 
 
 def load(
@@ -112,10 +103,10 @@ def load(
             little memory.
     """
     if isinstance(source, PreTrainedModel):
-        arch.family_of(source)
+        families.family_of(source)
         if _capped(source.config):
-            _refuse_sdpa(arch.text_config(source)._attn_implementation)
-        window = arch.context_window(source.config) or 2**31
+            _refuse_sdpa(families.text_config(source)._attn_implementation)
+        window = families.context_window(source.config) or 2**31
         return LM(source.eval(), tokenizer, name or "model", window, fields.get("chat_template", "auto"))
     if isinstance(source, ModelConfig):
         config = source
@@ -133,15 +124,15 @@ def model_config(source: str, **fields: Any) -> ModelConfig:
     known = paths.CONF / "model" / f"{source}.yaml"
     data: Any = {"name": Path(source).name, "path": source}
     if known.is_file():
-        data = OmegaConf.to_container(OmegaConf.load(known), resolve=True)
+        data = {"name": source, **yaml.safe_load(known.read_text())}
     return build(ModelConfig, with_blocks({**data, **fields}), "model")
 
 
 def with_blocks(data: Mapping[str, Any]) -> dict[str, Any]:
-    """Gather a model's blocks for methods that :class:`ModelConfig` does not name."""
+    """A model's node with its blocks gathered under ``blocks``."""
     known = {f.name for f in dataclass_fields(ModelConfig)}
     blocks = {k: dict(v) for k, v in data.items() if k not in known and isinstance(v, Mapping)}
-    return {k: v for k, v in data.items() if k not in blocks} | {"blocks": blocks}
+    return {k: v for k, v in data.items() if k not in blocks} | {"blocks": blocks | dict(data.get("blocks") or {})}
 
 
 def _load_checkpoint(
@@ -166,7 +157,7 @@ def _load_checkpoint(
         # either.
         facts, _ = PreTrainedConfig.get_config_dict(path, **origin)
         if facts:
-            arch.family_of_type(facts.get("model_type"))
+            families.family_of_type(facts.get("model_type"))
         hf_config = AutoConfig.from_pretrained(path, **origin)
         kernel = None if config.attention == "auto" else config.attention
         if _capped(hf_config):
@@ -207,8 +198,8 @@ def _load_checkpoint(
             f"set model.path=DIR to a local checkpoint ({reason})",
         ) from error
     if config.rope == "none":
-        arch.remove_rope(model)
-    window = config.context_window or arch.context_window(hf_config) or 2**31
+        families.remove_rope(model)
+    window = config.context_window or families.context_window(hf_config) or 2**31
     return LM(model.eval(), tokenizer, config.name, window, config.chat_template)
 
 

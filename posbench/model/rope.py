@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from transformers.integrations.sdpa_attention import repeat_kv
 
 from posbench.errors import UserError
-from posbench.model import families as arch
+from posbench.model import families
 from posbench.model.hooks import Attend, attending, replaced
 from posbench.model.lm import last_row
 
@@ -112,7 +112,7 @@ def rotary_module(model: PreTrainedModel) -> nn.Module | None:
     module = getattr(base, "rotary_emb", None) or getattr(
         getattr(base, "language_model", None), "rotary_emb", None
     )
-    unused = getattr(model.config, "alibi", False) or getattr(module, arch.REMOVED, False)
+    unused = getattr(model.config, "alibi", False) or getattr(module, families.REMOVED, False)
     return None if unused else module
 
 
@@ -120,9 +120,9 @@ def rotated_layers(model: PreTrainedModel) -> list[int]:
     """The layers that rotate queries and keys."""
     if rotary_module(model) is None:
         return []
-    flag = arch.family_of(model).rope_if
+    flag = families.family_of(model).rope_if
     return [
-        i for i, attention in enumerate(arch.attention_modules(model)) if not flag or getattr(attention, flag)
+        i for i, attention in enumerate(families.attention_modules(model)) if not flag or getattr(attention, flag)
     ]
 
 
@@ -139,7 +139,7 @@ def check(lm: LM, method: str, *, plain: bool = False, by_hand: bool = False) ->
         UserError: The model has no rotary embedding (ALiBi, NoPE), or not of the kind that is needed, or
             another method rotates.
     """
-    family, module = arch.family_of(lm.model), rotary_module(lm.model)
+    family, module = families.family_of(lm.model), rotary_module(lm.model)
 
     def refuse(allowed: str, hint: str = "method=scale_channel needs no rotary embedding") -> None:
         raise UserError("method", method, allowed, hint)
@@ -168,7 +168,7 @@ def calls_of(model: PreTrainedModel) -> Iterator[Callable[[int], Call]]:
     module = rotary_module(model)
     assert module is not None, "check() comes first"
     latest: dict[Any, Call] = {}
-    kinds: Any = getattr(arch.text_config(model), "layer_types", None)
+    kinds: Any = getattr(families.text_config(model), "layer_types", None)
 
     def remember(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Table) -> None:
         given = dict(zip(("x", "position_ids", "layer_type"), args, strict=False)) | kwargs
@@ -217,7 +217,7 @@ def tables(
 
             return hook
 
-        attentions = arch.attention_modules(model)
+        attentions = families.attention_modules(model)
         for layer, change in layers.items():
             stack.callback(
                 attentions[layer].register_forward_pre_hook(hook_of(layer, change), with_kwargs=True).remove
@@ -282,10 +282,10 @@ class HandRotation:
         """Rotate queries or keys [B, H, T, d] with tables [B, T, r], or per head [B, H, T, r]."""
         cos, sin = (t.to(x.device) for t in table)
         if cos.ndim == 3:
-            return arch.rotate(self.model, self.layer, x, (cos, sin))
+            return families.rotate(self.model, self.layer, x, (cos, sin))
         # The family's own function rotates all heads alike: heads become rows.
         flat = x.flatten(0, 1).unsqueeze(1)
-        return arch.rotate(self.model, self.layer, flat, (cos.flatten(0, 1), sin.flatten(0, 1))).reshape(
+        return families.rotate(self.model, self.layer, flat, (cos.flatten(0, 1), sin.flatten(0, 1))).reshape(
             x.shape
         )
 
@@ -336,7 +336,7 @@ def by_hand(model: PreTrainedModel, layers: Mapping[int, ByHand]) -> Iterator[No
                 # GPT-NeoX has another name for it.
                 cache = kwargs.get("past_key_values", kwargs.get("layer_past"))
                 call = _given(kwargs, call_of, layer)
-                now = call.positions.expand(arch.attention_input(args, kwargs).shape[0], -1)
+                now = call.positions.expand(families.attention_input(args, kwargs).shape[0], -1)
                 past = cache.get_seq_length(layer) if cache is not None else 0
                 if cache is None or not past:
                     held[layer] = _Held(call, now, cache, {}, unchanged=False)
@@ -397,7 +397,7 @@ def by_hand(model: PreTrainedModel, layers: Mapping[int, ByHand]) -> Iterator[No
                     setattr(now.cache, name, {**getattr(now.cache, name, {}), layer: value_})
             return out, others
 
-        attentions = arch.attention_modules(model)
+        attentions = families.attention_modules(model)
         for layer in layers:
             stack.callback(attentions[layer].register_forward_pre_hook(hold(layer), with_kwargs=True).remove)
         stack.enter_context(attending(model, attend))

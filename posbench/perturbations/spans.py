@@ -20,8 +20,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from posbench.errors import UserError
-from posbench.model import families as arch
-from posbench.model import rope
+from posbench.model import families, rope
 from posbench.model.hooks import Attend, attending
 
 if TYPE_CHECKING:
@@ -83,17 +82,17 @@ def cropped(
         past = stack.enter_context(_past(lm.model))
 
         def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-            mask = crop(past(), arch.attention_input(args, kwargs), kwargs.get("attention_mask"))
+            mask = crop(past(), families.attention_input(args, kwargs), kwargs.get("attention_mask"))
             return args, kwargs | {"attention_mask": mask}
 
-        _on_each(stack, arch.attention_modules(lm.model), layers, lambda layer: hook)
+        _on_each(stack, families.attention_modules(lm.model), layers, lambda layer: hook)
         yield
 
 
 def can_move(lm: LM) -> bool:
     """Whether :func:`moved` knows the model: it rotates in some layer, in attention that runs through the
     library's functions."""
-    return bool(rope.rotated_layers(lm.model)) and arch.family_of(lm.model).interface
+    return bool(rope.rotated_layers(lm.model)) and families.family_of(lm.model).interface
 
 
 @contextmanager
@@ -151,14 +150,14 @@ def moved(
 
         def remember(layer: int) -> Callable[..., None]:
             def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-                table = arch.rotary_of(kwargs)
+                table = families.rotary_of(kwargs)
                 if table is None or past():
                     return
                 if table[0].shape[1] < needed:
                     raise ValueError(
                         "the spans and their targets have to lie in the part of the prompt that comes first"
                     )
-                turns[layer] = _turn(table, _for_rows(source, arch.attention_input(args, kwargs)), low)
+                turns[layer] = _turn(table, _for_rows(source, families.attention_input(args, kwargs)), low)
 
             return hook
 
@@ -191,7 +190,7 @@ def moved(
             both = None if new is None else torch.cat([weights[:, :, :-last], new], dim=2)
             return torch.cat([out[:, :-last], again], dim=1), both
 
-        _on_each(stack, arch.attention_modules(lm.model), chosen, remember)
+        _on_each(stack, families.attention_modules(lm.model), chosen, remember)
         stack.enter_context(attending(lm.model, attend))
         yield
 
@@ -216,7 +215,7 @@ def _turned(model: PreTrainedModel, layer: int, key: Tensor, turn: rope.Table, l
     skip, out = max(-low, 0), key.clone()
     cos, sin = (part[:, skip:].to(key.device) for part in turn)
     columns = slice(max(low, 0), max(low, 0) + cos.shape[1])
-    out[:, :, columns] = arch.rotate(model, layer, key[:, :, columns].to(cos.dtype), (cos, sin)).to(key.dtype)
+    out[:, :, columns] = families.rotate(model, layer, key[:, :, columns].to(cos.dtype), (cos, sin)).to(key.dtype)
     return out
 
 
@@ -245,17 +244,17 @@ def subtracted(
     Source: Yu et al. 2025, Appendix D.5 and Figure 10, which does not say which of the two "hidden states"
         are.
     """
-    family, model = arch.family_of(lm.model), lm.model
+    family, model = families.family_of(lm.model), lm.model
     _, start, stop = _columns(lengths, spans)
     blocks: Sequence[Any] = model.get_submodule(family.layers)  # type: ignore[assignment]
-    modules = arch.attention_modules(model) if site == "attention_input" else list(blocks)
+    modules = families.attention_modules(model) if site == "attention_input" else list(blocks)
 
     with ExitStack() as stack:
         past = stack.enter_context(_past(model))
 
         def subtract(layer: int) -> Callable[..., Any]:
             def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-                hidden = arch.attention_input(args, kwargs)
+                hidden = families.attention_input(args, kwargs)
                 columns = past() + torch.arange(hidden.shape[1])
                 inside = (columns >= start) & (columns < stop)
                 if not inside.any():
@@ -283,12 +282,12 @@ def channel_input(
         Dict layer -> [B, T, C] of the latest forward, for C channels.
     """
     found: dict[int, Tensor] = {}
-    blocks: Sequence[Any] = lm.model.get_submodule(arch.family_of(lm.model).layers)  # type: ignore[assignment]
-    modules = arch.attention_modules(lm.model) if site == "attention_input" else list(blocks)
+    blocks: Sequence[Any] = lm.model.get_submodule(families.family_of(lm.model).layers)  # type: ignore[assignment]
+    modules = families.attention_modules(lm.model) if site == "attention_input" else list(blocks)
 
     def read(layer: int) -> Callable[..., None]:
         def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            found[layer] = arch.attention_input(args, kwargs)[..., list(channels)]
+            found[layer] = families.attention_input(args, kwargs)[..., list(channels)]
 
         return hook
 
@@ -349,7 +348,7 @@ def _past(model: PreTrainedModel) -> Iterator[Callable[[], int]]:
 
 
 def _check_kernel(lm: LM, what: str) -> None:
-    if "flash" in str(arch.text_config(lm.model)._attn_implementation):
+    if "flash" in str(families.text_config(lm.model)._attn_implementation):
         raise UserError(
             "model.attention",
             "flash_attention_2",

@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from posbench.plots.base import COLOURS, COLUMN, PAGE, legend_below, line_style, need, new_figure, styled
+from posbench.plots.base import (
+    COLOURS,
+    COLUMN,
+    PAGE,
+    STYLE,
+    LayerColours,
+    legend_below,
+    line_style,
+    new_figure,
+    styled,
+)
+from posbench.stats.frames import need
 
 POSITIONS = ("beginning", "middle", "end")
 
@@ -45,7 +58,7 @@ def convergence(generations: pd.DataFrame) -> Figure:
 
 
 @styled
-def curve(parts: pd.DataFrame, search: pd.DataFrame) -> Figure:
+def curve_figure(parts: pd.DataFrame, search: pd.DataFrame) -> Figure:
     """What was found: control points and curve, the scale of every layer, and the accuracy that it gives
     (LPES, Figure 2).
 
@@ -80,7 +93,7 @@ def curve(parts: pd.DataFrame, search: pd.DataFrame) -> Figure:
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     columns, width = (*POSITIONS, "fitness"), 0.38
     for index, (column, label) in enumerate((("unmodified", "unmodified"), ("selected", "found"))):
-        row = search[search[column].astype(str).str.lower().isin(("true", "1"))].iloc[0]
+        row = search[search[column]].iloc[0]
         values = [100 * float(row[name]) for name in columns]
         style = (
             {"color": "white", "edgecolor": "black", "linestyle": "--"}
@@ -91,4 +104,115 @@ def curve(parts: pd.DataFrame, search: pd.DataFrame) -> Figure:
     fitness.set_xticks(range(len(columns)), columns)
     fitness.set(ylabel="calibration accuracy (%)", ylim=(0, 103))
     fitness.legend(loc="lower center", bbox_to_anchor=(0.5, 1), ncols=2)
+    return figure
+
+
+@styled
+def channel_curves(channels: pd.DataFrame, channel: int | str) -> Figure:
+    """Value of one channel over the token position, one line per layer, one panel per site.
+
+    Args:
+        channels: channels.csv rows (channel, site, layer, position in tokens, value as a mean over random
+            strings, and its sliding mean, which the search's filter sees).
+        channel: the channel to draw.
+
+    Returns:
+        A figure; layers run from dark (first) to light (last). If the first token's values dwarf all others,
+        the axis is fitted to the others and the panel says so.
+
+    Raises:
+        UserError: a column is missing or the channel has no row.
+    """
+    need(channels, "channels", "channel", "site", "layer", "token", "value", "sliding_mean")
+    rows = channels[channels["channel"].astype(str) == str(channel)]
+    need(rows, f"channels (channel {channel})", "value")
+    colours = LayerColours(sorted(rows["layer"].unique()))
+    sites = list(rows["site"].unique())
+    figure = new_figure(COLUMN if len(sites) == 1 else PAGE, 2.4)
+    panels = np.atleast_1d(figure.subplots(1, len(sites)))
+    for axes, site in zip(panels, sites, strict=True):
+        here = rows[rows["site"] == site]
+        for layer, line in here.groupby("layer"):
+            line = line.sort_values("token")
+            style = colours.style(layer)
+            if line["sliding_mean"].notna().any():
+                axes.plot(line["token"], line["value"], color=style["color"], linewidth=0.4, alpha=0.5)
+                axes.plot(line["token"], line["sliding_mean"], **style)
+            else:
+                axes.plot(line["token"], line["value"], **style)
+        axes.set(
+            xlabel="token position",
+            ylabel=f"mean value of channel {channel}",
+            title=str(site).replace("_", " "),
+        )
+        first, rest = here.loc[here["token"] == 0, "value"], here.loc[here["token"] != 0, "value"]
+        if len(first) and len(rest) and first.abs().max() > 5 * rest.abs().max() > 0:
+            room = 0.05 * (rest.max() - rest.min()) + 1e-12
+            axes.set_ylim(rest.min() - room, rest.max() + room)
+            note = f"token 0 is off the scale: {first.min():.3g} to {first.max():.3g}"
+            axes.set_title(f"{axes.get_title()}\n({note})")
+    colours.bar(figure, panels)
+    return figure
+
+
+def candidate_label(row: pd.Series) -> str:
+    """`ch 33 x 0, layers 1-3` for a search.csv row."""
+    return f"ch {row['channel']} x {float(row['factor']):g}, layers {row['layer_first']}-{row['layer_last']}"
+
+
+@styled
+def candidate_losses_figure(search: pd.DataFrame, most: int = 30) -> Figure:
+    """Loss of the best candidates of a search, lowest on top; the selected one is a filled diamond.
+
+    Args:
+        search: search.csv rows (channel, factor, layer_first, layer_last, loss in nats per answer token,
+            loss_unmodified, selected).
+        most: how many candidates to draw at most; a selected one is always among them.
+
+    Returns:
+        A single-column dot plot whose dashed line is the unmodified model.
+
+    Raises:
+        UserError: a column is missing or there is no row.
+    """
+    need(
+        search,
+        "search",
+        "channel",
+        "factor",
+        "layer_first",
+        "layer_last",
+        "loss",
+        "loss_unmodified",
+        "selected",
+    )
+    search = search.assign(won=search["selected"]).sort_values("loss")
+    best = search[(np.arange(len(search)) < most) | search["won"]]
+    figure = new_figure(COLUMN, 0.9 + 0.125 * max(len(best), 4))
+    axes = figure.subplots()
+    row = np.arange(len(best))
+    for won, colour, marker, label in (
+        (False, COLOURS[0], "o", "candidate"),
+        (True, COLOURS[1], "D", "selected"),
+    ):
+        mask = (best["won"] == won).to_numpy()
+        if mask.any():
+            style: dict[str, Any] = {
+                "marker": marker,
+                "color": colour,
+                "markerfacecolor": colour if won else "white",
+            }
+            axes.plot(best["loss"][mask], row[mask], linestyle="none", label=label, **style)
+    for value in best["loss_unmodified"].unique():
+        axes.axvline(value, color="black", linestyle=(0, (4, 2)), linewidth=1, label="unmodified")
+    axes.set_yticks(row, [candidate_label(candidate) for _, candidate in best.iterrows()])
+    axes.set(ylim=(len(best) - 0.4, -0.6), xlabel="loss (nats per answer token)")
+    shown = min(most, len(search))
+    title = f"best {shown} of {len(search)} candidates" + (
+        ", and the selected one" if len(best) > shown else ""
+    )
+    figure.suptitle(title, fontsize=STYLE["axes.titlesize"])
+    axes.grid(axis="y", color="0.9", linewidth=0.5)
+    axes.set_axisbelow(True)
+    legend_below(figure, axes)
     return figure

@@ -12,32 +12,36 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from posbench.errors import UserError
+from posbench.plots.attention import layer_title
 from posbench.plots.base import (
     ATTENTION_LABEL,
     COLUMN,
+    DASHED,
     DEPTH_LABEL,
     PAGE,
-    UNMODIFIED,
-    at_positions,
+    band,
     from_zero,
-    gold_attention,
-    layer_title,
     legend_below,
     line_style,
-    metric_name,
-    need,
     new_figure,
-    overall,
-    own_metric,
     percent_axes,
-    strongest_layer,
     styled,
 )
+from posbench.stats.frames import (
+    UNMODIFIED,
+    at_positions,
+    gold_attention,
+    metric_name,
+    need,
+    overall,
+    own_metric,
+    strongest_layer,
+)
 
-CENTRE, LEAN = "centre of attention", "score of the first minus the second half of the gold positions"
+CENTRE, HALVES = "centre of attention", "score of the first minus the second half of the gold positions"
 SPREAD = "position bias"
 """Statistics of ``trend.csv``: 0 is the first item and 1 the last; a share; see
-:func:`posbench.stats.tables.position_bias`."""
+:func:`posbench.stats.position_bias.position_bias`."""
 
 
 def with_setting(summary: pd.DataFrame, axis: str | Sequence[str]) -> tuple[pd.DataFrame, list[str], str]:
@@ -99,9 +103,7 @@ def _setting_lines(axes: Axes, rows: pd.DataFrame, settings: list[str], y: str, 
         if not shared:
             own = unmodified_of(rows, setting).sort_values("depth")
             label = "unmodified (same colour)" if index == 0 else None
-            axes.plot(
-                100 * own["depth"], scale * own[y], label=label, color=style["color"], linestyle=(0, (4, 2))
-            )
+            axes.plot(100 * own["depth"], scale * own[y], label=label, color=style["color"], linestyle=DASHED)
     if len(same) and shared:
         axes.plot(100 * same["depth"], scale * same[y], label="unmodified", **line_style(0, True))
 
@@ -120,7 +122,18 @@ def factor_sweep(summary: pd.DataFrame, axis: str | Sequence[str] = "method.fact
     Raises:
         UserError: a column is missing, no score is given, or one setting has several overall rows.
     """
-    need(summary, "summary", "model", "method", "position", "depth", "metric", "value", "ci_low", "ci_high")
+    need(
+        summary,
+        "summary",
+        "model",
+        "method",
+        "gold_position",
+        "depth",
+        "metric",
+        "value",
+        "ci_low",
+        "ci_high",
+    )
     rows, settings, label = with_setting(summary[summary["metric"] == own_metric(summary)], axis)
     modified = rows if (rows["method"] == UNMODIFIED).all() else rows[rows["method"] != UNMODIFIED]
     points = overall(modified)
@@ -150,10 +163,10 @@ def factor_sweep(summary: pd.DataFrame, axis: str | Sequence[str] = "method.fact
     )
     if len(distinct) == 1:
         value, low, high = 100 * distinct.iloc[0]
-        left.axhline(value, color="black", linestyle=(0, (4, 2)))
+        left.axhline(value, color="black", linestyle=DASHED)
         left.axhspan(low, high, color="black", alpha=0.1, linewidth=0)
     elif len(distinct):
-        _error_bars(left, x - aside, levels, (0, (4, 2)) if numeric else "none", line_style(1, True))
+        _error_bars(left, x - aside, levels, DASHED if numeric else "none", line_style(1, True))
     _setting_lines(right, at_positions(rows), settings, "value", 100)
     handles, labels = right.get_legend_handles_labels()
     left.set_xlabel(label)
@@ -182,7 +195,7 @@ def _error_bars(axes: Axes, x: np.ndarray, rows: pd.DataFrame, linestyle: Any, s
 def attention_sweep(
     frames: pd.DataFrame, axis: str | Sequence[str] = "method.factor", layers: Sequence[int] | None = None
 ) -> Figure:
-    """Attention to each gold pair over the gold position, one line per swept value (Yu et al. 2025, Fig. 6a).
+    """Attention to each gold item over the gold position, one line per swept value (Yu et al. 2025, Fig. 6a).
 
     Args:
         frames: attention.csv rows of several runs, with the swept columns and, where known, `run`.
@@ -194,7 +207,7 @@ def attention_sweep(
         A figure of one column plus its legend.
 
     Raises:
-        UserError: a column is missing or no row has pair = gold_position.
+        UserError: a column is missing or no row has item = gold_position.
     """
     gold = gold_attention(frames)
     shown = [strongest_layer(gold)] if layers is None else list(layers)
@@ -212,17 +225,17 @@ def attention_sweep(
 
 @styled
 def trend(rows: pd.DataFrame) -> Figure:
-    """How the lean of a model follows a swept number: centre of attention, first minus second half, position
+    """How a model follows a swept number: centre of attention, first minus second half, position
     bias.
 
     Args:
-        rows: trend.csv rows of one key: group, axis, statistic, number, value, low, high.
+        rows: trend.csv rows of one key: group, axis, statistic, number, value, ci_low, ci_high.
 
     Returns:
         A figure with one panel per statistic that is there, one line per group with its 95 % band, dashed the
         unmodified model.
     """
-    need(rows, "trend", "group", "axis", "statistic", "number", "value", "low", "high")
+    need(rows, "trend", "group", "axis", "statistic", "number", "value", "ci_low", "ci_high")
     panels = [(name, label) for name, label in PANELS.items() if (rows["statistic"] == name).any()]
     groups = list(rows["group"].unique())
     figure = new_figure(PAGE if len(panels) > 1 else COLUMN, 2.6)
@@ -237,13 +250,11 @@ def trend(rows: pd.DataFrame) -> Figure:
             line = (
                 here.drop(base.index).assign(number=lambda f: f["number"].astype(float)).sort_values("number")
             )
-            axes.plot(line["number"], scale * line["value"], label=group, **style)
-            low, high = (scale * line[column].astype(float) for column in ("low", "high"))
-            axes.fill_between(line["number"], low, high, color=style["color"], alpha=0.15, linewidth=0)
+            band(axes, line, style, x="number", scale=scale, label=str(group))
             for value in base["value"]:
                 plain = {
                     "color": style["color"] if len(groups) > 1 else "black",
-                    "linestyle": (0, (4, 2)),
+                    "linestyle": DASHED,
                     "linewidth": 1,
                 }
                 axes.axhline(scale * value, label="unmodified" if index == 0 else None, **plain)
@@ -254,6 +265,6 @@ def trend(rows: pd.DataFrame) -> Figure:
 
 PANELS = {
     CENTRE: ("centre of attention\n(0 first item, 1 last item)", 1, 0.5),
-    LEAN: ("score, first minus second half\nof the gold positions (points)", 100, 0),
+    HALVES: ("score, first minus second half\nof the gold positions (points)", 100, 0),
     SPREAD: ("position bias (points)", 100, 0),
 }

@@ -1,9 +1,8 @@
-"""How the lean of a model follows a swept number of its method (Yu et al. 2025, Figure 6); reads run folders,
-never models."""
+"""How a model follows a swept number of its method (Yu et al. 2025, Figure 6); reads run folders, never models."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -11,70 +10,60 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import yaml
-from numpy.typing import NDArray
-from scipy.stats import rankdata
 
-from posbench.plots.base import UNMODIFIED, gold_attention, own_metric, strongest_layer
-from posbench.plots.sweep import CENTRE, LEAN, SPREAD
-from posbench.report import page as report
+from posbench.methods import Method
+from posbench.methods.base import SweepClaims
+from posbench.plots.sweep import CENTRE, HALVES, SPREAD
+from posbench.report.folder import TREND, read_csv
 from posbench.run.folder import RunDir
-from posbench.stats.tables import position_bias, resampled_curves
-from posbench.studies.base import FINDING_COLUMNS, Finding
+from posbench.schema import target
+from posbench.stats.bootstrap import Array, Estimate, quantiles
+from posbench.stats.correlation import spearman
+from posbench.stats.findings import COLUMNS, Finding, ends
+from posbench.stats.frames import UNMODIFIED, gold_attention, own_metric, strongest_layer
+from posbench.stats.position_bias import curves, position_bias
 
-Array = NDArray[np.float64]
 ATTENTION, PREDICTIONS = "attention.jsonl", "predictions.jsonl"
-TREND = ("group", "axis", "statistic", "number", "value", "low", "high", "n")
-"""Columns of ``trend.csv``: a statistic at one value (``number``) of the swept key, ``none`` for the
-unmodified model."""
+Curves = Mapping[Any, tuple[Array, Array]]
 
 
 def trends(
     runs: Sequence[tuple[dict[str, str], Path]], axes: Sequence[str]
 ) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """How the lean of a model follows a swept number of its method.
+    """How a model follows a swept number of its method.
 
     Args:
         runs: Per finished run its settings and folder.
-        axes: The swept keys. One of the method's keys must have three numbers or more; other keys, models and
-            tasks make groups.
+        axes: The swept keys. One of the method's keys must have three numbers or more; other keys, models and tasks
+            make groups.
 
     Returns:
-        Rows of :data:`TREND` for every setting and for the unmodified model: the centre of attention over the
-        items, 0 the first and 1 the last, in the layer whose attention to the gold item is largest in the
-        unmodified model; and the score of the first half of the gold positions minus that of the second; and
-        the position bias. Then the findings: rank correlations of these with the number, and the factor with
-        the best average score, with bootstrap intervals over questions. Both are empty where no such key was
-        swept.
+        Rows of :data:`TREND` for every setting and for the unmodified model: the centre of attention over the items, 0
+        the first and 1 the last, in the layer whose attention to the gold item is largest in the unmodified model; the
+        score of the first half of the gold positions minus that of the second; and the position bias. Then the
+        findings: rank correlations of these with the number, and the number with the best average score, with bootstrap
+        intervals over questions. Both are empty where no such key was swept.
     """
-    values = {
-        axis: [_number(setting.get(axis)) for setting, _ in runs]
-        for axis in axes
-        if axis.startswith("method.")
-    }
+    values = {a: [_number(setting.get(a)) for setting, _ in runs] for a in axes if a.startswith("method.")}
     numeric = [axis for axis, numbers in values.items() if None not in numbers and len(set(numbers)) > 2]
     groups: dict[str, dict[float, Path]] = {}
     configs = (
         [yaml.safe_load((path / "config.yaml").read_text()) for _, path in runs] if len(numeric) == 1 else []
     )
-    tasks = {facts["task"]["name"] for facts in configs}
+    tasks = {facts["task"]["name"] for facts in configs if "task" in facts}
     for (setting, path), facts in zip(runs, configs, strict=False):
         rest = [f"{axis}={setting[axis]}" for axis in axes if axis not in numeric and axis in setting]
-        group = ", ".join(
-            [facts["model"]["name"], *([facts["task"]["name"]] if len(tasks) > 1 else []), *rest]
-        )
+        task = [facts["task"]["name"]] if len(tasks) > 1 else []
+        group = ", ".join([facts["model"]["name"], *task, *rest])
         groups.setdefault(group, {})[float(setting[numeric[0]])] = path
     rows: list[dict[str, Any]] = []
     found: list[dict[str, Any]] = []
     for group, folders in groups.items():
-        if len(folders) < 3:
-            continue
-        facts = yaml.safe_load((next(iter(folders.values())) / "config.yaml").read_text())
-        here, findings = _trend(
-            dict(sorted(folders.items())), numeric[0], facts["method"]["name"], facts["runtime"]["resamples"]
-        )
-        rows += [{"group": group, "axis": numeric[0], **row} for row in here]
-        found += [{"model": group, **asdict(finding)} for finding in findings]
-    return pd.DataFrame(rows, columns=list(TREND)), pd.DataFrame(found, columns=list(FINDING_COLUMNS))
+        if len(folders) > 2:
+            here, findings = _Trend(dict(sorted(folders.items())), numeric[0]).read()
+            rows += [{"group": group, "axis": numeric[0], **row} for row in here]
+            found += [{"model": group, **asdict(finding)} for finding in findings]
+    return pd.DataFrame(rows, columns=list(TREND)), pd.DataFrame(found, columns=list(COLUMNS))
 
 
 def _number(text: str | None) -> float | None:
@@ -84,204 +73,156 @@ def _number(text: str | None) -> float | None:
         return None
 
 
-def _trend(
-    folders: dict[float, Path], axis: str, method: str, resamples: int
-) -> tuple[list[dict[str, Any]], list[Finding]]:
-    """Rows and findings of one model and task."""
-    # Yu et al. (2025) say which way their factor goes; of other keys the claim is only that they have a side.
-    published = method == "scale_channel" and axis == "method.factor"
-    attention, scores = _centres(folders), _scores(folders)
-    parts = []
-    if attention is not None:
-        parts.append(_attention_lean(attention, folders, axis, published, resamples))
-    if scores is not None:
-        parts.append(_score_lean(scores, folders, axis, published, resamples))
-    return [row for rows, _ in parts for row in rows], [
-        finding for _, findings in parts for finding in findings
-    ]
+class _Trend:
+    """Rows and findings of one model and task.
 
+    Args:
+        folders: Run folders by the swept number, in order.
+        axis: The swept key.
+    """
 
-def _attention_lean(
-    table: pd.DataFrame, folders: dict[float, Path], axis: str, published: bool, resamples: int
-) -> tuple[list[dict[str, Any]], list[Finding]]:
-    curves = resampled_curves(table, "centre", "number", resamples, 0)
-    n = int(table["id"].nunique())
-    rows = [
-        {"statistic": CENTRE, "number": number, **_mean(*curve), "n": n} for number, curve in curves.items()
-    ]
-    prompts = table.drop_duplicates("id").sort_values("id")
-    wide = [table[table["number"] == number].sort_values("id")["centre"].to_numpy() for number in folders]
-    each = prompts.assign(rank=rank_correlation(np.stack(wide, axis=-1), np.array(list(folders))), number=0.0)
-    claim = "C7: a larger factor moves attention to the beginning (Yu et al. 2025, Figure 6a)"
-    found = _finding(
-        claim if published else f"attention leans with {axis}",
-        f"rank correlation of the {CENTRE} with {axis}, mean over prompts",
-        -1 if published else 0,
-        **_mean(*resampled_curves(each, "rank", "number", resamples, 0)[0.0]),
-        n=n,
-    )
-    return rows, [found]
+    def __init__(self, folders: dict[float, Path], axis: str) -> None:
+        facts = yaml.safe_load((next(iter(folders.values())) / "config.yaml").read_text())
+        self.folders, self.axis, self.resamples = folders, axis, facts["runtime"]["resamples"]
+        self.numbers = np.array(list(folders))
+        cls, _ = target(facts["method"], Method, "method")  # type: ignore[type-abstract]
+        self.claims: SweepClaims | None = cls.sweep_claims.get(axis.removeprefix("method."))
+        self.rows: list[dict[str, Any]] = []
 
+    def read(self) -> tuple[list[dict[str, Any]], list[Finding]]:
+        """All of it."""
+        attention, scores = self._centres(), self._scores()
+        found = [] if attention is None else self._attention(attention)
+        found += [] if scores is None else self._score(scores)
+        return self.rows, found
 
-def _mean(curve: Array, draws: Array) -> dict[str, float]:
-    """Mean over gold positions with its interval, from a curve [K] and its draws [R, K]."""
-    low, high = np.quantile(draws.mean(-1), [0.025, 0.975])
-    return {"value": float(curve.mean()), "low": float(low), "high": float(high)}
+    def _add(self, statistic: str, number: Any, at: Estimate) -> None:
+        self.rows.append({"statistic": statistic, "number": number, **ends(at), "n": at.n})
+
+    def _claimed(self, claim: str, generic: str) -> str:
+        return getattr(self.claims, claim) if self.claims else generic
+
+    def _sided(self, claim: str, what: str, sign: int, at: Estimate) -> Finding:
+        """A correlation and whether its interval lies on the claimed side of zero; without a claim, on either side."""
+        statistic = f"rank correlation of the {what}"
+        sign = sign if self.claims else 0
+        holds = (sign <= 0 and at.ci_high < 0) or (sign >= 0 and at.ci_low > 0)
+        return Finding.that(holds, claim, statistic, at)
+
+    def _attention(self, table: pd.DataFrame) -> list[Finding]:
+        n = int(table["id"].nunique())
+        for number, (curve, draws) in curves(table, "centre", "number", self.resamples).items():
+            self._add(CENTRE, number, Estimate(float(curve.mean()), *quantiles(draws.mean(-1)), n))
+        prompts = table.drop_duplicates("id").sort_values("id")
+        wide = [
+            table[table["number"] == number].sort_values("id")["centre"].to_numpy() for number in self.folders
+        ]
+        rank = np.nan_to_num(spearman(np.stack(wide, axis=-1), self.numbers))
+        each = curves(prompts.assign(rank=rank, number=0.0), "rank", "number", self.resamples)
+        curve, draws = each[0.0]
+        at = Estimate(float(curve.mean()), *quantiles(draws.mean(-1)), n)
+        claim = self._claimed("attention", f"the centre of attention follows {self.axis}")
+        return [self._sided(claim, f"{CENTRE} with {self.axis}, mean over prompts", -1, at)]
+
+    def _score(self, table: pd.DataFrame) -> list[Finding]:
+        n, numbers = int(table["cluster"].nunique()), self.numbers
+        found = curves(table, "score", "number", self.resamples)
+        for number, (curve, draws) in found.items():
+            self._add(HALVES, number, Estimate(float(_halves(curve)), *quantiles(_halves(draws)), n))
+        spreads = {number: position_bias(*curve) for number, curve in found.items()}
+        for number, (value, draws) in spreads.items():
+            self._add(SPREAD, number, Estimate(value, *quantiles(draws), n))
+        exact, drawn = (np.stack([found[number][i] for number in self.folders], axis=-2) for i in (0, 1))
+        at = Estimate(_rank(_halves(exact), numbers), *quantiles(_ranks(_halves(drawn), numbers)), n)
+        claim = self._claimed("score", f"the score of the two halves follows {self.axis}")
+        out = [self._sided(claim, f"{HALVES} with {self.axis}", 1, at)]
+        # Below zero a published factor turns the bias round, so that more of it is no more bias.
+        kept = numbers >= 0 if self.claims else np.full(len(numbers), True)
+        if kept.sum() > 2:
+            values, draws = (np.stack([spreads[n_][i] for n_ in numbers[kept]], axis=-1) for i in (0, 1))
+            at = Estimate(_rank(values, numbers[kept]), *quantiles(_ranks(draws, numbers[kept])), n)
+            claim = self._claimed("bias", f"the position bias changes with {self.axis}")
+            where = " from 0 up" if self.claims else ""
+            out.append(self._sided(claim, f"{SPREAD} with {self.axis}{where}", 1, at))
+        return [*out, self._peak(exact, drawn, n)] if self.claims else out
+
+    def _peak(self, exact: Array, drawn: Array, n: int) -> Finding:
+        """Whether the number with the best average score lies where it is claimed to."""
+        assert self.claims is not None
+        (first, last), draws = self.claims.best, self.numbers[drawn.mean(-1).argmax(-1)]
+        low, high = map(float, np.quantile(draws, [0.025, 0.975], method="inverted_cdf"))
+        at = Estimate(float(self.numbers[exact.mean(-1).argmax()]), low, high, n)
+        inside, outside = low >= first and high <= last, high < first or low > last
+        finding = Finding.that(
+            inside, self.claims.peak, f"{self.axis.rpartition('.')[2]} with the best average score", at
+        )
+        if inside or outside:
+            return finding
+        note = "the interval reaches over an end of the range"
+        return Finding(**{**asdict(finding), "verdict": "not testable here", "note": note})
+
+    def _centres(self) -> pd.DataFrame | None:
+        """Centre of attention of every measured prompt at every number, and of the unmodified model."""
+        first = next(iter(self.folders.values()))
+        frame = read_csv(first / "attention.csv")
+        if frame is None or not all((path / ATTENTION).is_file() for path in self.folders.values()):
+            return None
+        layer = strongest_layer(gold_attention(frame))
+        known = {row["id"]: row for row in RunDir(first).rows(PREDICTIONS) if "error" not in row}
+        out = []
+        for number, path in self.folders.items():
+            for row in RunDir(path).rows(ATTENTION):
+                plain = row["method"] == UNMODIFIED
+                if "error" in row or (plain and path != first):
+                    continue
+                weights = np.array(row["attention"][layer])
+                # A sliding window may leave a layer without any weight on the items.
+                some = weights.sum() > 0
+                centre = float(weights @ np.linspace(0, 1, len(weights)) / weights.sum()) if some else np.nan
+                # Without predictions nothing says where the gold item stood, and all prompts are drawn as one group.
+                said = known.get(row["id"], {"gold_position": 0, "cluster": ""})
+                place = {"gold_position": said["gold_position"], "cluster": said["cluster"] or row["id"]}
+                out.append(
+                    {"number": UNMODIFIED if plain else number, "id": row["id"], "centre": centre, **place}
+                )
+        table = pd.DataFrame(out)
+        return table if set(self.folders) <= set(table["number"]) and table["centre"].notna().all() else None
+
+    def _scores(self) -> pd.DataFrame | None:
+        """Score of every prompt with a gold position at every number, and of the unmodified model."""
+        first = next(iter(self.folders.values()))
+        metrics = read_csv(first / "metrics.csv")
+        if metrics is None or not all((path / PREDICTIONS).is_file() for path in self.folders.values()):
+            return None
+        name, out = own_metric(metrics).iloc[0], []
+        for number, path in self.folders.items():
+            for row in RunDir(path).rows(PREDICTIONS):
+                plain = row["method"] == UNMODIFIED
+                if (
+                    "error" in row
+                    or not row["scores"]
+                    or row["gold_position"] is None
+                    or (plain and path != first)
+                ):
+                    continue
+                place = {"gold_position": row["gold_position"], "cluster": row["cluster"] or row["id"]}
+                out.append({"number": UNMODIFIED if plain else number, **place, "score": row["scores"][name]})
+        table = pd.DataFrame(out)
+        several = (
+            len(out) and set(self.folders) <= set(table["number"]) and table["gold_position"].nunique() > 1
+        )
+        return table if several else None
 
 
 def _halves(curve: Array) -> Array:
-    """First half of the gold positions minus second half, [..., K] to [...]; the ends alone are often all
-    right."""
+    """First half of the gold positions minus second half, [..., K] to [...]; the ends alone are often all right."""
     half = curve.shape[-1] // 2
     return curve[..., :half].mean(-1) - curve[..., -half:].mean(-1)
 
 
-def _score_lean(
-    table: pd.DataFrame, folders: dict[float, Path], axis: str, published: bool, resamples: int
-) -> tuple[list[dict[str, Any]], list[Finding]]:
-    numbers, n = np.array(list(folders)), int(table["cluster"].nunique())
-    curves = resampled_curves(table, "score", "number", resamples, 0)
-    rows = []
-    for number, (curve, draws) in curves.items():
-        low, high = np.quantile(_halves(draws), [0.025, 0.975])
-        rows.append(
-            {
-                "statistic": LEAN,
-                "number": number,
-                "value": float(_halves(curve)),
-                "low": low,
-                "high": high,
-                "n": n,
-            }
-        )
-    spreads = {number: position_bias(*curve) for number, curve in curves.items()}
-    for number, (value, draws) in spreads.items():
-        low, high = np.quantile(draws, [0.025, 0.975])
-        rows.append({"statistic": SPREAD, "number": number, "value": value, "low": low, "high": high, "n": n})
-    exact, drawn = (np.stack([curves[number][i] for number in folders], axis=-2) for i in (0, 1))
-    low, high = np.quantile(rank_correlation(_halves(drawn), numbers), [0.025, 0.975])
-    lean = _finding(
-        "C7: a larger factor favours the beginning (Yu et al. 2025, Figure 6b)"
-        if published
-        else f"the score leans with {axis}",
-        f"rank correlation of the {LEAN} with {axis}",
-        1 if published else 0,
-        value=float(rank_correlation(_halves(exact), numbers)),
-        low=float(low),
-        high=float(high),
-        n=n,
-    )
-    found = [lean]
-    # Below zero the paper's factor turns the bias round, so that more of it is no more bias.
-    kept = numbers >= 0 if published else np.full(len(numbers), True)
-    if kept.sum() > 2:
-        values, drawn_values = (
-            np.stack([spreads[number][i] for number in numbers[kept]], axis=-1) for i in (0, 1)
-        )
-        low, high = np.quantile(rank_correlation(drawn_values, numbers[kept]), [0.025, 0.975])
-        claim = "C7: over 1 a factor amplifies the bias, below 1 it shrinks it (Yu et al. 2025, Section 4.3)"
-        found.append(
-            _finding(
-                claim if published else f"the position bias changes with {axis}",
-                f"rank correlation of the {SPREAD} with {axis}" + (" from 0 up" if published else ""),
-                1 if published else 0,
-                value=float(rank_correlation(values, numbers[kept])),
-                low=float(low),
-                high=float(high),
-                n=n,
-            )
-        )
-    if not published:
-        return rows, found
-    draws = numbers[drawn.mean(-1).argmax(-1)]
-    low, high = map(float, np.quantile(draws, [0.025, 0.975], method="inverted_cdf"))
-    inside, outside = low >= -1 and high <= 0.5, high < -1 or low > 0.5
-    peak = Finding(
-        claim="C7: the average accuracy peaks for a factor from 0.5 to -1 (Yu et al. 2025, Section 4.3)",
-        statistic="factor with the best average score",
-        value=float(numbers[exact.mean(-1).argmax()]),
-        low=low,
-        high=high,
-        n=n,
-        verdict="holds" if inside else "does not hold" if outside else "not testable here",
-        note="" if inside or outside else "the interval reaches over an end of the range",
-    )
-    return rows, [*found, peak]
+def _ranks(values: Array, numbers: Array) -> Array:
+    return np.nan_to_num(spearman(values, numbers))
 
 
-def _finding(
-    claim: str, statistic: str, sign: int, *, value: float, low: float, high: float, n: int
-) -> Finding:
-    """A correlation and whether its interval lies on the claimed side of zero; sign 0 claims either side."""
-    holds = (sign <= 0 and high < 0) or (sign >= 0 and low > 0)
-    verdict: Any = "holds" if holds else "does not hold"
-    return Finding(claim=claim, statistic=statistic, value=value, low=low, high=high, n=n, verdict=verdict)
-
-
-def rank_correlation(values: Array, numbers: Array) -> Array:
-    """Spearman's correlation of the last axis with the numbers; 0 where the values are all the same."""
-    ranks, own = rankdata(values, axis=-1), rankdata(numbers)
-    ranks, own = ranks - ranks.mean(-1, keepdims=True), own - own.mean()
-    spread = np.sqrt((ranks**2).sum(-1) * (own**2).sum())
-    return np.where(spread > 0, (ranks * own).sum(-1) / np.where(spread > 0, spread, 1), 0.0)
-
-
-def _centres(folders: dict[float, Path]) -> pd.DataFrame | None:
-    """Centre of attention of every measured prompt at every number, and of the unmodified model."""
-    first = next(iter(folders.values()))
-    frame = report.read_csv(first / "attention.csv")
-    if frame is None or not all((path / ATTENTION).is_file() for path in folders.values()):
-        return None
-    layer = strongest_layer(gold_attention(frame))
-    known = {row["id"]: row for row in RunDir(first).rows(PREDICTIONS) if "error" not in row}
-    out = []
-    for number, path in folders.items():
-        for row in RunDir(path).rows(ATTENTION):
-            plain = row["method"] == UNMODIFIED
-            if "error" in row or (plain and path != first):
-                continue
-            weights = np.array(row["attention"][layer])
-            # A sliding window may leave a layer without any weight on the items.
-            centre = (
-                float(weights @ np.linspace(0, 1, len(weights)) / weights.sum())
-                if weights.sum() > 0
-                else np.nan
-            )
-            # Without predictions nothing says where the gold item stood, and all prompts are drawn as one
-            # group.
-            said = known.get(row["id"], {"gold_position": 0, "cluster": ""})
-            place = {"position": said["gold_position"], "cluster": said["cluster"] or row["id"]}
-            out.append(
-                {"number": UNMODIFIED if plain else number, "id": row["id"], "centre": centre, **place}
-            )
-    table = pd.DataFrame(out)
-    return table if set(folders) <= set(table["number"]) and table["centre"].notna().all() else None
-
-
-def _scores(folders: dict[float, Path]) -> pd.DataFrame | None:
-    """Score of every prompt with a gold position at every number, and of the unmodified model."""
-    first = next(iter(folders.values()))
-    metrics = report.read_csv(first / "metrics.csv")
-    if metrics is None or not all((path / PREDICTIONS).is_file() for path in folders.values()):
-        return None
-    name = own_metric(metrics).iloc[0]
-    out = [
-        {
-            "number": UNMODIFIED if row["method"] == UNMODIFIED else number,
-            "position": row["gold_position"],
-            "cluster": row["cluster"] or row["id"],
-            "score": row["scores"][name],
-        }
-        for number, path in folders.items()
-        for row in RunDir(path).rows(PREDICTIONS)
-        if "error" not in row
-        and row["scores"]
-        and row["gold_position"] is not None
-        and (row["method"] != UNMODIFIED or path == first)
-    ]
-    table = pd.DataFrame(out)
-    return (
-        table
-        if len(out) and set(folders) <= set(table["number"]) and table["position"].nunique() > 1
-        else None
-    )
+def _rank(values: Array, numbers: Array) -> float:
+    return float(_ranks(values, numbers))

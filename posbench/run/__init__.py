@@ -1,1 +1,1 @@
-"""One run: its folder, its rows, what a stage receives."""
+"""One run as a search, a study or a stage sees it: model, task, method, folder, and the loop that makes work resumable."""

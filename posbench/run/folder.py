@@ -60,7 +60,7 @@ class RunDir:
             stream.flush()
             os.fsync(stream.fileno())
 
-    def mend(self, name: str) -> None:
+    def repair(self, name: str) -> None:
         """Drop torn or damaged lines, and rows that record an error, so that they are computed again."""
         file = self.path / name
         rows, damaged = _read_rows(file)

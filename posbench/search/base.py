@@ -1,40 +1,112 @@
-"""What every search is: plain data that says which method it serves and what it finds."""
+"""What every search is: plain data that says which method it serves, what it finds, how, and what a report shows of it."""
 
-from abc import ABC
-from collections.abc import Mapping
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import pandas as pd
+import yaml
+
+import posbench
 from posbench.errors import UserError
+from posbench.files.atomic import digest, write_bytes, write_text
+from posbench.methods import Method
+from posbench.methods.choice import MethodChoice
+from posbench.plots.section import Section
+from posbench.run.base import Run
+
+FOUND = "found.yaml"
+Read = Callable[[str], pd.DataFrame | None]
+"""A table of the run folder by its name, None where it has none."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Search(ABC):
-    """A search for parameters of a method. The dataclass fields are the keys of ``conf/search/<name>.yaml``.
+    """A search for parameters of a method. The dataclass fields are the keys of ``search.*``; a default stands here alone.
 
-    ``serves`` is the class of the method whose parameters it finds; ``place`` says in words where that may
-    stand among others; ``finds`` names them, each with a value that stands for it until it is found;
-    ``stage`` is the module of :mod:`posbench.stages` that runs it.
+    Attributes:
+        serves: The method whose parameters it finds.
+        place: Where that may stand among others.
+        finds: Their names, each with a value that stands for it until it is found.
+        results: Files that it leaves, beside ``found.yaml``.
     """
 
-    serves: ClassVar[str]
+    serves: ClassVar[type[Method]]
     place: ClassVar[str] = "alone or in a list of methods"
     finds: ClassVar[Mapping[str, Any]]
-    stage: ClassVar[str]
+    results: ClassVar[Sequence[str]] = ("search.csv",)
 
-    def part_of(self, parts: Mapping[str, type]) -> str | None:
-        """The part of a list of methods whose parameters it finds, with the others applied; None if it can
-        find none.
+    def target(self, choice: MethodChoice) -> MethodChoice | None:
+        """The choice, or the part of it, whose parameters it finds with the others applied; None if it can find none."""
+        parts = [choice, *choice.parts.values()]
+        return next((part for part in parts if issubclass(part.cls, self.serves)), None)
+
+    def check(self, run: Run) -> None:
+        """Refuse typed values of what it finds, before anything runs.
+
+        Raises:
+            UserError: Something does not fit the model, the task or the method.
+        """
+        assert run.target is not None
+        for name in sorted(set(run.target.pinned) & set(self.finds)):
+            allowed = "nothing typed, with the search stage: it finds this"
+            hint = "leave the search out: stages=[evaluate,report]"
+            raise UserError(f"{run.target.where}.{name}", run.target.values[name], allowed, hint)
+
+    def depends(self, run: Run) -> Mapping[str, Any]:
+        """What moves the result beside model, task, the settings of the search and the other methods of a list."""
+        return {}
+
+    @abstractmethod
+    def search(self, run: Run) -> None:
+        """Search, and write the results and, by :meth:`write_found`, ``found.yaml``."""
+
+    @abstractmethod
+    def told(self, block: Mapping[str, Any]) -> str:
+        """What was found, in one line."""
+
+    def found(self, block: Mapping[str, Any]) -> dict[str, Any]:
+        """The parameters for the later stages."""
+        return {name: block[name] for name in self.finds}
+
+    @abstractmethod
+    def sections(self, read: Read) -> list[Section]:
+        """Its part of the report, from the files alone."""
+
+    def run(self, run: Run) -> None:
+        """Search unless another run of this version did under the same key; hand the result to the later stages."""
+        assert run.target is not None
+        if not run.out.stage("search").get("done"):
+            parts = [[name, None if p is run.target else p.values] for name, p in run.choice.parts.items()]
+            settings = {"search": run.raw["search"], "task": run.raw["task"], "parts": parts}
+            key = digest({"identity": run.identity, **settings, **self.depends(run)})
+            other = run.out.sibling_with("search", key)
+            if other is None:
+                self.search(run)
+            for name in (*self.results, FOUND) if other else ():
+                if (other.path / name).is_file():
+                    write_bytes(run.out.path / name, (other.path / name).read_bytes())
+            run.out.mark("search", key=key, done=True, copied_from=other.path.name if other else None)
+        text = (run.out.path / FOUND).read_text()
+        block = yaml.safe_load(text)[run.target.name]
+        run.found = self.found(block)
+        run.console.print(f"search chose {self.told(block)}")
+        if "evaluate" not in run.stages:
+            run.console.print(f"paste into the model's YAML:\n\n{text}", soft_wrap=True)
+
+    def write_found(self, run: Run, block: Mapping[str, Any], how: str) -> None:
+        """Write the block to paste into a model's YAML, with where it comes from.
 
         Args:
-            parts: Name and class of each, the outermost first.
+            run: The run.
+            block: Parameters and what was measured.
+            how: The search in words.
         """
-        return next((name for name, cls in parts.items() if cls.__name__ == self.serves), None)
-
-    def _at_least(self, **lowest: float) -> None:
-        """Raise UserError where a field that is set lies below its lowest value."""
-        for name, low in lowest.items():
-            value = getattr(self, name)
-            if value is not None and value < low:
-                kind = "a whole number" if isinstance(low, int) else "a number"
-                raise UserError(f"search.{name}", value, f"{kind} from {low} up", f"set search.{name}={low}")
+        assert run.target is not None
+        among = f" in the list {run.choice.name}" if run.choice.parts else ""
+        source = f"posbench {posbench.__version__} {how}{among}; run {run.out.path.name}"
+        data = {run.target.name: {**block, "source": source}}
+        write_text(run.out.path / FOUND, yaml.safe_dump(data, sort_keys=False, width=1000))

@@ -1,55 +1,142 @@
-"""The gradient baseline: one scale per layer, trained on the answers of calibration questions (LPES, Appendix
-C)."""
+"""One RoPE scale per layer, trained on calibration answers: the gradient baseline of LPES (Appendix C)."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from __future__ import annotations
 
-from posbench.errors import UserError
-from posbench.search.base import Search
-from posbench.search.genetic import GeneticSearch, check_weights
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pandas as pd
+import torch
+from torch import Tensor
+
+from posbench.files.atomic import write_csv
+from posbench.methods.choice import MethodChoice
+from posbench.model import rope
+from posbench.model.lm import LM
+from posbench.plots.section import Section
+from posbench.run.base import Run
+from posbench.schema import Count, Positive
+from posbench.search.base import Read
+from posbench.search.evolution import POSITIONS, Scores
+from posbench.search.genetic import GeneticSearch
+from posbench.search.scales import ScaleSearch, answering, calibration
+
+STATE = "search_state.json"
 
 
 @dataclass(frozen=True, kw_only=True)
-class GradientSearch(Search):
-    """Adam on the scales alone. The fields are the keys of ``conf/search/gradient.yaml``; the defaults are
-    Appendix C's.
+class GradientSearch(ScaleSearch):
+    """Adam on the scales alone; the defaults are Appendix C's.
 
     Args:
         start: Scale of every layer at the start; the paper does not say (1: the unmodified model).
-        learning_rate: Of Adam, which moves a scale by about this much per step (1e-5: 0.02 over the paper's
-            whole training).
+        learning_rate: Of Adam, which moves a scale by about this much per step (1e-5: 0.02 over the paper's whole
+            training).
         epochs: Passes (30).
         samples: Examples drawn per epoch, with replacement (2000).
-        weights: Probability of an example with the answer at the beginning, in the middle and at the end
-            (0.2, 0.3, 0.5).
+        weights: Probability of an example with the answer at the beginning, in the middle and at the end (0.2, 0.3,
+            0.5).
         batch_size: Examples per step (32).
         seed: Seed of the draws.
 
     Source: LPES, Appendix C. Loss (not given there): cross-entropy of the answer tokens.
     """
 
-    serves: ClassVar[str] = GeneticSearch.serves
-    place: ClassVar[str] = "alone"
-    finds: ClassVar[Mapping[str, Any]] = GeneticSearch.finds
-    stage: ClassVar[str] = "gradient_run"
+    start: Positive = 1.0
+    learning_rate: Positive = 1e-5
+    epochs: Count = 30
+    samples: Count = 2000
 
-    start: float = 1.0
-    learning_rate: float = 1e-5
-    epochs: int = 30
-    samples: int = 2000
-    weights: tuple[float, float, float] = (0.2, 0.3, 0.5)
-    batch_size: int = 32
-    seed: int = 0
+    def target(self, choice: MethodChoice) -> MethodChoice | None:
+        """See :class:`Search`; alone: a method inside the scales would stand between them and their gradients."""
+        return None if choice.parts else super().target(choice)
 
-    def __post_init__(self) -> None:
-        self._at_least(epochs=1, samples=1, batch_size=1)
-        for name in ("start", "learning_rate"):
-            if getattr(self, name) <= 0:
-                raise UserError(
-                    f"search.{name}", getattr(self, name), "a number above 0", f"set search.{name}=1e-5"
-                )
-        check_weights(self.weights)
+    def search(self, run: Run) -> None:
+        """Write ``search.csv``, a row per epoch; the last epoch's scales are found."""
+        lm, out = run.lm, run.out
+        examples, positions = calibration(run.task)
+        pairs = [lm.answer_ids(example.prompt, example.answers[0]) for example in examples]
+        pools = [[i for i, position in enumerate(positions) if position == p] for p in range(len(POSITIONS))]
+        scales = torch.full((lm.layers,), float(self.start), device=lm.device, requires_grad=True)
+        optimizer = torch.optim.Adam([scales], lr=self.learning_rate)
+        history: list[dict[str, float]] = out.read_json(STATE).get("history", [])
+        if history:
+            _restore(scales, optimizer, out.read_json(STATE))
+        with run.progress("search: epochs", self.epochs) as advance:
+            advance(len(history))
+            for epoch in range(len(history), self.epochs):
+                rng = random.Random(f"posbench gradient {self.seed}/{epoch}")
+                drawn = [rng.choice(rng.choices(pools, weights=self.weights)[0]) for _ in range(self.samples)]
+                losses = []
+                for start in range(0, len(drawn), self.batch_size):
+                    loss = answer_loss(lm, scales, [pairs[i] for i in drawn[start : start + self.batch_size]])
+                    (scales.grad,) = torch.autograd.grad(loss, scales)
+                    optimizer.step()
+                    losses.append(loss.item())
+                named = {f"scale_{layer}": scale for layer, scale in enumerate(scales.tolist())}
+                history.append({"epoch": epoch + 1, "loss": float(np.mean(losses)), **named})
+                out.write_json(STATE, {"history": history, **_state(scales, optimizer)})
+                advance(1)
+        write_csv(out.path / "search.csv", pd.DataFrame(history))
+        final = tuple(scales.tolist())
+        settings = GeneticSearch(weights=self.weights, batch_size=self.batch_size)
+        scores = Scores(settings, np.array(positions), answering(lm, run.task, examples))
+        for candidate in dict.fromkeys(((1.0,) * lm.layers, final)):
+            scores.fill(candidate)
+        parameters = {"points": None, "curve": "bezier", "x": "stretched", "scales": list(final)}
+        how = (
+            f"gradient baseline ({self.epochs} epochs of {self.samples}, learning rate {self.learning_rate:g}"
+        )
+        self.write_scales(run, parameters, final, scores, how)
+        (out.path / STATE).unlink(missing_ok=True)
 
-    def part_of(self, parts: Mapping[str, type]) -> None:
-        """None: a method inside the scales would stand between them and their gradients."""
+    def sections(self, read: Read) -> list[Section]:
+        """Loss and scales epoch by epoch."""
+        table = read("search")
+        if table is None:
+            return []
+        rows = [[f"{value:.4g}" for value in row] for row in table.itertuples(index=False)]
+        text = "Mean loss and the scales at the end of every epoch."
+        return [Section("Search", text, list(table), rows, folded=True)]
+
+
+def answer_loss(lm: LM, scales: Tensor, pairs: Sequence[tuple[list[int], list[int]]]) -> Tensor:
+    """Mean cross-entropy in nats per answer token, a scalar that can be differentiated by the scales.
+
+    Args:
+        lm: The model.
+        scales: One per layer, [L].
+        pairs: Prompt and answer token ids.
+    """
+    inputs, targets = lm.pad_with_answers(pairs)
+    changes = {layer: _divided(scales[layer]) for layer in rope.rotated_layers(lm.model)}
+    with rope.tables(lm.model, changes, _with_gradients):
+        logits = lm.model(**inputs, use_cache=False, logits_to_keep=targets.shape[1]).logits
+    return lm.answer_nats(logits, targets).mean()
+
+
+def _divided(scale: Tensor) -> Callable[[rope.Call], rope.Call]:
+    return lambda call: replace(call, positions=call.positions.float() / scale)
+
+
+def _with_gradients(call: rope.Call) -> rope.Table:
+    # The library computes its tables without gradients; below that decorator is the same function with them.
+    forward = type(call.module).forward.__wrapped__  # type: ignore[attr-defined]
+    return forward(call.module, call.hidden, call.positions, **call.options)
+
+
+def _state(scales: Tensor, optimizer: torch.optim.Adam) -> dict[str, object]:
+    """Scales and Adam's moments; a float32 survives JSON to the bit."""
+    moments = optimizer.state[scales]
+    return {"scales": scales.tolist()} | {
+        name: moments[name].tolist() for name in ("step", "exp_avg", "exp_avg_sq")
+    }
+
+
+def _restore(scales: Tensor, optimizer: torch.optim.Adam, state: dict[str, list[float]]) -> None:
+    with torch.no_grad():
+        scales.copy_(torch.tensor(state["scales"]))
+    moments = {name: torch.tensor(state[name], device=scales.device) for name in ("exp_avg", "exp_avg_sq")}
+    optimizer.state[scales] = {"step": torch.tensor(state["step"]), **moments}

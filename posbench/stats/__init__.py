@@ -1,1 +1,1 @@
-"""Intervals, and tables of scores."""
+"""Intervals, correlations, position bias, tables of scores, and what they say about a claim."""

@@ -11,6 +11,24 @@ from posbench import paths
 from posbench.errors import UserError
 
 
+def table(file: str, *columns: str) -> pd.DataFrame:
+    """A table of ``experiments/reference``, every cell as printed.
+
+    Args:
+        file: Its name.
+        columns: Columns that it must have.
+
+    Raises:
+        UserError: There is no such file, or it lacks a column.
+    """
+    path = paths.EXPERIMENTS / "reference" / file
+    found = pd.read_csv(path, dtype=str, keep_default_na=False) if path.is_file() else pd.DataFrame()
+    if found.empty or not set(columns) <= set(found):
+        allowed = f"a CSV in {path.parent}" + (f" with columns {', '.join(columns)}" if columns else "")
+        raise UserError("experiment.reference.file", file, allowed, "check the name")
+    return found
+
+
 @dataclass(frozen=True, kw_only=True)
 class Reference:
     """Which rows of a paper's table an experiment is held against, and how their names map to ours.
@@ -18,8 +36,8 @@ class Reference:
     Attributes:
         file: CSV in ``experiments/reference`` with columns model, method, task, position, metric, value.
         paper_task: Value of its task column.
-        task: Our name of that task; ``task/subset`` for one data set of a benchmark, whose rows then have its
-            name as position.
+        task: Our name of that task; ``task/subset`` for one data set of a benchmark, whose rows then have its name
+            as position.
         further_tasks: Further tasks of the same table, paper's name -> ours.
         source: Paper and table, for the report.
         models: Paper's model name -> ours; rows of other models keep the paper's name.
@@ -43,53 +61,38 @@ class Reference:
     percent: bool = False
 
     def rows(self) -> list[dict[str, Any]]:
-        """The paper's rows in our names, values in 0..1.
+        """The paper's rows in our names, values in 0..1: model, method, task, gold_position, metric, value, source.
 
         Raises:
             UserError: The file is missing, or lacks the task or a name that is mapped.
         """
-        file = paths.EXPERIMENTS / "reference" / self.file
-        if not file.is_file():
-            raise UserError(
-                "experiment.reference.file", self.file, f"a CSV in {file.parent}", "check the name"
-            )
-        table, tasks = pd.read_csv(file, dtype=str), {self.paper_task: self.task, **self.further_tasks}
-        table = table[
-            table["task"].isin(list(tasks))
-            & table["method"].isin(list(self.methods))
-            & table["metric"].isin(list(self.metrics))
-        ]
-        if table.empty:
-            raise UserError(
-                "experiment.reference.paper_task", self.paper_task, f"a task in {self.file}", "check the name"
-            )
-        for key, column, names in (
-            ("paper_task", "task", {self.paper_task: self.task}),
-            ("further_tasks", "task", self.further_tasks),
-            ("models", "model", self.models),
-            ("methods", "method", self.methods),
-            ("positions", "position", self.positions),
-        ):
-            for name in set(names) - set(table[column]):
-                raise UserError(
-                    f"experiment.reference.{key}",
-                    name,
-                    ", ".join(dict.fromkeys(table[column])),
-                    f"write it as {self.file} does",
-                )
-        table["position"] = table["position"].fillna("all")
+        printed = table(self.file, "model", "method", "task", "position", "metric", "value")
+        tasks = {self.paper_task: self.task, **self.further_tasks}
+        kept = {"task": tasks, "method": self.methods, "metric": self.metrics}
+        for column, names in kept.items():
+            printed = printed[printed[column].isin(list(names))]
+        if printed.empty:
+            field_ = "experiment.reference.paper_task"
+            raise UserError(field_, self.paper_task, f"a task in {self.file}", "check the name")
+        mapped = {"paper_task": {self.paper_task: self.task}, "further_tasks": self.further_tasks}
+        mapped |= {"models": self.models, "methods": self.methods, "positions": self.positions}
+        for key, names in mapped.items():
+            there = printed["task" if key.endswith(("task", "tasks")) else key.removesuffix("s")]
+            for name in set(names) - set(there):
+                hint = f"write it as {self.file} does"
+                raise UserError(f"experiment.reference.{key}", name, ", ".join(dict.fromkeys(there)), hint)
         # Cells that the paper leaves blank.
-        table = table[~table["value"].isin(["—", "-"]) & table["value"].notna()]
-        placed = {paper: ours.partition("/") for paper, ours in tasks.items()}
-        return [
-            {
-                "model": self.models.get(row["model"], row["model"]),
-                "method": self.methods[row["method"]],
-                "task": placed[row["task"]][0],
-                "position": placed[row["task"]][2] or self.positions.get(row["position"], row["position"]),
-                "metric": self.metrics[row["metric"]],
-                "value": float(row["value"]) / (100 if self.percent or row["metric"].endswith("(%)") else 1),
-                "source": self.source,
-            }
-            for row in table.to_dict("records")
-        ]
+        printed = printed[~printed["value"].isin(["—", "-", ""])]
+        return [self._row(row, *tasks[row["task"]].partition("/")[::2]) for row in printed.to_dict("records")]
+
+    def _row(self, row: dict[Any, str], task: str, subset: str) -> dict[str, Any]:
+        place = row["position"] or "all"
+        return {
+            "model": self.models.get(row["model"], row["model"]),
+            "method": self.methods[row["method"]],
+            "task": task,
+            "gold_position": subset or self.positions.get(place, place),
+            "metric": self.metrics[row["metric"]],
+            "value": float(row["value"]) / (100 if self.percent or row["metric"].endswith("(%)") else 1),
+            "source": self.source,
+        }

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from posbench.errors import UserError
 from posbench.files.atomic import Row
 from posbench.methods.scale_channel import check_channels, check_layers
-from posbench.model import families as arch
+from posbench.model import families
 from posbench.model.lm import LM, Encoded
 from posbench.pipeline.config import Config
 from posbench.pipeline.stages.evaluate import plan, replies
@@ -90,7 +90,7 @@ def positional_channel(lm: LM, channel: int | None) -> int:
 
 def random_channels(lm: LM, channel: int, count: int, seed: int) -> list[int]:
     """``count`` channels other than the positional one, for a control."""
-    others = [c for c in range(arch.text_config(lm.model).hidden_size) if c != channel]
+    others = [c for c in range(families.text_config(lm.model).hidden_size) if c != channel]
     return sorted(random.Random(f"posbench control channels {seed}").sample(others, count))
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
+from posbench.tasks.base import Example
 from posbench.tasks.reading import refuse
 
 
@@ -54,3 +56,15 @@ def _index(field: str, position: int | str, size_field: str, size: int) -> int:
         allowed = f'an index from 0 to {size - 1} (task.{size_field}={size}) or a share from "0%" to "100%"'
         refuse(field, position, allowed, "put the gold item inside the list")
     return index
+
+
+def placed(examples: Sequence[Example], most: int | None = None) -> list[Example]:
+    """The examples with a gold item among items, sorted by gold position; at most so many of each, all where None."""
+    there = [e for e in examples if e.gold_position is not None and e.items]
+    seen: Counter[int | None] = Counter()
+    kept = []
+    for example in sorted(there, key=lambda e: e.gold_position or 0):
+        seen[example.gold_position] += 1
+        if most is None or seen[example.gold_position] <= most:
+            kept.append(example)
+    return kept

@@ -230,7 +230,7 @@ SMALL = [
     (
         "unknown family",
         ["model.path={files}/gpt2"],
-        ["model architecture", "'gpt2'", "llama, mistral", "arch.py"],
+        ["model architecture", "'gpt2'", "llama, mistral", "families.py"],
     ),
     (
         "another unknown family",

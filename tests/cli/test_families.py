@@ -5,7 +5,7 @@ import json
 import pandas as pd
 import pytest
 
-from posbench.model import families as arch
+from posbench.model import families
 from tests.conftest import run_folders
 from tests.models import BUILDERS, LAYERS, build
 
@@ -24,12 +24,12 @@ def _tokenizer(model_type: str):
     return Qwen2Tokenizer(vocab=letters | {"<|endoftext|>": len(letters)}, merges=[])
 
 
-FAMILIES = {arch.family_of(build(name)).name: name for name in reversed(BUILDERS)}
+FAMILIES = {families.family_of(build(name)).name: name for name in reversed(BUILDERS)}
 """One model of every family, the first of ``BUILDERS``."""
 
 
 def test_every_family_is_here():
-    assert set(FAMILIES) == {family.name for family in arch.FAMILIES}
+    assert set(FAMILIES) == {family.name for family in families.FAMILIES}
 
 
 @pytest.mark.slow

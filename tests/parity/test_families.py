@@ -11,7 +11,7 @@ from torch import nn
 
 import posbench
 from posbench.methods import ScaleChannel
-from posbench.model import families as arch
+from posbench.model import families
 from posbench.model.hooks import replaced
 from posbench.search import Candidate
 from posbench.search.channel_run import candidate_losses
@@ -193,8 +193,8 @@ MUTATIONS = [
 @pytest.mark.parametrize(("name", "mutation"), MUTATIONS, ids=str)
 def test_a_wrong_family_row_does_not_go_unnoticed(name, mutation, monkeypatch):
     model, _ = exact(name, True)
-    rows = tuple(replace(f, **mutation) if f is arch.family_of(model) else f for f in arch.FAMILIES)
-    assert rows != arch.FAMILIES
+    rows = tuple(replace(f, **mutation) if f is families.family_of(model) else f for f in families.FAMILIES)
+    assert rows != families.FAMILIES
     monkeypatch.setattr(arch, "FAMILIES", rows)
     method = ScaleChannel(channel=(0, 5, 17, 41), factor=-1.0, layers=(0, 3))
     try:
@@ -274,7 +274,7 @@ def test_the_last_row_of_attention_equals_the_full_matrix(name):
         with lm.last_attention() as rows:
             lm.logits(ids, mask)
         assert model.config._attn_implementation == kernel
-        if arch.family_of(model).interface:
+        if families.family_of(model).interface:
             model.set_attn_implementation("eager")
         else:
             model.config._attn_implementation = "eager"

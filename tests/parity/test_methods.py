@@ -8,7 +8,7 @@ import posbench
 from posbench import paths
 from posbench.cli.main import _hydra
 from posbench.errors import UserError
-from posbench.model import families as arch
+from posbench.model import families
 from posbench.model import rope
 from posbench.pipeline.config import check, plain
 from tests.models import BUILDERS, build
@@ -25,7 +25,7 @@ def applies(name, lm) -> bool:
     kinds = getattr(rope.rotary_module(lm.model), "rope_type", "default")
     return name not in ROTATES or (
         (bool(rope.rotated_layers(lm.model)) and not (name in PLAIN and kinds != "default"))
-        and not (name in BY_HAND and not arch.family_of(lm.model).interface)
+        and not (name in BY_HAND and not families.family_of(lm.model).interface)
     )
 
 

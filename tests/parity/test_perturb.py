@@ -11,7 +11,7 @@ import posbench
 from posbench.errors import UserError
 from posbench.methods import ScaleChannel
 from posbench.methods.ms_poe import MsPoE
-from posbench.model import families as arch
+from posbench.model import families
 from posbench.perturbations import spans as perturb
 from tests.models import BUILDERS, LAYERS, VOCABULARY, build
 from tests.parity import plain
@@ -226,7 +226,7 @@ def test_subtraction_equals_a_changed_norm_or_a_changed_embedding(name):
 
     @contextmanager
     def by_norm(layers):
-        blocks = lm.model.get_submodule(arch.family_of(lm.model).layers)
+        blocks = lm.model.get_submodule(families.family_of(lm.model).layers)
         hooks = [
             blocks[i].get_submodule(NORMS[name]).register_forward_hook(lambda m, a, out: out - change)
             for i in layers

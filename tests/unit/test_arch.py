@@ -9,18 +9,18 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 import posbench
 from posbench.errors import UserError
-from posbench.model import families as arch
+from posbench.model import families
 from tests.models import BUILDERS, attentions, build
 
 
 def test_every_family_has_a_random_model_in_the_matrix():
     tested = {build(name).config.model_type for name in BUILDERS}
-    assert tested == {t for family in arch.FAMILIES for t in family.model_types}
+    assert tested == {t for family in families.FAMILIES for t in family.model_types}
 
 
 def test_no_type_is_both_served_and_refused_and_all_exist():
-    served = [t for family in arch.FAMILIES for t in family.model_types]
-    refused = [t for types in arch.UNSUPPORTED.values() for t in types]
+    served = [t for family in families.FAMILIES for t in family.model_types]
+    refused = [t for types in families.UNSUPPORTED.values() for t in types]
     assert len(set(served + refused)) == len(served + refused)
     assert set(served) <= set(CONFIG_MAPPING_NAMES)
 
@@ -37,26 +37,26 @@ def test_no_type_is_both_served_and_refused_and_all_exist():
 )
 def test_architectures_outside_the_shape_are_refused_with_the_reason(kind, reason):
     with pytest.raises(UserError) as refused:
-        arch.family_of_type(kind)
+        families.family_of_type(kind)
     assert kind in str(refused.value) and reason in str(refused.value)
     assert "add a row" not in str(refused.value)
 
 
 def test_an_unknown_architecture_is_sent_to_the_table():
     with pytest.raises(UserError, match=r"add a row to posbench/arch\.py"):
-        arch.family_of_type("gpt2")
+        families.family_of_type("gpt2")
 
 
 @pytest.mark.parametrize("name", BUILDERS)
 def test_the_row_finds_every_attention_module(name):
     model = build(name)
-    assert arch.attention_modules(model) == attentions(model)
+    assert families.attention_modules(model) == attentions(model)
 
 
 @pytest.mark.parametrize("name", BUILDERS)
 def test_context_window(name):
     config = build(name).config
-    assert arch.context_window(config) == (512 if config.model_type in ("mpt", "falcon") else 4096)
+    assert families.context_window(config) == (512 if config.model_type in ("mpt", "falcon") else 4096)
 
 
 def test_a_prompt_over_the_alibi_table_is_refused(tmp_path):
@@ -77,13 +77,13 @@ def test_projected_keys_are_those_the_model_caches(name):
     model = build(name)
     ids = torch.randint(1, 200, (2, 9))
     seen = {}
-    module = arch.attention_modules(model)[1]
+    module = families.attention_modules(model)[1]
     handle = module.register_forward_pre_hook(
-        lambda m, a, k: seen.update(h=arch.attention_input(a, k)), with_kwargs=True
+        lambda m, a, k: seen.update(h=families.attention_input(a, k)), with_kwargs=True
     )
     with torch.no_grad():
         cached = model(ids, use_cache=True).past_key_values.layers[1].keys
-        keys = arch.finish_keys(model, 1, arch.project_keys(model, 1, seen["h"]), None)
+        keys = families.finish_keys(model, 1, families.project_keys(model, 1, seen["h"]), None)
     handle.remove()
     repeated = keys.repeat_interleave(cached.shape[1] // keys.shape[1], dim=1)
     positions = slice(None) if name in ("mpt", "falcon-alibi") else slice(0, 1)
@@ -119,6 +119,6 @@ def test_a_soft_cap_is_never_left_out(tmp_path):
 
 def test_the_vision_model_reads_its_text_config():
     model = build("gemma3-vision")
-    assert arch.text_config(model).model_type == "gemma3_text"
+    assert families.text_config(model).model_type == "gemma3_text"
     assert isinstance(AutoConfig.for_model("gemma3"), type(model.config))
-    assert arch.family_of(SimpleNamespace(config=model.config)).layers == "model.language_model.layers"
+    assert families.family_of(SimpleNamespace(config=model.config)).layers == "model.language_model.layers"

@@ -25,7 +25,7 @@ import posbench
 from posbench import paths
 from posbench.errors import UserError, choices
 from posbench.methods import ScaleChannel
-from posbench.model import families as arch
+from posbench.model import families
 from posbench.model import load as checkpoint
 from posbench.studies.cost.latency import Reprojection
 from tests.models import BUILDERS, LAYERS, SHAPE, VOCABULARY, build
@@ -91,7 +91,7 @@ def test_without_rope_positions_change_nothing(name: str) -> None:
     with torch.no_grad():
         rotated = model(ids).logits
         assert (rotated - model(ids, position_ids=shuffled).logits).abs().max() > 0.1
-        arch.remove_rope(model)
+        families.remove_rope(model)
         plain = model(ids).logits
         assert torch.equal(plain, model(ids, position_ids=shuffled).logits)
     assert (plain - rotated).abs().max() > 0.1
@@ -109,13 +109,13 @@ def test_without_rope_a_llama_equals_an_architecture_that_has_none() -> None:
     with torch.no_grad():
         expected = nope(ids).logits
         assert (llama(ids).logits - expected).abs().max() > 1e-2
-        arch.remove_rope(llama)
+        families.remove_rope(llama)
         assert (llama(ids).logits - expected).abs().max() < 1e-5
 
 
 def test_scale_channel_on_a_model_without_rope() -> None:
     model, (ids, _) = build("llama-gqa"), _positions()
-    arch.remove_rope(model)
+    families.remove_rope(model)
     lm = posbench.load(model)
     found = []
     for cls in (ScaleChannel, Reprojection):
@@ -160,4 +160,4 @@ def test_what_does_not_rotate_is_refused(model: PreTrainedModel) -> None:
         UserError,
         match=rf"model\.rope = 'none'.*this {model.config.model_type} model has no rotary embedding",
     ):
-        arch.remove_rope(model)
+        families.remove_rope(model)

@@ -86,10 +86,10 @@ def test_mending_drops_damage_and_errors(tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
     good = b"".join(file.read_bytes().splitlines(keepends=True)[:2])
     file.write_bytes(file.read_bytes() + b'{"id": "7"}\n[1]\n5\n\xff\n{"id":')
-    run.mend("rows.jsonl")
+    run.repair("rows.jsonl")
     assert file.read_bytes() == good
     untouched = file.stat().st_ino
-    run.mend("rows.jsonl")
+    run.repair("rows.jsonl")
     assert file.stat().st_ino == untouched
 
 

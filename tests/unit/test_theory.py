@@ -15,7 +15,7 @@ import posbench
 from posbench.cli.main import main
 from posbench.methods.attention_buckets import AttentionBuckets
 from posbench.methods.moice import MoICE
-from posbench.model import families as arch
+from posbench.model import families
 from posbench.studies.behind_rope import causal_mask as study
 from posbench.studies.wu2025 import masks as layers_study
 from posbench.studies.wu2025 import rollout as rollout_study
@@ -422,7 +422,7 @@ def test_the_studies_of_masks() -> None:
 
 def _whole_maps(lm: posbench.LM, ids: list[int]) -> np.ndarray:
     """Eager attention of one prompt, [L, H, n, n]."""
-    if arch.family_of(lm.model).interface:
+    if families.family_of(lm.model).interface:
         lm.model.set_attn_implementation("eager")
     else:
         lm.model.config._attn_implementation = "eager"

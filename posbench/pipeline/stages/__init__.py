@@ -1,1 +1,1 @@
-"""The stages of a run."""
+"""The stages of a run, in order: search, study, intervene, evaluate, report."""

@@ -3,33 +3,28 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from dataclasses import asdict
-
-import pandas as pd
 
 from posbench.files.atomic import write_csv
-from posbench.report import page as report
+from posbench.pipeline.config import Config
+from posbench.report.folder import study_tables
 from posbench.run.base import Run
-from posbench.studies.base import FINDING_COLUMNS
+from posbench.stats.findings import frame
 
 
-def run(run: Run) -> None:
+def run(config: Config, run: Run) -> None:
     """Measure, and write one CSV for each table, ``study.json`` with their names, and ``findings.csv``.
 
     A study that does not apply methods itself runs inside the method of the config.
     """
-    study = run.config.study
+    study = config.study
     assert study is not None
     inside = study.needs_model and not study.uses_method
-    with run.config.method(run.found).applied(run.lm) if inside else nullcontext():
+    with run.method().applied(run.lm) if inside else nullcontext():
         tables = study.measure(run)
-    for name, frame in tables.items():
-        write_csv(run.out.path / f"{name}.csv", frame)
+    for name, table in tables.items():
+        write_csv(run.out.path / f"{name}.csv", table)
     # From what was written, as the figures are: a verdict never rests on digits that no file holds.
-    found = study.findings(report.study_tables(run.out.path, list(tables)))
-    rows = [
-        {"model": run.config.model.name if study.needs_model else "", **asdict(finding)} for finding in found
-    ]
-    if rows:
-        write_csv(run.out.path / "findings.csv", pd.DataFrame(rows, columns=list(FINDING_COLUMNS)))
-    run.out.write_json("study.json", {"study": run.config.study_name, "tables": list(tables)})
+    found = study.findings(study_tables(run.out.path, list(tables)))
+    if found:
+        write_csv(run.out.path / "findings.csv", frame(found, run.model.name if study.needs_model else ""))
+    run.out.write_json("study.json", {"study": config.study_name, "tables": list(tables)})

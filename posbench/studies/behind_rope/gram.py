@@ -16,7 +16,7 @@ from scipy.stats import spearmanr
 from torch import Tensor, nn
 
 from posbench.errors import UserError
-from posbench.model import families as arch
+from posbench.model import families
 from posbench.model.lm import LM
 from posbench.pipeline.config import Config
 from posbench.plots.base import PAGE, new_figure, styled
@@ -167,7 +167,7 @@ def first_block(lm: LM) -> nn.Module:
             layers, or cannot be listened to.
     """
     check_interface(lm)
-    attentions = arch.attention_modules(lm.model)
+    attentions = families.attention_modules(lm.model)
     blocks = [
         module for module in lm.model.modules() if any(child is attentions[0] for child in module.children())
     ]
@@ -200,7 +200,7 @@ def gram_panels(
     Raises:
         UserError: See :func:`first_block`.
     """
-    block, attentions = first_block(lm), arch.attention_modules(lm.model)
+    block, attentions = first_block(lm), families.attention_modules(lm.model)
     found = {name: MeanMap(len(plan[0][0])) for name in PANELS}
     kept: dict[str, Tensor] = {}
     size = 0
@@ -214,10 +214,10 @@ def gram_panels(
             found["bi"[layer]].add(query, key, factor)
 
     def entering(name: str) -> Callable[..., None]:
-        return lambda _, args, kwargs: add(name, arch.attention_input(args, kwargs))
+        return lambda _, args, kwargs: add(name, families.attention_input(args, kwargs))
 
     def keep_input(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        kept["X"] = arch.attention_input(args, kwargs)
+        kept["X"] = families.attention_input(args, kwargs)
 
     def left(_: Any, __: Any, out: Any) -> None:
         add("d", out[0])

@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers.integrations.sdpa_attention import repeat_kv
 
 from posbench.errors import UserError
-from posbench.model import families as arch
+from posbench.model import families
 from posbench.model.hooks import attending
 from posbench.model.lm import LM, batches
 from posbench.pipeline.config import Config
@@ -190,14 +190,14 @@ def samples(lm: LM, count: int, tokens: int, text: Path | None, seed: int) -> li
     start = lm.encode("").ids[:1] if lm.tokenizer else []
     inner = tokens - len(start)
     if text is None:
-        size = len(lm.tokenizer) if lm.tokenizer else arch.text_config(lm.model).vocab_size
+        size = len(lm.tokenizer) if lm.tokenizer else families.text_config(lm.model).vocab_size
         usable = [i for i in range(size) if i not in special]
         return [start + rng.choices(usable, k=inner) for _ in range(count)]
     try:
         whole = text.expanduser().read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError("study.text", str(text), "a UTF-8 text file", f"check the path ({error})") from error
-    ids = list(lm._tokenizer()(whole, add_special_tokens=False)["input_ids"])
+    ids = list(lm.need_tokenizer()(whole, add_special_tokens=False)["input_ids"])
     pieces = [ids[i : i + inner] for i in range(0, len(ids) - inner + 1, inner)]
     if len(pieces) < count:
         hint = f"set study.samples={len(pieces)}, fewer study.tokens, or take a longer text"
@@ -345,7 +345,7 @@ def check_interface(lm: LM) -> None:
     Raises:
         UserError: Attention of this family does not run through the library's functions.
     """
-    family = arch.family_of(lm.model)
+    family = families.family_of(lm.model)
     if not family.interface:
         raise UserError(
             "model",

@@ -44,7 +44,7 @@ from posbench.files.atomic import write_text
 from posbench.files.hardware import hardware
 from posbench.files.markdown import markdown
 from posbench.methods import Method, ScaleChannel, Unmodified
-from posbench.model import families as arch
+from posbench.model import families
 from posbench.model.hooks import replaced
 from posbench.model.lm import LM
 from posbench.pipeline.config import target
@@ -122,7 +122,7 @@ class Reprojection(ScaleChannel):
     @contextmanager
     def applied(self, lm: LM) -> Iterator[LM]:
         """See :meth:`Method.applied`."""
-        attentions = arch.attention_modules(lm.model)
+        attentions = families.attention_modules(lm.model)
         with ExitStack() as stack:
             for index in self.layer_indices:
                 attention = attentions[index]
@@ -135,10 +135,10 @@ class Reprojection(ScaleChannel):
         self, model: PreTrainedModel, index: int, forward: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
         name = "layer_past" if "layer_past" in kwargs else "past_key_values"
-        cache, prompt = kwargs.pop(name), arch.attention_input(args, kwargs).shape[1] > 1
+        cache, prompt = kwargs.pop(name), families.attention_input(args, kwargs).shape[1] > 1
         base = forward(*args, **{name: DynamicCache()}, **kwargs) if prompt else None
         with ExitStack() as stack:
-            for handle in arch.on_query_key_input(model, index, self.scale):
+            for handle in families.on_query_key_input(model, index, self.scale):
                 stack.callback(handle.remove)
             scaled = forward(*args, **{name: cache}, **kwargs)
         if base is None:

@@ -18,7 +18,7 @@ from transformers.integrations.sdpa_attention import repeat_kv
 
 from posbench.errors import UserError
 from posbench.files.atomic import Row
-from posbench.model import families as arch
+from posbench.model import families
 from posbench.model.hooks import attending
 from posbench.model.lm import LM, attention_weights
 from posbench.pipeline.config import Config
@@ -199,7 +199,7 @@ def flow(lm: LM, ids: Sequence[int], parts: int = 10, tokens: int = 64) -> dict[
             entries[layer] = torch.as_tensor(above).cpu().numpy().mean((0, 1)) / seen
 
     with ExitStack() as stack:
-        if arch.family_of(lm.model).interface:
+        if families.family_of(lm.model).interface:
 
             def read(
                 module: Any,
@@ -216,7 +216,7 @@ def flow(lm: LM, ids: Sequence[int], parts: int = 10, tokens: int = 64) -> dict[
             stack.enter_context(attending(lm.model, read))
         else:
             stack.enter_context(lm.eager())
-            for layer, module in enumerate(arch.attention_modules(lm.model)):
+            for layer, module in enumerate(families.attention_modules(lm.model)):
                 stack.callback(module.register_forward_hook(_whole_map(layer, reduce)).remove)
         lm.model(**lm.pad([ids]), use_cache=False, logits_to_keep=1)
     found = {"rollout": np.stack([last[layer] for layer in sorted(last)], axis=1)}

@@ -374,7 +374,7 @@ def train(
 def _open(run: RunDir, condition: Condition, seed: int, device: str) -> dict[str, Any] | None:
     """Make or mend a training's folder and read its checkpoint; None at the start."""
     run.path.mkdir(exist_ok=True)
-    run.mend(ROWS)
+    run.repair(ROWS)
     if not (run.path / FACTS).is_file():
         run.write_json(FACTS, {"condition": asdict(condition), "seed": seed})
     file = run.path / CHECKPOINT

@@ -19,7 +19,7 @@ from transformers.integrations.sdpa_attention import repeat_kv
 
 from posbench.errors import UserError
 from posbench.files.atomic import Row
-from posbench.model import families as arch
+from posbench.model import families
 from posbench.model.hooks import attending
 from posbench.model.lm import LM, Encoded, last_row
 from posbench.pipeline.config import Config
@@ -359,11 +359,11 @@ def multiplied(
         return (moved, *output[1:])
 
     with ExitStack() as stack:
-        if arch.family_of(lm.model).interface:
+        if families.family_of(lm.model).interface:
             stack.enter_context(attending(lm.model, attend))
         else:
             stack.enter_context(lm.eager())
-            for module in arch.attention_modules(lm.model):
+            for module in families.attention_modules(lm.model):
                 stack.callback(module.register_forward_hook(hook, with_kwargs=True).remove)
         yield weights
 

@@ -19,7 +19,7 @@ from scipy.stats import t
 from torch import Tensor, nn
 
 from posbench.errors import UserError
-from posbench.model import families as arch
+from posbench.model import families
 from posbench.model.lm import LM
 from posbench.pipeline.config import Config
 from posbench.plots.base import COLUMN, PAGE, channel_curves, legend_below, line_style, new_figure, styled
@@ -81,7 +81,7 @@ class PositionalChannels(Study):
     def check(self, config: Config, lm: LM | None) -> None:
         """Refuse channels that the model lacks, strings that do not fit it, and counts that leave nothing."""
         assert lm is not None
-        width = int(arch.text_config(lm.model).hidden_size)
+        width = int(families.text_config(lm.model).hidden_size)
         if self.channels is not None and (
             not self.channels or any(not 0 <= c < width for c in self.channels)
         ):
@@ -391,9 +391,9 @@ def moments(
         advance: Told how many strings are done.
     """
     rows, rng = random_strings(lm, search), np.random.default_rng(search.seed)
-    layers = list(lm.model.get_submodule(arch.family_of(lm.model).layers))  # type: ignore[call-overload]
-    modules = arch.attention_modules(lm.model) if search.site == "attention_input" else layers[1:]
-    shape, width = (lm.layers, search.length), int(arch.text_config(lm.model).hidden_size)
+    layers = list(lm.model.get_submodule(families.family_of(lm.model).layers))  # type: ignore[call-overload]
+    modules = families.attention_modules(lm.model) if search.site == "attention_input" else layers[1:]
+    shape, width = (lm.layers, search.length), int(families.text_config(lm.model).hidden_size)
     place = {"dtype": torch.float32, "device": lm.device}
     total, mixed = (torch.zeros(*shape, width, **place) for _ in range(2))  # type: ignore[call-overload]
     squares = torch.zeros(*shape, len(channels), **place)  # type: ignore[call-overload]
@@ -410,7 +410,7 @@ def moments(
 
     def capture(layer: int) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            add(layer, arch.attention_input(args, kwargs))
+            add(layer, families.attention_input(args, kwargs))
 
         return hook
 

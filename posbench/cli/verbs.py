@@ -1,0 +1,169 @@
+"""``posbench ls``, ``fetch``, ``validate``, ``report`` and ``rescore``."""
+
+from __future__ import annotations
+
+import itertools
+import shlex
+from pathlib import Path
+
+import yaml
+from rich.console import Console
+from rich.table import Table
+
+from posbench import paths
+from posbench.errors import UserError, choices
+from posbench.files import sources
+from posbench.model.families import FAMILIES
+from posbench.pipeline.compose import GROUPS, PLURALS, Composed, compose
+from posbench.pipeline.config import check, needs
+from posbench.pipeline.stages import evaluate
+from posbench.report.page import render_run
+from posbench.report.sweep import render_sweep
+from posbench.run.folder import open_run, owned
+from posbench.run.runtime import Runtime
+from posbench.schema import build, instantiate, target
+from posbench.tasks import Task
+
+TASK_COLUMNS = ("version", "metric", "size", "source", "licence")
+KINDS = {plural: group for group, plural in PLURALS.items()}
+
+
+def ls(args: list[str]) -> int:
+    """List the choices of each group, the experiments and the families."""
+    kinds, own = [*KINDS, "experiments", "families"], list[Path]()
+    if "--config-dir" in args[:-1]:
+        at = args.index("--config-dir")
+        own, args = [Path(args[at + 1])], args[:at] + args[at + 2 :]
+    if len(args) > 1 or (args and args[0] not in kinds):
+        raise UserError("ls", " ".join(args), ", ".join(kinds), "posbench ls models")
+    for kind in args or kinds:
+        if kind == "families":
+            _table(
+                kind,
+                ("name", "model_type", "positions"),
+                [[f.name, ", ".join(f.model_types), f.position] for f in FAMILIES],
+            )
+            continue
+        experiments = kind == "experiments"
+        folders = [paths.EXPERIMENTS] if experiments else [root / KINDS[kind] for root in (paths.CONF, *own)]
+        columns = TASK_COLUMNS if kind == "tasks" else ("what",)
+        rows = []
+        for name in choices(*folders):
+            file = next(f / f"{name}.yaml" for f in folders if (f / f"{name}.yaml").is_file())
+            rows.append([name, *(_task_facts(file) if kind == "tasks" else [_about(file)])])
+        _table(kind, ("name", *columns), rows)
+    return 0
+
+
+def _table(title: str, columns: tuple[str, ...], rows: list[list[str]]) -> None:
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
+    for column in columns:
+        table.add_column(column, no_wrap=column in ("name", "metric"), overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    Console().print(table)
+
+
+def _task_facts(file: Path) -> list[str]:
+    """What a task's class says of itself."""
+    cls, _ = target(yaml.safe_load(file.read_text()) or {}, Task, "task")  # type: ignore[type-abstract]
+    return [str(getattr(cls, column)) for column in TASK_COLUMNS]
+
+
+def _about(file: Path) -> str:
+    """The title of an experiment; else the first comment of a YAML, or its path."""
+    text = file.read_text()
+    lines = list(itertools.takewhile(lambda line: line.startswith("#"), text.splitlines()))
+    comment = " ".join(line.lstrip("# ") for line in lines).replace("et al. ", "et al.\0")
+    data = yaml.safe_load(text) or {}
+    title = (data.get("experiment") or {}).get("title")
+    return str(title or comment.split(". ")[0].replace("\0", " ").rstrip(".") or data.get("path") or "")
+
+
+def fetch(args: list[str]) -> int:
+    """List and download all that configs need."""
+    needed: list[sources.Source] = []
+    problems: list[UserError] = []
+
+    def collect(composed: Composed) -> None:
+        # A sweep's jobs share most of what they need; what one lacks must not hide what the others do.
+        try:
+            needed.extend(needs(composed.raw))
+        except UserError as error:
+            problems.append(error)
+
+    compose([a for a in args if a != "--dry-run"], collect)
+    if problems:
+        raise problems[0]
+    if needed:
+        sources.fetch(needed, dry_run="--dry-run" in args, console=Console())
+    return 0
+
+
+def validate(args: list[str]) -> int:
+    """Compose and check configs; without arguments, every choice of every group and every experiment."""
+    from posbench.cli.main import complain
+
+    jobs = [args] if args else _every()
+    status = 0
+    for job in jobs:
+        problems: list[UserError] = []
+
+        def look(composed: Composed, problems: list[UserError] = problems) -> None:
+            try:
+                check(composed.raw, composed.typed)
+            except UserError as error:
+                problems.append(error)
+
+        try:
+            compose(job, look)
+        except UserError as error:
+            problems.append(error)
+        print(f"{'ok  ' if not problems else 'BAD '} {shlex.join(job)}")
+        for problem in problems:
+            complain(problem)
+            status = 2
+    return status
+
+
+def _every() -> list[list[str]]:
+    """A job for every choice; with what it cannot do without."""
+    jobs = [[f"{group}={name}"] for group in GROUPS for name in choices(paths.CONF / group)]
+    jobs += [[f"experiment={name}"] for name in choices(paths.EXPERIMENTS)]
+    for job in jobs:
+        job += ["model.path=."] if job == ["model=hf"] else []
+        # A model without published constants is a model to search on.
+        job += ["stages=[search]"] if job[0].startswith("model=") else []
+        # The settings of a search can be checked without the method that it serves.
+        job += ["stages=[evaluate]"] if job[0].startswith("search=") else []
+    return jobs
+
+
+def _folder(verb: str, args: list[str]) -> Path:
+    if len(args) != 1:
+        raise UserError(verb, " ".join(args), "one folder", f"posbench {verb} DIR")
+    return Path(args[0]).expanduser()
+
+
+def report(args: list[str]) -> int:
+    """Redraw the figures and the page of a run or a sweep."""
+    folder = _folder("report", args)
+    sweep = (folder / "summary.csv").is_file()
+    if not sweep:
+        open_run(folder)
+    print(render_sweep(folder) if sweep else render_run(folder))
+    return 0
+
+
+def rescore(args: list[str]) -> int:
+    """Score saved outputs again, without a model."""
+    run = open_run(_folder("rescore", args))
+    raw = yaml.safe_load((run.path / "config.yaml").read_text())
+    if all("error" in row for row in run.rows(evaluate.FILE)):
+        raise UserError("DIR", str(run.path), "a run that evaluated", "add evaluate to its stages")
+    task = instantiate(raw["task"], Task, "task")  # type: ignore[type-abstract]
+    runtime = build(Runtime, raw["runtime"], "runtime")
+    with owned(run.path):
+        changed = evaluate.rescore(task, raw["model"]["name"], runtime.resamples, run)
+    print(f"{changed} of {len(run.rows(evaluate.FILE))} scores changed; {render_run(run.path)}")
+    return 0

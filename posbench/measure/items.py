@@ -1,0 +1,70 @@
+"""Attention of the last prompt token to the items of a prompt (Yu et al. 2025, Eq. 4)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from posbench.model.lm import LM, Encoded
+from posbench.tasks import Example
+
+
+def item_tokens(encoded: Encoded, example: Example) -> list[tuple[int, int]]:
+    """First token of every item and the one behind its last; (0, 0) where the prompt lost the item.
+
+    A token that an item shares with its neighbour belongs to both.
+    """
+    starts, ends = (np.array(side) for side in zip(*encoded.offsets, strict=True))
+    spans = []
+    for first, last in example.items:
+        tokens = np.flatnonzero((starts < last) & (ends > first))
+        spans.append((int(tokens[0]), int(tokens[-1]) + 1) if len(tokens) else (0, 0))
+    return spans
+
+
+@torch.inference_mode()
+def attention_to_items(
+    lm: LM, encoded: Sequence[Encoded], examples: Sequence[Example], *, heads: bool = False
+) -> Tensor:
+    """Mean attention weight of the last token to each token of each item.
+
+    Args:
+        lm: The model, inside a method's block where one is meant.
+        encoded: The tokenised prompts.
+        examples: Their examples, with equally many items each.
+        heads: Keep the heads apart.
+
+    Returns:
+        [B, L, N] for B prompts, L layers and N items: averaged over heads and over each item's tokens; [B, L, H, N]
+        with ``heads``.
+    """
+    inputs = lm.pad([e.ids for e in encoded])
+    pool = item_pool(encoded, examples, inputs["input_ids"].shape[1])
+    with lm.last_attention() as weights:
+        lm.model(**inputs, use_cache=False, logits_to_keep=1)
+        # A method may run a prompt as several rows next to each other; their weights are averaged as heads are.
+        rows = [weights[layer].unflatten(0, (len(examples), -1)).mean(1) for layer in range(lm.layers)]
+        kept = [(row if heads else row.mean(1, keepdim=True)).float().cpu() for row in rows]
+    found = pooled(kept, pool)
+    return found if heads else found[:, :, 0]
+
+
+def item_pool(encoded: Sequence[Encoded], examples: Sequence[Example], width: int) -> Tensor:
+    """One over an item's number of tokens at its tokens, 0 elsewhere, [B, N, width], for prompts padded on the left."""
+    pool = torch.zeros(len(examples), len(examples[0].items), width)
+    for row, (code, example) in enumerate(zip(encoded, examples, strict=True)):
+        for item, (first, last) in enumerate(item_tokens(code, example)):
+            pad = width - len(code.ids)
+            pool[row, item, pad + first : pad + last] = 1 / max(last - first, 1)
+    return pool
+
+
+def pooled(weights: Sequence[Tensor], pool: Tensor) -> Tensor:
+    """Weights [B, H, T'] of each layer, averaged over the tokens of each item: [B, L, H, N] from the pool [B, N, T]."""
+    # A sliding-window layer may hold the newest keys only: the others have no weight.
+    layers = [F.pad(row, (pool.shape[-1] - row.shape[-1], 0)) for row in weights]
+    return torch.einsum("lbht,bit->blhi", torch.stack(layers), pool)

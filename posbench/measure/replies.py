@@ -1,0 +1,68 @@
+"""Prompts as tokens, batches of prompts that are decoded alike, and what a model replies."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from posbench.model.lm import LM, Encoded, batches
+from posbench.tasks import Example, Task
+
+
+def encode(lm: LM, task: Task, example: Example) -> Encoded:
+    """An example's prompt as tokens, with room for its answer."""
+    tokenizer = lm.tokenizer
+    reserve = example.max_new_tokens or task.max_new_tokens
+    if example.choices and tokenizer:
+        reserve = max(len(tokenizer(c, add_special_tokens=False)["input_ids"]) for c in example.choices)
+    return lm.encode(
+        example.prompt, truncation=task.truncation, reserve=reserve, most=task.max_prompt_tokens,
+        document=example.document, separator=example.separator, chat=example.chat, system=example.system,
+        prefill=example.prefill,
+    )
+
+
+def encode_longest(lm: LM, task: Task) -> tuple[Example, Encoded]:
+    """The evaluation example with the longest prompt (in characters): one that fails to fit shows it at once."""
+    longest = max(task.evaluation(), key=lambda e: len(e.prompt))
+    return longest, encode(lm, task, longest)
+
+
+def plan(
+    task: Task, examples: Sequence[Example], encoded: Mapping[str, Encoded], size: int, tokens: int | None
+) -> list[list[Example]]:
+    """Batches of examples that are decoded alike, the largest first.
+
+    Args:
+        task: Their task.
+        examples: The examples.
+        encoded: Their prompts by id.
+        size: Prompts per batch at most.
+        tokens: Tokens per batch at most, padding and reply counted; None: no such limit.
+    """
+    alike: dict[tuple[Any, ...], list[Example]] = {}
+    for e in examples:
+        kind = bool(e.choices), e.max_new_tokens or task.max_new_tokens, e.min_new_tokens, e.stop
+        alike.setdefault(kind, []).append(e)
+    out = []
+    for (chosen, new, *_), members in alike.items():
+        lengths = [len(encoded[e.id].ids) + (0 if chosen else new) for e in members]
+        out += [[members[i] for i in group] for group in batches(lengths, size, tokens)]
+    return sorted(out, key=lambda group: -len(encoded[group[0].id].ids))
+
+
+def replies(
+    lm: LM, task: Task, batch: Sequence[Example], encoded: Mapping[str, Encoded]
+) -> list[dict[str, Any]]:
+    """``output`` of each example of a batch; where it is chosen, with the ``loglikelihoods`` (nats) of the choices."""
+    tokens, first = [encoded[e.id].ids for e in batch], batch[0]
+    if first.choices:
+        asked = [[lm.continuation_ids(encoded[e.id], choice) for choice in e.choices] for e in batch]
+        nats = [[total for total, _ in row] for row in lm.continuations(tokens, asked, batch_size=len(batch))]
+        best = [e.choices[row.index(max(row))].strip() for e, row in zip(batch, nats, strict=True)]
+        return [{"output": text, "loglikelihoods": row} for text, row in zip(best, nats, strict=True)]
+    texts = lm.generate(
+        tokens, max_new_tokens=first.max_new_tokens or task.max_new_tokens, min_new_tokens=first.min_new_tokens,
+        stop=first.stop, repetition_penalty=task.repetition_penalty, batch_size=len(batch),
+    )
+    return [{"output": text} for text in texts]

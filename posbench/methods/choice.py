@@ -1,0 +1,94 @@
+"""A method as a config names it: some of its parameters may be missing until a search has found them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from posbench.errors import UserError, renamed
+from posbench.methods.base import Method
+from posbench.methods.composed import Composed
+from posbench.schema import build, required, target
+
+
+@dataclass(frozen=True, kw_only=True)
+class MethodChoice:
+    """Class and parameters of a method, or of a part of a list of methods.
+
+    Attributes:
+        name: What tables call it.
+        cls: Its class.
+        values: Its parameters; None marks what a search must find.
+        typed: Keys of these that the user typed; a search leaves them alone.
+        where: Dotted name of its config node.
+        parts: In a list of methods, the choices by name, the outermost first.
+    """
+
+    name: str
+    cls: type[Method]
+    values: dict[str, Any]
+    typed: frozenset[str] = frozenset()
+    where: str = "method"
+    parts: dict[str, MethodChoice] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, data: Mapping[str, Any], typed: Iterable[str] = (), where: str = "method") -> MethodChoice:
+        """The choice that a config node describes.
+
+        Args:
+            data: The node.
+            typed: Dotted keys that the user typed.
+            where: Dotted name of the node.
+
+        Raises:
+            UserError: There is no such class, or a list of methods has no parts.
+        """
+        kind, values = target(data, Method, where)
+        name = str(values.pop("name", kind.__module__.rpartition(".")[2]))
+        typed = list(typed)
+        own = frozenset(key.removeprefix(f"{where}.") for key in typed if key.startswith(f"{where}."))
+        parts: dict[str, MethodChoice] = {}
+        if issubclass(kind, Composed):
+            given = values.pop("parts", None)
+            if not isinstance(given, Mapping) or not given or not all(isinstance(p, Mapping) for p in given.values()):
+                hint = "write method=[layer_scaling,scale_channel]"
+                raise UserError(f"{where}.parts", given, "methods by name", hint)
+            parts = {
+                str(key): cls.of({**part, "name": key}, typed, f"{where}.parts.{key}") for key, part in given.items()
+            }
+        return cls(name=name, cls=kind, values=values, typed=own, where=where, parts=parts)
+
+    @property
+    def classes(self) -> list[type[Method]]:
+        """The method's class, and those of its parts."""
+        return [self.cls, *(part.cls for part in self.parts.values())]
+
+    @property
+    def pinned(self) -> dict[str, Any]:
+        """What the user typed of it."""
+        return {key: value for key, value in self.values.items() if key in self.typed}
+
+    def build(self, found: Mapping[str, Any] | None = None, part: MethodChoice | None = None, hint: str = "") -> Method:
+        """Make the method; what a search found fills every parameter that the user did not type.
+
+        Args:
+            found: Parameters by name.
+            part: Whose parameters these are; None: its own.
+            hint: What to do where a parameter is missing, with ``{key}``.
+
+        Raises:
+            UserError: A parameter is missing or wrong.
+        """
+        if self.parts:
+            made = {n: each.build(found if each is part else None, hint=hint) for n, each in self.parts.items()}
+            return build(self.cls, {**self.values, "parts": made}, self.where)
+        fresh = {k: v for k, v in (found or {}).items() if k in self.values and k not in self.typed}
+        values = self.values | fresh
+        with renamed("method.", f"{self.where}."):
+            missing = [key for key, value in values.items() if value is None and key in required(self.cls)]
+            if missing:
+                allowed = f"a value (the model has no {self.name} block with it)"
+                hint = hint or "type {key}=..., or add the block to the model's YAML"
+                raise UserError(f"method.{missing[0]}", None, allowed, hint.format(key=f"method.{missing[0]}"))
+            return build(self.cls, values, "method")

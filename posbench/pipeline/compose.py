@@ -1,0 +1,405 @@
+"""Composing a config: the one way from ``key=value`` arguments and YAML files to plain data.
+
+Groups are chosen as Hydra does. Every other key is laid over the defaults of the class that its group names, so that YAML
+files hold only what differs; what the model's file says of a method, task or study comes in between, unless the user or
+the experiment set that key.
+"""
+
+from __future__ import annotations
+
+import io
+import itertools
+import json
+import os
+import re
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stderr
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import hydra
+import yaml
+from hydra._internal.utils import get_args_parser
+from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from posbench import paths
+from posbench.errors import UserError, choices, near
+from posbench.model.load import ModelConfig
+from posbench.run.runtime import Runtime
+from posbench.schema import defaults, target
+
+GROUPS = ("model", "task", "method", "search", "runtime", "study")
+PLURALS = {group: {"search": "searches", "study": "studies"}.get(group, f"{group}s") for group in GROUPS}
+TOP = (*GROUPS, "stages", "experiment")
+RESULTS = "POSBENCH_SWEEP"
+"""Environment variable with the folder in which the jobs of a sweep leave their records."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Composed:
+    """One composed config.
+
+    Attributes:
+        raw: The config as plain data, every default filled in, nothing left to resolve.
+        typed: Dotted keys that the user set.
+        overrides: The arguments of this job as typed.
+        number: Number of the job in a sweep.
+        multirun: Whether it is one of a sweep.
+    """
+
+    raw: dict[str, Any]
+    typed: tuple[str, ...]
+    overrides: tuple[str, ...]
+    number: int = 0
+    multirun: bool = False
+
+
+def compose(args: Sequence[str], each: Callable[[Composed], None]) -> list[dict[str, Any]]:
+    """Compose the configs that the arguments ask for and hand them on: one, or one for each job of a sweep.
+
+    Args:
+        args: ``key=value`` overrides and Hydra's flags.
+        each: Called with every config; what it leaves by :func:`leave` is returned.
+
+    Returns:
+        The records of the jobs, in order.
+
+    Raises:
+        UserError: An argument or a YAML file is wrong.
+    """
+    known = _flags(args)
+    folders = [paths.CONF, *([Path(known.config_dir).expanduser().absolute()] if known.config_dir else [])]
+    if not folders[-1].is_dir():
+        raise UserError("--config-dir", known.config_dir, "a folder with your YAML files", "check the path")
+    request = _request(known.overrides, folders, bool(known.multirun))
+    flags = [a for a in args if a not in known.overrides]
+    if request.multirun and not (known.multirun or known.cfg or known.info):
+        flags.append("-m")
+
+    problems: list[UserError] = []
+
+    def job(config: DictConfig) -> None:
+        now = HydraConfig.get()
+        typed = [str(o) for o in OmegaConf.to_container(now.overrides.task, resolve=False)]  # type: ignore[union-attr]
+        number = OmegaConf.select(now, "job.num", default=0, throw_on_missing=False) or 0
+        multirun = now.mode == RunMode.MULTIRUN
+        try:
+            made = _filled(config, dict(now.runtime.choices), typed, request, folders, number, multirun)
+        except UserError as error:
+            # Hydra would print a line of its own about an exception, and a sweep goes on.
+            problems.append(error)
+            record = {
+                "overrides": typed,
+                "multirun": multirun,
+                "folder": None,
+                "status": 2,
+                "error": str(error),
+            }
+            leave(number, record)
+            return
+        each(made)
+
+    with tempfile.TemporaryDirectory(prefix="posbench-sweep-") as records, _hydra_at(records):
+        # Its parser refuses an override that follows a flag and its value: overrides go last.
+        sys.argv = ["posbench", *flags, *request.flags, *request.overrides]
+        main = hydra.main(version_base="1.3", config_path=str(paths.CONF), config_name=request.config)
+        try:
+            main(job)()
+        except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
+            raise _complaint(error, known.overrides, folders[-1]) from error
+        except SystemExit as end:
+            # --help and the like print and leave.
+            if end.code:
+                raise UserError("flag", " ".join(args), "Hydra's flags", "posbench --help") from end
+        found = [json.loads(p.read_text()) for p in sorted(Path(records).glob("job-*.json"))]
+    if problems and not any(record["multirun"] for record in found):
+        raise problems[0]
+    return found
+
+
+def composed(*overrides: str) -> Composed:
+    """The one config that overrides ask for.
+
+    Raises:
+        UserError: An override or a YAML file is wrong.
+    """
+    found: list[Composed] = []
+    compose(overrides, found.append)
+    return found[0]
+
+
+def leave(number: int, record: Mapping[str, Any]) -> None:
+    """Leave the record of a job for the caller of :func:`compose`."""
+    Path(os.environ[RESULTS], f"job-{number:05d}.json").write_text(json.dumps(record))
+
+
+@contextmanager
+def _hydra_at(records: str) -> Iterator[None]:
+    """Hydra raises instead of printing; nothing that it changes outlives the block."""
+    names = {"HYDRA_FULL_ERROR": "1", RESULTS: records}
+    before = sys.argv, {name: os.environ.get(name) for name in names}
+    os.environ.update(names)
+    GlobalHydra.instance().clear()
+    try:
+        yield
+    finally:
+        GlobalHydra.instance().clear()
+        sys.argv = before[0]
+        for name, value in before[1].items():
+            os.environ.pop(name, None) if value is None else os.environ.__setitem__(name, value)
+
+
+# Arguments
+
+
+@dataclass(frozen=True)
+class _Request:
+    """What is handed to Hydra: the primary config, further flags, overrides; keys set by the experiment; as typed."""
+
+    config: str
+    flags: tuple[str, ...]
+    overrides: tuple[str, ...]
+    multirun: bool
+    set_by_experiment: frozenset[str]
+    spelled: Mapping[str, str]
+
+
+def _flags(args: Sequence[str]) -> Any:
+    """Hydra's own reading of the arguments, where every complaint is one line instead of its usage text."""
+    complaint = io.StringIO()
+    try:
+        with redirect_stderr(complaint):
+            known, unknown = get_args_parser().parse_known_intermixed_args(
+                [a for a in args if a != "--version"]
+            )
+    except SystemExit as error:
+        reason = complaint.getvalue().strip().splitlines()[-1].split("error: ")[-1]
+        raise UserError("flag", " ".join(args), "Hydra's flags", f"posbench --help ({reason})") from error
+    modes = [known.run, known.multirun, known.cfg, known.info, known.shell_completion]
+    if unknown:
+        raise UserError("flag", unknown[0], "key=value and Hydra's flags", "posbench --help")
+    if (
+        sum(map(bool, modes)) > 1
+        or known.experimental_rerun
+        or (known.resolve and not (known.cfg or known.help))
+    ):
+        allowed = "one of -m, --cfg job [--resolve], --info"
+        raise UserError("flag", " ".join(args), allowed, "to run again, repeat the command")
+    return known
+
+
+def _request(overrides: Sequence[str], folders: Sequence[Path], multirun: bool) -> _Request:
+    """Overrides as Hydra shall see them."""
+    names = [o.removeprefix("experiment=") for o in overrides if o.startswith("experiment=")]
+    parsed = _parsed([o for o in overrides if not o.startswith("experiment=")])
+    path = [f"file://{folder}" for folder in folders[1:]]
+    config, flags, experiment = "config", list[str](), dict[str, Any]()
+    if names:
+        config, flags = names[-1], ["--config-dir", str(paths.EXPERIMENTS)]
+        experiment = _experiment(config)
+        # The last --config-dir wins, so the user's own goes on the search path.
+        parsed = [o for o in parsed if o.key_or_group != "hydra.searchpath"]
+        flags += [f"hydra.searchpath=[{','.join(path)}]"] if path else []
+    typed = {o.key_or_group for o in parsed}
+    grid = (experiment.get("experiment") or {}).get("grid") or {}
+    swept = {key: values for key, values in grid.items() if key not in typed}
+    parsed += _parsed([f"{key}={','.join(_spell(v) for v in values)}" for key, values in swept.items()])
+    shown, spelled = [], {}
+    for override in parsed:
+        _check(override, folders, multirun or bool(swept))
+        text = _rewritten(override, folders)
+        shown.append(text)
+        spelled[text.split("=")[0]] = str(override.input_line).split("=")[0]
+    set_by = frozenset(k for group in GROUPS for k in _leaves(experiment.get(group), group))
+    return _Request(config, tuple(flags), tuple(shown), bool(swept), set_by, spelled)
+
+
+def _parsed(overrides: Sequence[str]) -> list[Override]:
+    try:
+        return OverridesParser.create().parse_overrides(list(overrides))
+    except HydraException as error:
+        reason = " ".join(str(error).split())[:160]
+        text = str(getattr(error, "override", None) or " ".join(overrides))
+        raise UserError(
+            text.split("=")[0], text, "key=value, a list as [a,b]", f"correct it ({reason})"
+        ) from error
+
+
+def _experiment(name: str) -> dict[str, Any]:
+    file = paths.EXPERIMENTS / f"{name}.yaml"
+    if not file.is_file():
+        there = choices(paths.EXPERIMENTS)
+        hint = near(name, there, "posbench ls experiments")
+        raise UserError("experiment", name, ", ".join(there) or "none yet", hint)
+    return dict(yaml.safe_load(file.read_text()))
+
+
+def _spell(value: Any) -> str:
+    """A value of an experiment's grid as an override spells it."""
+    return json.dumps(value).replace('"', "") if not isinstance(value, str) else value
+
+
+def _leaves(node: Any, where: str) -> Iterator[str]:
+    if isinstance(node, Mapping):
+        for key, value in node.items():
+            yield from _leaves(value, f"{where}.{key}")
+    elif where.count("."):
+        yield where
+
+
+def _check(override: Override, folders: Sequence[Path], multirun: bool) -> None:
+    """Refuse what names nothing, before Hydra would in its own words."""
+    key, first = override.key_or_group, override.key_or_group.split(".")[0].split("@")[0]
+    if first not in (*TOP, "hydra") and not first.startswith("hydra/"):
+        raise UserError(key, override.input_line, f"keys {', '.join(TOP)}", near(first, TOP, "remove it"))
+    if override.is_sweep_override() and not multirun:
+        value = str(override.input_line).partition("=")[2]
+        raise UserError(key, value, "one value; a list as [a,b]", "sweep with -m (--multirun)")
+    if key in GROUPS and not override.is_delete():
+        there = choices(*(folder / key for folder in folders))
+        for name in _values(override):
+            listed = re.fullmatch(r"\[(.*)\]", name)
+            parts = [part.strip() for part in listed[1].split(",")] if listed and key == "method" else [name]
+            for number, part in enumerate(parts):
+                if (part not in there and part != "null") or part in parts[:number]:
+                    hint = near(part, there, f"posbench ls {PLURALS[key]}")
+                    allowed = (
+                        ", ".join(there) if not listed else f"a list of different ones of: {', '.join(there)}"
+                    )
+                    raise UserError(key, name, allowed, hint)
+
+
+def _values(override: Override) -> list[str]:
+    """The values that an override chooses among."""
+    if override.is_sweep_override():
+        return [str(value) for value in override.sweep_string_iterator()]
+    return [override.get_value_element_as_str() if override.value() is not None else "null"]
+
+
+def _rewritten(override: Override, folders: Sequence[Path]) -> str:
+    """An override for Hydra: a list of methods as the name of a stored config, any other key as one that may be new."""
+    line = str(override.input_line)
+    key, _, value = line.partition("=")
+    if key == "method":
+        return "method=" + re.sub(r"\[([^\[\]]*)\]", lambda m: _store(m[1].split(",")), value)
+    bare = key.lstrip("+~")
+    return (
+        f"++{bare}={value}"
+        if "." in bare and not key.startswith("~") and bare.split(".")[0] in GROUPS
+        else line
+    )
+
+
+def _store(names: Iterable[str]) -> str:
+    """Store the config of a list of methods, one inside the other; its name."""
+    parts = [name.strip() for name in names]
+    node = {
+        "defaults": [*(f"{name}@parts.{name}" for name in parts), "_self_"],
+        "_target_": "posbench.methods.composed.Composed",
+    }
+    ConfigStore.instance().store(group="method", name="-".join(parts), node=node)
+    return "-".join(parts)
+
+
+# Filling in
+
+
+def _filled(
+    config: DictConfig,
+    chosen: Mapping[str, str | None],
+    typed: Sequence[str],
+    request: _Request,
+    folders: Sequence[Path],
+    number: int,
+    multirun: bool,
+) -> Composed:
+    """The plain data of a composed config."""
+    keys = tuple(o.split("=", 1)[0].lstrip("+~") for o in typed)
+    raw: Any = OmegaConf.to_container(config, resolve=False)
+    for group in GROUPS:
+        if isinstance(raw.get(group), dict):
+            raw[group] = {"name": chosen.get(group), **raw[group]} if group != "runtime" else raw[group]
+    blocks = _blocks(raw["model"], folders) if isinstance(raw.get("model"), dict) else {}
+    known = {f for f in defaults(ModelConfig) if f != "blocks"}
+    if isinstance(raw.get("model"), dict):
+        raw["model"] = {**{k: v for k, v in defaults(ModelConfig).items() if k in known}, **raw["model"]}
+    if isinstance(raw.get("runtime"), dict):
+        raw["runtime"] = {**defaults(Runtime), **raw["runtime"]}
+    kept = {*keys, *request.set_by_experiment}
+    for group in ("task", "method", "search", "study"):
+        if isinstance(raw.get(group), dict):
+            _fill(raw[group], group, blocks, kept)
+    plain = _resolved(raw)
+    spelled = tuple(
+        request.spelled.get(o.split("=")[0], o.split("=")[0]) + o[len(o.split("=")[0]) :] for o in typed
+    )
+    return Composed(raw=plain, typed=keys, overrides=spelled, number=number, multirun=multirun)
+
+
+def _blocks(model: Mapping[str, Any], folders: Sequence[Path]) -> dict[str, dict[str, Any]]:
+    """The blocks of a model's file, which must name something.
+
+    Raises:
+        UserError: A block is of no method, task or study.
+    """
+    fields = defaults(ModelConfig)
+    blocks = {k: dict(v) for k, v in model.items() if k not in fields and isinstance(v, Mapping)}
+    groups = "method", "task", "search", "study"
+    there = list(itertools.chain(*(choices(*(folder / g for folder in folders)) for g in groups)))
+    for name in blocks:
+        if name not in there:
+            allowed = "the name of a method, task, search or study"
+            raise UserError(f"model.{name}", "a block", allowed, near(name, there, "remove it"))
+    return blocks
+
+
+def _fill(node: dict[str, Any], where: str, blocks: Mapping[str, Mapping[str, Any]], kept: set[str]) -> None:
+    """Lay a node over the model's block of its name, and that over the defaults of its class; likewise nodes inside it."""
+    if "_target_" not in node:
+        return
+    cls, given = target(node, object, where)
+    # Choices that share a class share its module's block: an exhaustive search takes that of the channel search.
+    names = str(given.get("name") or where.rpartition(".")[2]), cls.__module__.rpartition(".")[2]
+    block = next((blocks[name] for name in names if name in blocks), {})
+    fields = defaults(cls)
+    for key, value in block.items():
+        if key in fields and f"{where}.{key}" not in kept:
+            node[key] = value
+    for key, value in fields.items():
+        node.setdefault(key, value)
+    for key, value in node.items():
+        for name, part in (
+            value.items() if isinstance(value, dict) and "_target_" not in value else ((None, value),)
+        ):
+            if isinstance(part, dict):
+                _fill(part, f"{where}.{key}" + (f".{name}" if name else ""), blocks, kept)
+
+
+def _resolved(raw: Mapping[str, Any]) -> dict[str, Any]:
+    try:
+        return OmegaConf.to_container(OmegaConf.create(dict(raw)), resolve=True, throw_on_missing=True)  # type: ignore[return-value]
+    except OmegaConfBaseException as error:
+        key = str(getattr(error, "full_key", "") or "config")
+        reason = str(error).strip().splitlines()[0]
+        raise UserError(key, "???", "a value", f"set {key}=... ({reason})") from error
+
+
+def _complaint(error: Exception, overrides: Sequence[str], folder: Path) -> UserError:
+    """What Hydra, OmegaConf and the YAML parser still find, in our form."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    reason = text if len(text) <= 160 else f"{text[:160]} ..."
+    if isinstance(error, yaml.YAMLError):
+        return UserError("config file", str(folder), "valid YAML", f"correct it ({reason})")
+    key = str(getattr(error, "full_key", None) or "config")
+    return UserError(key, " ".join(overrides), "what conf/ holds", f"see posbench --cfg job ({reason})")

@@ -1,0 +1,163 @@
+"""What tells runs apart: everything that can move a number, and nothing else; and the record of where a run was made."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import platform
+import subprocess
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import posbench
+from posbench import paths
+from posbench.files import sources
+from posbench.files.atomic import digest
+from posbench.files.hardware import hardware
+from posbench.model.load import ModelConfig, torch_device
+from posbench.pipeline.config import Config
+
+PACKAGES = (
+    "torch",
+    "transformers",
+    "tokenizers",
+    "accelerate",
+    "hydra-core",
+    "omegaconf",
+    "numpy",
+    "scipy",
+    "pandas",
+)
+PACKAGES += ("matplotlib",)
+NUMBERS = (
+    "tasks",
+    "stats",
+    "theory",
+    "model",
+    "methods",
+    "perturbations",
+    "measure",
+    "run",
+    "search",
+    "studies",
+)
+NUMBERS += ("embedded", "pipeline/stages", "schema.py", "files/atomic.py")
+"""Parts of the package that can move a number: a changed figure, page or message starts no new version."""
+
+
+def identity(config: Config) -> dict[str, Any]:
+    """What, beside the method and the task, can move a number: weights, kernel, precision, batch size, device kind."""
+    model, runtime = config.model, config.runtime
+    found: dict[str, Any] = {"code": source_digest(config), "device": torch_device(runtime.device).type}
+    found |= {
+        "batch_size": runtime.batch_size,
+        "batch_tokens": runtime.batch_tokens,
+        "threads": threads(config),
+    }
+    if config.uses_model:
+        kept = ("dtype", "attention", "rope", "chat_template", "context_window")
+        found |= {"weights": fingerprint(model), **{name: getattr(model, name) for name in kept}}
+    return found
+
+
+def threads(config: Config) -> int | None:
+    """CPU threads of a run: the user's, else those of the model's file where the run looks at it."""
+    return config.runtime.threads or (config.model.threads if config.uses_model else None)
+
+
+def version_key(config: Config, who: Mapping[str, Any]) -> dict[str, Any]:
+    """What runs of one version folder share: code and examples."""
+    key = {"posbench": posbench.__version__, "code": who["code"]}
+    if config.uses_task:
+        key |= {"task": config.raw["task"], "task_version": config.task.version}
+    return key
+
+
+def run_name(config: Config, who: Mapping[str, Any]) -> str:
+    """Folder of a run: what it is, and a hash of what moves its numbers."""
+    runtime = config.runtime
+    moves = {
+        "identity": who,
+        "measured": [runtime.intervene_examples, runtime.resamples],
+        "typed": config.raw["typed"],
+    }
+    moves |= {key: config.raw[key] for key in ("method", "study", "search") if key in config.raw}
+    parts = (
+        [config.model.name, config.study_name, config.choice.name]
+        if config.uses_model
+        else [config.study_name]
+    )
+    return "__".join([*filter(None, parts), digest(moves)])
+
+
+def fingerprint(model: ModelConfig) -> str:
+    """Identity of a checkpoint: content of a local folder's small files and edges of its weights, or hub id and commit."""
+    source = sources.checkpoint(model.path, model.revision)
+    if source.kind == "model":
+        return f"{source.id}@{sources.commit(source)}"
+    folder = sources.local(source)
+    total = hashlib.sha256()
+    for file in sorted(
+        p for p in folder.iterdir() if p.is_file() and p.suffix != ".md" and not p.name.startswith(".")
+    ):
+        total.update(f"{file.name} {file.stat().st_size}".encode())
+        with open(file, "rb") as stream:
+            total.update(stream.read(1 << 20))
+            # The first megabyte of a shard can be shared by two fine-tunes; the last rarely is.
+            stream.seek(max(file.stat().st_size - (1 << 20), 0))
+            total.update(stream.read())
+    return total.hexdigest()[:16]
+
+
+def source_digest(config: Config) -> str:
+    """Hash of the code that can move a number, the user's own included: results of two codes never meet in one folder."""
+    total = hashlib.sha256()
+    parts = [config.task, config.search, *([config.study] if config.study else [])]
+    own = {inspect.getsourcefile(cls) for cls in (*config.choice.classes, *map(type, parts))}
+    files = {Path(file).resolve() for file in own if file}
+    for name in NUMBERS:
+        files |= (
+            {*(paths.PACKAGE / name).rglob("*.py")} if not name.endswith(".py") else {paths.PACKAGE / name}
+        )
+    for file in sorted(files):
+        name = file.relative_to(paths.PACKAGE).as_posix() if file.is_relative_to(paths.PACKAGE) else file.name
+        total.update(name.encode() + file.read_bytes())
+    return total.hexdigest()[:12]
+
+
+def provenance(config: Config, command: str, who: Mapping[str, Any]) -> dict[str, Any]:
+    """Versions, hardware and origin of a run; model and task only where they take part."""
+    facts: dict[str, Any] = {
+        "command": command,
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        "posbench": posbench.__version__,
+        "git": _git(),
+        "python": platform.python_version(),
+        "packages": {name: _version(name) for name in PACKAGES},
+        "hardware": hardware(),
+        "identity": dict(who),
+    }
+    if config.uses_model:
+        facts["model"] = {name: getattr(config.model, name) for name in ("path", "revision", "source")}
+    if config.uses_task:
+        facts["task"] = {name: getattr(config.task, name) for name in ("version", "source", "licence")}
+    return facts
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def _git() -> str | None:
+    """Commit of the checkout this package runs from, marked when it has changes; None for an installed wheel."""
+    if not (paths.PACKAGE.parent / ".git").exists():
+        return None
+    ask = ["git", "-C", str(paths.PACKAGE.parent), "describe", "--always", "--dirty", "--abbrev=12"]
+    answer = subprocess.run(ask, capture_output=True, text=True, check=False)
+    return answer.stdout.strip() or None

@@ -1,0 +1,96 @@
+"""Attention to the gold item."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from posbench.plots.base import ATTENTION_LABEL, DEPTH_LABEL, PAGE, from_zero, line_style, new_figure, styled
+from posbench.stats.frames import UNMODIFIED, gold_attention, need, need_one, strongest_layer
+
+
+def layer_title(layers: Sequence[int], chosen: bool) -> str:
+    """Which layers a panel averages, and that posbench chose them where it did."""
+    listed = (
+        ", ".join(map(str, layers))
+        if len(layers) < 8
+        else f"{layers[0]}, {layers[1]}, ... {layers[-1]} ({len(layers)})"
+    )
+    name = f"layer {layers[0]}" if len(layers) == 1 else f"mean of layers {listed}"
+    return f"{name} (strongest when unmodified)" if chosen else name
+
+
+@styled
+def attention_by_position(attention: pd.DataFrame, layers: Sequence[int] | None = None) -> Figure:
+    """Attention of the last prompt token to the gold item: as curves, and as the change in every layer.
+
+    Args:
+        attention: attention.csv rows of one model and task (method, gold_position, layer, item, attention),
+            attention being the mean weight per token of the item over heads and examples.
+        layers: 0-based layers to average in the left panel; by default the one layer whose attention to the
+            gold item is largest in the unmodified model. The title names it.
+
+    Returns:
+        A double-column figure. Left: one line per method. Right, one panel per method: layer x gold position,
+        method minus unmodified, a dash in each cell that went down. With one method only, its own attention.
+
+    Raises:
+        UserError: a column is missing, no row has item = gold_position, or several models or tasks are mixed.
+    """
+    gold = gold_attention(attention)
+    need_one(gold, "attention", "model", "task")
+    shown = [strongest_layer(gold)] if layers is None else list(layers)
+    grids = {
+        str(method): rows.pivot_table(index="layer", columns="depth", values="attention")
+        for method, rows in gold.groupby("method", sort=False)
+    }
+    base = grids.pop(UNMODIFIED, None) if len(grids) > 1 else None
+    figure = new_figure(PAGE, 2.6)
+    left, *others = np.atleast_1d(figure.subplots(1, 1 + len(grids)))
+    picked = gold[gold["layer"].isin(shown)]
+    need(picked, f"attention (layers {shown})", "attention")
+    index = 0
+    for method, rows in picked.groupby("method", sort=False):
+        curve = rows.groupby("depth")["attention"].mean()
+        unmodified = method == UNMODIFIED
+        label, style = ("unmodified", line_style(0, True)) if unmodified else (str(method), line_style(index))
+        left.plot(100 * curve.index, curve.to_numpy(), label=label, **style)
+        index += not unmodified
+    left.set(xlabel=DEPTH_LABEL, ylabel=ATTENTION_LABEL, title=layer_title(shown, layers is None))
+    from_zero(left)
+    left.legend(
+        *left.get_legend_handles_labels(), loc="lower left", bbox_to_anchor=(0, 1.1), ncols=2, borderaxespad=0
+    )
+    for axes, (method, grid) in zip(others, grids.items(), strict=True):
+        _heat(figure, axes, grid if base is None else grid - base, method, change=base is not None)
+    return figure
+
+
+def _heat(figure: Figure, axes: Axes, grid: pd.DataFrame, method: str, change: bool) -> None:
+    """Heat map of layer (rows) x depth (columns); a change is drawn around 0 with falling cells marked by a
+    dash."""
+    values = grid.to_numpy(dtype=float)
+    top = float(np.nanmax(np.abs(values))) or 1.0
+    cmap = "PuOr_r" if change else "viridis"
+    image = axes.imshow(
+        values, cmap=cmap, vmin=-top if change else 0, vmax=top, aspect="auto", origin="lower"
+    )
+    if change:
+        rows, columns = np.nonzero(values < -1e-3 * top)  # rounding is no change
+        axes.plot(columns, rows, linestyle="none", marker="_", color="black", markersize=4)
+    step = max(1, len(grid.index) // 8)
+    axes.set_yticks(range(0, len(grid.index), step), [str(layer) for layer in grid.index[::step]])
+    step = max(1, len(grid.columns) // 6)
+    axes.set_xticks(
+        range(0, len(grid.columns), step), [f"{100 * depth:.0f}" for depth in grid.columns[::step]]
+    )
+    name = "unmodified" if method == UNMODIFIED else method
+    axes.set(
+        xlabel=DEPTH_LABEL, ylabel="layer", title=f"{name}\nminus unmodified (dash: less)" if change else name
+    )
+    bar = figure.colorbar(image, ax=axes, label="attention to the gold item" + (", change" if change else ""))
+    bar.ax.ticklabel_format(axis="y", scilimits=(-3, 3))

@@ -1,0 +1,115 @@
+"""Scores over gold positions and over subsets."""
+
+from __future__ import annotations
+
+import numpy as np
+import pandas as pd
+from matplotlib.figure import Figure
+
+from posbench.plots.base import COLUMN, PAGE, band, legend_below, line_style, new_figure, percent_axes, styled
+from posbench.stats.frames import UNMODIFIED, at_positions, metric_name, need, need_one
+
+
+@styled
+def accuracy_by_position(metrics: pd.DataFrame, chance: float | None = None) -> Figure:
+    """The task's score over the gold position, one line per method with its 95 % band.
+
+    Args:
+        metrics: metrics.csv rows; model, method, task, position, depth, metric, value, ci_low, ci_high, seed
+            are used. Where model, task or seed vary, each combination is its own line.
+        chance: accuracy of guessing (0..1), drawn as a dotted line.
+
+    Returns:
+        A figure of single-column width; x is depth in % of the context, y the score in %.
+
+    Raises:
+        UserError: a column is missing, or no score is given per position.
+    """
+    need(
+        metrics,
+        "metrics",
+        "model",
+        "method",
+        "gold_position",
+        "depth",
+        "metric",
+        "value",
+        "ci_low",
+        "ci_high",
+    )
+    rows = at_positions(metrics)
+    need(rows, "metrics (score per position)", "value")
+    by = ["method", *(c for c in ("model", "task", "seed") if c in rows and rows[c].nunique() > 1)]
+    figure = new_figure(COLUMN, 2.5)
+    axes = figure.subplots()
+    counts = {True: 0, False: 0}
+    for key, line in rows.groupby(by, sort=False):
+        unmodified = key[0] == UNMODIFIED
+        method = "unmodified" if unmodified else str(key[0])
+        label = ", ".join([method, *(f"{c} {v}" for c, v in zip(by[1:], key[1:], strict=True))])
+        band(axes, line, line_style(counts[unmodified], unmodified), label=label)
+        counts[unmodified] += 1
+    if chance is not None:
+        axes.axhline(100 * chance, color="0.5", linestyle=":", linewidth=1, label="chance")
+    percent_axes(axes, f"{metric_name(metrics)} (%)")
+    legend_below(figure, axes)
+    return figure
+
+
+@styled
+def by_subset(subsets: pd.DataFrame) -> Figure:
+    """The task's score on every subset, then on every average: a point per method with its 95 % interval.
+
+    Args:
+        subsets: subsets.csv rows of one model and task.
+
+    Returns:
+        A double-column figure, as high as the number of subsets asks for; x is the score in %.
+
+    Raises:
+        UserError: a column is missing, or several models or tasks are mixed.
+    """
+    need(
+        subsets,
+        "subsets",
+        "model",
+        "method",
+        "task",
+        "subset",
+        "kind",
+        "metric",
+        "value",
+        "ci_low",
+        "ci_high",
+    )
+    need_one(subsets, "subsets", "model", "task")
+    rows = of_metric(subsets, "")
+    names = list(dict.fromkeys(zip(rows["kind"], rows["subset"], strict=True)))
+    methods = sorted(rows["method"].unique(), key=lambda m: m != UNMODIFIED)
+    figure = new_figure(PAGE, 0.9 + 0.16 * len(names))
+    axes = figure.subplots()
+    for index, method in enumerate(methods):
+        here = rows[rows["method"] == method].set_index(["kind", "subset"]).reindex(names)
+        value, low, high = (
+            100 * here[column].to_numpy(dtype=float) for column in ("value", "ci_low", "ci_high")
+        )
+        y = np.arange(len(names)) + 0.3 * (index - (len(methods) - 1) / 2)
+        style = line_style(max(index - (UNMODIFIED in methods), 0), method == UNMODIFIED) | {
+            "linestyle": "none"
+        }
+        error = np.clip([value - low, high - value], 0, None)
+        axes.errorbar(
+            value,
+            y,
+            xerr=error,
+            label="unmodified" if method == UNMODIFIED else method,
+            elinewidth=0.8,
+            **style,
+        )
+    first = sum(kind == "subset" for kind, _ in names)
+    if first < len(names):
+        axes.axhline(first - 0.5, color="0.5", linewidth=0.6)
+    axes.set_yticks(range(len(names)), [name.replace("_", " ") for _, name in names])
+    axes.set(xlabel=f"{metric_name(subsets)} (%)", ylim=(len(names) - 0.5, -0.5), xlim=(-3, 103))
+    legend_below(figure, axes)
+    return figure

@@ -1,0 +1,34 @@
+"""One part of a report page."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from matplotlib.figure import Figure
+
+Drawn = Mapping[str, tuple[Figure, str]]
+"""Figures with their captions, by file name."""
+
+
+@dataclass
+class Section:
+    """A heading, then whatever is given of text, table, figures and verbatim block.
+
+    Attributes:
+        title: The heading.
+        text: Plain text.
+        header: Names of the table's columns.
+        rows: Its rows.
+        figures: See :data:`Drawn`.
+        block: Verbatim text.
+        folded: Whether the block is folded at first.
+    """
+
+    title: str
+    text: str = ""
+    header: Sequence[str] = ()
+    rows: Sequence[Sequence[str]] = ()
+    figures: Drawn = field(default_factory=dict)
+    block: str = ""
+    folded: bool = False

@@ -1,0 +1,65 @@
+"""Scored replies to the evaluation examples under a method."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import pandas as pd
+
+from posbench.files.atomic import Row
+from posbench.measure.replies import replies
+from posbench.methods import Method
+from posbench.model.lm import Encoded
+from posbench.run.base import Run
+from posbench.tasks import Example
+
+
+def answers(run: Run, file: str, name: str, method: Method, encoded: Mapping[str, Encoded]) -> list[Row]:
+    """Scored replies to all evaluation examples under a method; resumed from a JSON-lines file.
+
+    Args:
+        run: The run.
+        file: JSON-lines file in the run folder.
+        name: What its rows call the method.
+        method: The method.
+        encoded: The prompts by id.
+    """
+    task = run.task
+    with method.applied(run.lm) as lm:
+
+        def compute(batch: Sequence[Example]) -> list[Row]:
+            return [
+                {
+                    "subset": e.subset,
+                    "gold_position": e.gold_position,
+                    "cluster": e.cluster,
+                    **reply,
+                    "scores": task.score(e, str(reply["output"])),
+                    "tokens": len(encoded[e.id].ids),
+                    "dropped": encoded[e.id].dropped,
+                }
+                for e, reply in zip(batch, replies(lm, task, batch, encoded), strict=True)
+            ]
+
+        order = run.plan(run.evaluation, encoded)
+        return run.complete(file, f"evaluate {name}", order, lambda e: {"method": name, "id": e.id}, compute)
+
+
+def compared(run: Run, file: str, methods: Mapping[str, Method]) -> pd.DataFrame:
+    """The task's own score of every evaluation example under several methods; resumed from a JSON-lines file.
+
+    Returns:
+        Rows of method, id, gold_position, cluster, score.
+    """
+    encoded, metric = run.encode(run.evaluation), run.task.metric
+    rows = [row for name, method in methods.items() for row in answers(run, file, name, method, encoded)]
+    kept = [
+        {
+            **{column: row[column] for column in ("method", "id", "gold_position")},
+            "cluster": row["cluster"] or row["id"],
+            "score": row["scores"][metric],
+        }
+        for row in rows
+        if row["scores"]
+    ]
+    return pd.DataFrame(kept)

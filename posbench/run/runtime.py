@@ -1,0 +1,57 @@
+"""Where and how a run runs."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+from posbench.errors import UserError
+from posbench.schema import Count
+
+
+@dataclass(frozen=True, kw_only=True)
+class Runtime:
+    """Where and how to run. The fields are the keys of ``runtime.*``.
+
+    Attributes:
+        device: ``auto`` (a GPU where there is one), ``cpu``, ``cuda``, ``cuda:1`` ...
+        device_map: Shards the model's layers over all visible GPUs, then memory, then disk; None puts all on
+            ``device``. ``auto`` and ``balanced`` share evenly, ``balanced_low_0`` spares the first GPU, ``sequential``
+            fills in order.
+        max_memory: For ``device_map``: memory per GPU number and ``cpu``, such as ``{0: 70GiB, cpu: 100GiB}``.
+        batch_size: Prompts per forward at most (moves rounding, so it is part of a run's identity).
+        batch_tokens: Tokens per forward at most, padding and reply counted; None: no such limit. Out of memory
+            halves a batch.
+        threads: CPU threads; None takes the model's, or leaves torch's choice.
+        outputs: Folder that receives the runs.
+        intervene_examples: Examples per gold position whose attention is measured.
+        resamples: Bootstrap resamples for paired differences.
+    """
+
+    device: str = "auto"
+    device_map: Literal["auto", "balanced", "balanced_low_0", "sequential"] | None = None
+    max_memory: dict[int | str, str] | None = None
+    batch_size: Count = 64
+    batch_tokens: Count | None = 16384
+    threads: Count | None = None
+    outputs: str = "outputs"
+    intervene_examples: Count = 20
+    resamples: Count = 2000
+
+    def __post_init__(self) -> None:
+        if self.device_map and self.device not in ("auto", "cuda"):
+            allowed = f"null with runtime.device={self.device}: it spreads over all visible GPUs"
+            hint = "set runtime.device=auto, and choose GPUs with CUDA_VISIBLE_DEVICES"
+            raise UserError("runtime.device_map", self.device_map, allowed, hint)
+        memory = self.max_memory or {}
+        sound = all(
+            (isinstance(place, int) or place == "cpu") and re.fullmatch(r"\d+(\.\d+)?[KMG]i?B", size)
+            for place, size in memory.items()
+        )
+        if memory and not (self.device_map and sound):
+            allowed = (
+                "null, or with a runtime.device_map: GPU numbers and cpu, each with a size in KiB, MiB or GiB"
+            )
+            hint = "set runtime.device_map=auto runtime.max_memory={0:70GiB,cpu:100GiB}"
+            raise UserError("runtime.max_memory", memory, allowed, hint)

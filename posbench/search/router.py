@@ -1,0 +1,193 @@
+"""The router of MoICE, trained: the model stays frozen, only the gates of its attention layers learn."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pandas as pd
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from posbench.errors import UserError
+from posbench.files.atomic import write_csv
+from posbench.methods.moice import MoICE, Router, auxiliary_loss, mixing, mixture, new_routers, save_routers
+from posbench.model.lm import LM
+from posbench.plots.section import Section
+from posbench.run.base import Run
+from posbench.schema import Count, Positive, Several
+from posbench.search.base import Read, Search
+
+FILE = "router.safetensors"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RouterSearch(Search):
+    """Training of the router on texts: the calibration prompts of the task with their answers, or the lines of a file.
+
+    The loss is the next-token cross-entropy of all tokens, the prompt's included, plus ``aux`` times the auxiliary loss of
+    balanced experts. The defaults are those of the released program (p1nksnow/MoICE, e14b5a3). With all 7 bases kept the
+    auxiliary loss is the constant 7 and has no gradient (:func:`posbench.methods.moice.auxiliary_loss`): the coefficient
+    then changes nothing but the printed loss.
+
+    Args:
+        steps: Updates, by AdamW without weight decay (7).
+        batch: Texts per update, run one by one (128 conversations).
+        learning_rate: Constant (1e-4, which leaves the mixture even after 7 steps).
+        aux: Coefficient of the auxiliary loss (0.3).
+        data: JSON lines, each with ``prompt`` and ``answer``; None: the task's calibration prompts.
+        longest: Tokens per text at most; a longer one is cut at its end.
+        seed: Of the first weights and of the order of the texts.
+    """
+
+    serves: ClassVar[type[MoICE]] = MoICE
+    place: ClassVar[str] = "alone"
+    finds: ClassVar[Mapping[str, Any]] = {"weights": "uniform"}
+    results: ClassVar[Sequence[str]] = ("search.csv", FILE)
+
+    steps: Count = 7
+    batch: Count = 128
+    learning_rate: Positive = 1e-4
+    aux: float = 0.3
+    data: str | None = None
+    longest: Several = 4608
+    seed: int = 0
+
+    def check(self, run: Run) -> None:
+        """Refuse typed weights, and texts that are too few or malformed, too."""
+        super().check(run)
+        self.texts(run)
+
+    def search(self, run: Run) -> None:
+        """Write ``search.csv``, a row per step, and the router."""
+        method, rows = run.trial(), self.texts(run)
+        assert isinstance(method, MoICE)
+        part = max(len(rows) // 10, 1)
+        with run.progress("search: steps", self.steps) as advance:
+            routers, steps = self.train(run.lm, rows[part:], method.bases, method.top_k, advance)
+        write_csv(run.out.path / "search.csv", pd.DataFrame(steps))
+        held = self.held_out(run.lm, rows[:part], routers, method)
+        losses = {name: sum(values) / part for name, values in held.items()}
+        save_routers(routers, run.out.path / FILE, {"search": run.raw["search"], "held_out": losses})
+        block = {
+            "weights": str((run.out.path / FILE).absolute()),
+            "texts": len(rows) - part,
+            "held_out": losses,
+        }
+        self.write_found(run, block, f"router ({self.steps} steps of {self.batch} at {self.learning_rate:g})")
+
+    def train(
+        self,
+        lm: LM,
+        rows: Sequence[Sequence[int]],
+        bases: Sequence[float | None],
+        top_k: int,
+        advance: Callable[[int], None] = lambda n: None,
+    ) -> tuple[dict[int, Router], list[dict[str, float]]]:
+        """Train routers on texts.
+
+        Args:
+            lm: The model, which is left as it is.
+            rows: Token ids of each text; they come again in another order when all were used.
+            bases: The N bases theta.
+            top_k: Bases that a token and head keeps.
+            advance: Told of each step.
+
+        Returns:
+            The routers, and per step the mean loss, auxiliary loss and largest weight of a mixture (1 / N: an even one).
+        """
+        torch.manual_seed(self.seed)
+        shuffle, order = random.Random(self.seed), list[Sequence[int]]()
+        routers = {layer: router.to(lm.device) for layer, router in new_routers(lm.model, len(bases)).items()}
+        parameters = [p for router in routers.values() for p in router.parameters()]
+        optimizer = torch.optim.AdamW(parameters, lr=self.learning_rate, weight_decay=0.0)
+        frozen = [p for p in lm.model.parameters() if p.requires_grad]
+        heard: dict[int, Tensor] = {}
+        steps = []
+        for parameter in frozen:
+            parameter.requires_grad_(False)
+        try:
+            with mixing(lm.model, routers, tuple(bases), top_k, heard.__setitem__):
+                for number in range(1, self.steps + 1):
+                    seen = {"loss": 0.0, "aux": 0.0, "largest_weight": 0.0}
+                    for _ in range(self.batch):
+                        order = order or shuffle.sample(rows, len(rows))
+                        loss = text_loss(lm, order.pop())
+                        logits = torch.cat([x.flatten(0, 2).to(lm.device) for x in heard.values()])
+                        aux = auxiliary_loss(logits, top_k)
+                        ((loss + self.aux * aux) / self.batch).backward()
+                        largest = mixture(logits.detach(), top_k).amax(-1).mean()
+                        for name, value in zip(seen, (loss, aux, largest), strict=True):
+                            seen[name] += value.item() / self.batch
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    steps.append({"step": number, **seen})
+                    advance(1)
+        finally:
+            for parameter in frozen:
+                parameter.requires_grad_(True)
+        return routers, steps
+
+    @torch.inference_mode()
+    def held_out(
+        self, lm: LM, rows: Sequence[Sequence[int]], routers: Mapping[int, Router], method: MoICE
+    ) -> dict[str, list[float]]:
+        """Loss of each text under the unmodified model, an even mixture, and the trained one."""
+        losses, count = {"unmodified": [text_loss(lm, row).item() for row in rows]}, len(method.bases)
+        for name, given, kept in (("even mixture", None, count), ("trained router", routers, method.top_k)):
+            with mixing(lm.model, given, method.bases, kept):
+                losses[name] = [text_loss(lm, row).item() for row in rows]
+        return losses
+
+    def texts(self, run: Run) -> list[list[int]]:
+        """Token ids of the training texts.
+
+        Raises:
+            UserError: A line of the file is not of its form, or there are too few texts.
+        """
+        pairs = []
+        if self.data is None:
+            pairs = [(example.prompt, example.answers[0]) for example in run.task.examples("calibration")]
+        else:
+            for number, line in enumerate(Path(self.data).expanduser().read_text().splitlines(), 1):
+                try:
+                    row = json.loads(line)
+                    pairs.append((str(row["prompt"]), str(row["answer"])))
+                except (ValueError, KeyError, TypeError) as error:
+                    allowed, hint = (
+                        "a JSON object with prompt and answer",
+                        f"correct line {number} of {self.data}",
+                    )
+                    raise UserError(f"search.data, line {number}", line[:60], allowed, hint) from error
+        rows = [
+            (prompt + answer)[: self.longest] for prompt, answer in (run.lm.answer_ids(*p) for p in pairs)
+        ]
+        if len(rows) < 4:
+            raise UserError("search.data", len(rows), "4 texts or more", "give more lines or examples")
+        return rows
+
+    def told(self, block: Mapping[str, Any]) -> str:
+        """Losses on the texts that were held out."""
+        losses = ", ".join(f"{name} {value:.5f}" for name, value in block["held_out"].items())
+        return f"{block['weights']}: loss of texts held out: {losses}"
+
+    def sections(self, read: Read) -> list[Section]:
+        """The steps of the training."""
+        table = read("search")
+        if table is None:
+            return []
+        rows = [[f"{value:.5g}" for value in row] for row in table.itertuples(index=False)]
+        text = "Per step: mean loss of the texts, auxiliary loss, and the largest weight of a mixture."
+        return [Section("Search", text, list(table), rows, folded=True)]
+
+
+def text_loss(lm: LM, ids: Sequence[int]) -> Tensor:
+    """Mean cross-entropy in nats of all tokens of a text but the first."""
+    tokens = torch.tensor([ids], device=lm.device)
+    logits = lm.model(input_ids=tokens, use_cache=False).logits[0, :-1]
+    return F.cross_entropy(logits.float(), tokens[0, 1:])

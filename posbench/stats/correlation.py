@@ -1,0 +1,24 @@
+"""Spearman's rank correlation, of many rows at once."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.stats import rankdata
+
+Array = NDArray[np.float64]
+
+
+def spearman(x: Array, y: Array) -> Array:
+    """Rank correlation over the last axis of x and y, [..., P] each or [P]; not a number where a row is constant."""
+    a, b = (rankdata(np.asarray(values, dtype=np.float64), axis=-1) for values in (x, y))
+    a, b = a - a.mean(-1, keepdims=True), b - b.mean(-1, keepdims=True)
+    scale = np.sqrt((a**2).sum(-1) * (b**2).sum(-1))
+    return np.divide((a * b).sum(-1), scale, out=np.full(np.shape(scale), np.nan), where=scale > 0)
+
+
+def permutation_p(x: Array, y: Array, draws: int = 20000, seed: int = 0) -> float:
+    """Share of random pairings of x and y [P] whose correlation reaches theirs, the given pairing counted."""
+    shuffled = np.random.default_rng(seed).permuted(np.tile(y, (draws, 1)), axis=1)
+    reached = spearman(x, shuffled) >= spearman(x, y) - 1e-12
+    return float((1 + reached.sum()) / (1 + draws))

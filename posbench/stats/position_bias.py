@@ -1,0 +1,142 @@
+"""What a score over gold positions amounts to: spread, gap, primacy, recency, middle drop (``docs/metrics.md``)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from posbench.stats.bootstrap import CHUNK, Array, Estimate, quantiles, resampled
+
+STATISTICS = ("position_bias", "gap", "gap_null", "primacy", "recency", "middle_drop")
+"""Statistics of the score over three gold positions or more: the standard deviation over positions without the part that
+sampling noise adds (the one to sort by), best minus worst position, what that is where positions do not matter, first
+position minus the inner ones, last minus the inner ones, mean of the ends minus the lowest inner one."""
+
+
+def curves(
+    frame: pd.DataFrame, name: str, by: str, resamples: int, seed: int = 0
+) -> dict[Any, tuple[Array, Array]]:
+    """Mean score over gold positions, exact and resampled; equal questions are drawn for all.
+
+    Args:
+        frame: Rows with gold_position, cluster, the score and ``by``.
+        name: Column of the score.
+        by: Column that tells the curves apart (method, setting).
+        resamples: Bootstrap draws R.
+        seed: Seed of the draws.
+
+    Returns:
+        By value of ``by``: the curve [K] and its draws [R, K], not a number at a position without a row.
+    """
+    frame = frame.dropna(subset=[name])
+    places, keys = sorted(frame["gold_position"].unique()), list(dict.fromkeys(frame[by]))
+    parts = {key: part for key, part in frame.groupby([by, "gold_position"], sort=False)}
+    cells = [(key, place) for key in keys for place in places if (key, place) in parts]
+    groups = {cell: (parts[cell][name].to_numpy(), list(parts[cell]["cluster"])) for cell in cells}
+    found = resampled(groups, stratified=True, resamples=resamples, seed=seed)
+    nothing = np.nan, np.full(resamples, np.nan)
+    out = {}
+    for key in keys:
+        means, drawn = zip(*(found.get((key, place), nothing) for place in places), strict=True)
+        out[key] = np.array(means), np.stack(drawn, axis=-1)
+    return out
+
+
+def curve_statistics(means: Array) -> dict[str, Array]:
+    """What a score over K >= 3 gold positions amounts to.
+
+    Args:
+        means: Mean score at every gold position in order, [..., K].
+
+    Returns:
+        By name [...]: ``primacy`` and ``recency``, first and last position minus the mean of the inner ones;
+        ``middle_drop``, mean of the ends minus the lowest inner one; ``gap``, best minus worst (Zhang et al. 2024,
+        Ms-PoE: "Gap"). Sampling noise alone raises the last two.
+    """
+    first, inner, last = means[..., 0], means[..., 1:-1], means[..., -1]
+    return {
+        "primacy": first - inner.mean(-1),
+        "recency": last - inner.mean(-1),
+        "middle_drop": (first + last) / 2 - inner.min(-1),
+        "gap": means.max(-1) - means.min(-1),
+    }
+
+
+def position_bias(curve: Array, draws: Array) -> tuple[float, Array]:
+    """Standard deviation over gold positions without what sampling noise adds.
+
+    Args:
+        curve: Mean score at K >= 2 gold positions, [K].
+        draws: Its bootstrap draws, [R, K].
+
+    Returns:
+        The root of what is left of the variance, 0 where noise explains more than all of it; and its draws [R], off
+        which the noise is taken twice: that of the sample and that of the draw.
+    """
+    variance, drawn = curve.var(ddof=1), draws.var(-1, ddof=1)
+    noise = np.nanmean(drawn) - variance
+    return float(np.sqrt(np.maximum(variance - noise, 0))), np.sqrt(np.maximum(drawn - 2 * noise, 0))
+
+
+def rows(
+    frame: pd.DataFrame, name: str, unmodified: str, resamples: int, seed: int
+) -> Iterator[tuple[str, str, Estimate]]:
+    """Method, statistic of :data:`STATISTICS` or its difference from the unmodified model, estimate.
+
+    The draws of a statistic that noise raises lie twice as far up as its estimate does (noise of the sample, and of
+    the draw), so twice that bias is taken off them. A gap is off by at most the gap of the curve's errors; its interval
+    adds the 95 % quantile of that, as Tukey's range test does. Without position bias the intervals then reach zero. A
+    difference of two gaps gets no row: the errors of two maxima do not cancel, and no such interval would hold.
+
+    Args:
+        frame: Rows with method, gold_position, cluster and the score.
+        name: Column of the score.
+        unmodified: Method name of the unmodified model.
+        resamples: Bootstrap draws.
+        seed: Seed of the draws.
+    """
+    placed = frame.dropna(subset=["gold_position", name])
+    if placed["gold_position"].nunique() < 3:
+        return
+    base: dict[str, tuple[float, Array]] = {}
+    found = curves(placed, name, "method", resamples, seed)
+    whole = [method for method, (curve, _) in found.items() if not np.isnan(curve).any()]
+    for method in sorted(whole, key=lambda m: m != unmodified):
+        part, (curve, draws) = placed[placed["method"] == method], found[method]
+        exact, drawn, n = curve_statistics(curve), curve_statistics(draws), len(part)
+        own = {key: (float(exact[key]), drawn[key]) for key in ("primacy", "recency")}
+        drop = exact["middle_drop"]
+        own["middle_drop"] = float(drop), drawn["middle_drop"] - 2 * (np.nanmean(drawn["middle_drop"]) - drop)
+        own["position_bias"] = position_bias(curve, draws)
+        gap, error = float(exact["gap"]), float(np.nanquantile(np.ptp(draws - curve, axis=1), 0.95))
+        shuffled = _shuffled_gaps(part, name, resamples, seed)
+        yield method, "gap", Estimate(gap, max(gap - error, 0.0), min(gap + error, 1.0), n)
+        yield method, "gap_null", Estimate(float(shuffled.mean()), *quantiles(shuffled), n)
+        for key, (value, values) in own.items():
+            yield method, key, Estimate(value, *quantiles(values), n)
+            if base:
+                change = value - base[key][0], *quantiles(values - base[key][1])
+                yield method, f"{key}_difference", Estimate(*change, n)
+        if method == unmodified:
+            base = own
+
+
+def _shuffled_gaps(part: pd.DataFrame, name: str, resamples: int, seed: int) -> Array:
+    """Best minus worst position after positions were shuffled, [R]: within questions that were asked at several
+    positions, else among all prompts."""
+    _, member = np.unique(part["cluster"], return_inverse=True)
+    order = np.argsort(member, kind="stable")
+    block = member[order] if member.max() + 1 < len(member) else np.zeros(len(member))
+    values = part[name].to_numpy(dtype=np.float64)[order]
+    places = part["gold_position"].to_numpy(dtype=np.int64)[order]
+    _, place, counts = np.unique(places, return_inverse=True, return_counts=True)
+    shares = np.eye(len(counts))[place] / counts
+    rng, step = np.random.default_rng(seed), max(CHUNK // len(order), 1)
+    gaps = []
+    for start in range(0, resamples, step):
+        keys = rng.random((min(step, resamples - start), len(order))) + block
+        gaps.append(np.ptp(values[np.argsort(keys, axis=1)] @ shares, axis=1))
+    return np.concatenate(gaps)
