@@ -46,7 +46,9 @@ def build(cls: type[T], data: Mapping[str, Any], where: str) -> T:
     for key, value in data.items():
         if key not in allowed:
             hint = near(str(key), allowed, "remove the key").replace("mean ", f"mean {where}.")
-            faults.found.append(UserError(_dotted(where, str(key)), value, f"keys {', '.join(allowed)}", hint))
+            faults.found.append(
+                UserError(_dotted(where, str(key)), value, f"keys {', '.join(allowed)}", hint)
+            )
         elif isinstance(value, bool) and "bool" not in words(kinds[key]):
             # pydantic reads true as 1; nobody means a batch size of true.
             faults.found.append(_wrong(where, key, value, kinds[key]))
@@ -90,7 +92,11 @@ def _fits(value: Any, kind: Any) -> bool:
         return len(value) == len(parts) and all(map(_fits, value, parts))
     if origin is tuple or kind is NoneType:
         return value is None and kind is NoneType
-    return isinstance(value, int | float) if kind is float else not isinstance(kind, type) or isinstance(value, kind)
+    return (
+        isinstance(value, int | float)
+        if kind is float
+        else not isinstance(kind, type) or isinstance(value, kind)
+    )
 
 
 def _holds(value: Any, bound: Any) -> bool:
@@ -116,9 +122,16 @@ def target(data: Mapping[str, Any], kind: type[T], where: str) -> tuple[type[T],
         cls = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
         allowed = "the import path of a class"
-        raise UserError(f"{where}._target_", data.get("_target_"), allowed, f"check conf/{where}/*.yaml") from error
+        raise UserError(
+            f"{where}._target_", data.get("_target_"), allowed, f"check conf/{where}/*.yaml"
+        ) from error
     if not (isinstance(cls, type) and issubclass(cls, kind)):
-        raise UserError(f"{where}._target_", path, f"a subclass of {kind.__module__}.{kind.__name__}", "see CONTRIBUTING.md")
+        raise UserError(
+            f"{where}._target_",
+            path,
+            f"a subclass of {kind.__module__}.{kind.__name__}",
+            "see CONTRIBUTING.md",
+        )
     return cls, {key: value for key, value in data.items() if key != "_target_"}
 
 
@@ -197,8 +210,18 @@ def words(kind: Any) -> str:
 def _bounded(plain: str, bounds: tuple[Any, ...]) -> str:
     """``a whole number from 1 up``, ``a number from 0 to 1``, ``a number above 0``."""
     plain = plain.replace("finite ", "")
-    low = next((f"from {b.ge:g}" if isinstance(b, Ge) else f"above {b.gt:g}" for b in bounds if isinstance(b, Ge | Gt)), "")
-    high = next((f"{b.le:g}" if isinstance(b, Le) else f"below {b.lt:g}" for b in bounds if isinstance(b, Le | Lt)), "")
+    low = next(
+        (
+            f"from {b.ge:g}" if isinstance(b, Ge) else f"above {b.gt:g}"
+            for b in bounds
+            if isinstance(b, Ge | Gt)
+        ),
+        "",
+    )
+    high = next(
+        (f"{b.le:g}" if isinstance(b, Le) else f"below {b.lt:g}" for b in bounds if isinstance(b, Le | Lt)),
+        "",
+    )
     if not low and not high:
         return plain
     if low and high:

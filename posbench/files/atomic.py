@@ -54,4 +54,8 @@ def rounded(values: Any, digits: int = 6) -> Any:
     """Numbers in nested lists or an array, with so many significant digits: what rows in files hold."""
     if hasattr(values, "tolist"):
         values = values.tolist()
-    return [rounded(value, digits) for value in values] if isinstance(values, list) else float(f"{values:.{digits}g}")
+    return (
+        [rounded(value, digits) for value in values]
+        if isinstance(values, list)
+        else float(f"{values:.{digits}g}")
+    )

@@ -36,7 +36,9 @@ def candidate_losses(
     channels = sorted({channel for c in candidates for channel in c.channels})
     layers = sorted({layer for c in candidates for layer in c.layer_indices})
     prefix, _ = prefill(model, forward, channels, layers, logits_to_keep=1, **head)
-    losses = [lm.answer_nats(forward(past_key_values=fork(prefix.cache), use_cache=True, **tail).logits, targets)]
+    losses = [
+        lm.answer_nats(forward(past_key_values=fork(prefix.cache), use_cache=True, **tail).logits, targets)
+    ]
     for candidate in candidates:
         cache = prefix.fork(model, candidate)
         out = candidate.continue_with(model, forward, past_key_values=cache, use_cache=True, **tail)

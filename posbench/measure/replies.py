@@ -16,8 +16,14 @@ def encode(lm: LM, task: Task, example: Example) -> Encoded:
     if example.choices and tokenizer:
         reserve = max(len(tokenizer(c, add_special_tokens=False)["input_ids"]) for c in example.choices)
     return lm.encode(
-        example.prompt, truncation=task.truncation, reserve=reserve, most=task.max_prompt_tokens,
-        document=example.document, separator=example.separator, chat=example.chat, system=example.system,
+        example.prompt,
+        truncation=task.truncation,
+        reserve=reserve,
+        most=task.max_prompt_tokens,
+        document=example.document,
+        separator=example.separator,
+        chat=example.chat,
+        system=example.system,
         prefill=example.prefill,
     )
 
@@ -62,7 +68,11 @@ def replies(
         best = [e.choices[row.index(max(row))].strip() for e, row in zip(batch, nats, strict=True)]
         return [{"output": text, "loglikelihoods": row} for text, row in zip(best, nats, strict=True)]
     texts = lm.generate(
-        tokens, max_new_tokens=first.max_new_tokens or task.max_new_tokens, min_new_tokens=first.min_new_tokens,
-        stop=first.stop, repetition_penalty=task.repetition_penalty, batch_size=len(batch),
+        tokens,
+        max_new_tokens=first.max_new_tokens or task.max_new_tokens,
+        min_new_tokens=first.min_new_tokens,
+        stop=first.stop,
+        repetition_penalty=task.repetition_penalty,
+        batch_size=len(batch),
     )
     return [{"output": text} for text in texts]

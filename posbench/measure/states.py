@@ -16,13 +16,11 @@ from torch import Tensor, nn
 
 from posbench.errors import UserError
 from posbench.model import families
+from posbench.model.families import Site
 from posbench.model.hooks import before_each
 from posbench.model.lm import LM
 
 Array = NDArray[np.floating]
-Site = Literal["attention_input", "residual"]
-"""``attention_input``: after a layer's first norm, what queries, keys and values are projected from; ``residual``: the
-stream before the layer."""
 Alphabet = Literal["characters", "tokens"]
 
 SAVE_EVERY = 200
@@ -103,9 +101,9 @@ def average_states(
         block outputs, the last after the final norm, as in transformers' ``hidden_states``. float32.
     """
     rows, state = strings.draw(lm), start or Sums()
-    captured: dict[str, dict[int, Tensor]] = {"attention_input": {}, "residual": {}}
+    captured: dict[Site, dict[int, Tensor]] = {"attention_input": {}, "residual": {}}
 
-    def capture(site: str) -> Callable[[int], Callable[..., None]]:
+    def capture(site: Site) -> Callable[[int], Callable[..., None]]:
         def of_layer(layer: int) -> Callable[..., None]:
             def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
                 captured[site][layer] = families.attention_input(args, kwargs).float().sum(0)

@@ -77,7 +77,12 @@ class Method(ABC):
         """
         verify(self, "method")
         if self.needs.rope:
-            rope.check(lm, type(self).__module__.rpartition(".")[2], plain=self.needs.plain, by_hand=self.needs.by_hand)
+            rope.check(
+                lm,
+                type(self).__module__.rpartition(".")[2],
+                plain=self.needs.plain,
+                by_hand=self.needs.by_hand,
+            )
 
     @abstractmethod
     def applied(self, lm: LM) -> AbstractContextManager[LM]:

@@ -51,11 +51,16 @@ class MethodChoice:
         parts: dict[str, MethodChoice] = {}
         if issubclass(kind, Composed):
             given = values.pop("parts", None)
-            if not isinstance(given, Mapping) or not given or not all(isinstance(p, Mapping) for p in given.values()):
+            if (
+                not isinstance(given, Mapping)
+                or not given
+                or not all(isinstance(p, Mapping) for p in given.values())
+            ):
                 hint = "write method=[layer_scaling,scale_channel]"
                 raise UserError(f"{where}.parts", given, "methods by name", hint)
             parts = {
-                str(key): cls.of({**part, "name": key}, typed, f"{where}.parts.{key}") for key, part in given.items()
+                str(key): cls.of({**part, "name": key}, typed, f"{where}.parts.{key}")
+                for key, part in given.items()
             }
         return cls(name=name, cls=kind, values=values, typed=own, where=where, parts=parts)
 
@@ -69,7 +74,9 @@ class MethodChoice:
         """What the user typed of it."""
         return {key: value for key, value in self.values.items() if key in self.typed}
 
-    def build(self, found: Mapping[str, Any] | None = None, part: MethodChoice | None = None, hint: str = "") -> Method:
+    def build(
+        self, found: Mapping[str, Any] | None = None, part: MethodChoice | None = None, hint: str = ""
+    ) -> Method:
         """Make the method; what a search found fills every parameter that the user did not type.
 
         Args:
@@ -81,7 +88,9 @@ class MethodChoice:
             UserError: A parameter is missing or wrong.
         """
         if self.parts:
-            made = {n: each.build(found if each is part else None, hint=hint) for n, each in self.parts.items()}
+            made = {
+                n: each.build(found if each is part else None, hint=hint) for n, each in self.parts.items()
+            }
             return build(self.cls, {**self.values, "parts": made}, self.where)
         fresh = {k: v for k, v in (found or {}).items() if k in self.values and k not in self.typed}
         values = self.values | fresh
@@ -90,5 +99,7 @@ class MethodChoice:
             if missing:
                 allowed = f"a value (the model has no {self.name} block with it)"
                 hint = hint or "type {key}=..., or add the block to the model's YAML"
-                raise UserError(f"method.{missing[0]}", None, allowed, hint.format(key=f"method.{missing[0]}"))
+                raise UserError(
+                    f"method.{missing[0]}", None, allowed, hint.format(key=f"method.{missing[0]}")
+                )
             return build(self.cls, values, "method")

@@ -175,10 +175,14 @@ class MoICE(Method):
         super().check(lm)
         count = len(self.bases)
         if self.top_k > count:
-            raise UserError("method.top_k", self.top_k, f"1 to {count}, the bases", f"set method.top_k={count}")
+            raise UserError(
+                "method.top_k", self.top_k, f"1 to {count}, the bases", f"set method.top_k={count}"
+            )
         if self.weights is None:
             allowed = f"a safetensors file with a trained router, or {UNIFORM}"
-            raise UserError("method.weights", None, allowed, f"{_TRAIN.format(lm.name)}; {UNIFORM} needs none")
+            raise UserError(
+                "method.weights", None, allowed, f"{_TRAIN.format(lm.name)}; {UNIFORM} needs none"
+            )
         if self.weights == UNIFORM and self.top_k < count:
             allowed = f"{count} with method.weights={UNIFORM}, as no base is preferred"
             raise UserError("method.top_k", self.top_k, allowed, f"set method.top_k={count}")

@@ -74,7 +74,9 @@ class MsPoE(Method):
         """See :meth:`Method.check`."""
         super().check(lm)
         if self.ratios[0] > self.ratios[1]:
-            raise UserError("method.ratios", list(self.ratios), "[smallest, largest]", "set method.ratios=[1.2,1.8]")
+            raise UserError(
+                "method.ratios", list(self.ratios), "[smallest, largest]", "set method.ratios=[1.2,1.8]"
+            )
         last = rope.rotated_layers(lm.model)[-1]
         if self.first_layer > last:
             allowed = f"0 to {last}, the last layer of {lm.name} with RoPE"

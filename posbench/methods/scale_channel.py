@@ -70,7 +70,8 @@ class Prefix:
             else:
                 projected = families.project_keys(model, index, method.scale(self.inputs[index]))
                 keys = _as_cached(
-                    families.finish_keys(model, index, projected, self.rotary[index])[..., newest, :], layer.keys
+                    families.finish_keys(model, index, projected, self.rotary[index])[..., newest, :],
+                    layer.keys,
                 )
             layer.keys = keys.to(layer.keys.dtype)
         return cache
@@ -215,7 +216,9 @@ class ScaleChannel(Method):
         super().check(lm)
         check_channels(lm, "method.channel", self.channels)
         check_layers(lm, "method.layers", self.layers)
-        if (getattr(families.text_config(lm.model), "rope_parameters", None) or {}).get("rope_type") == "dynamic":
+        if (getattr(families.text_config(lm.model), "rope_parameters", None) or {}).get(
+            "rope_type"
+        ) == "dynamic":
             log.warning(
                 "%s has rope_type dynamic: past its trained length the frequencies change with every token, and a prompt that is "
                 "prefilled in two parts, as here and in generation, differs from one pass",

@@ -32,8 +32,10 @@ class Family:
         clip: Attribute with the bound to which the projection's output is clamped; None or 0 means no bound.
         rope_if: Attribute that is None or 0 in layers without rotary embedding; None where all layers alike.
         position: How the model knows positions, beside its causal mask.
-        interface: Whether attention runs through the library's attention functions, which posbench can listen
-            to.
+        interface: Whether attention runs through the library's attention functions, which posbench can listen to.
+        output: Attribute of the attention module that projects the heads' outputs; read where ``interface`` is false.
+        shut_is_true: Whether its masks of booleans are true where a key is shut.
+        mask_has_bias: Whether its mask holds the ALiBi bias already, which its eager attention alone adds a second time.
     """
 
     name: str
@@ -50,6 +52,9 @@ class Family:
     rope_if: str | None = None
     position: str = "RoPE"
     interface: bool = True
+    output: str = "o_proj"
+    shut_is_true: bool = False
+    mask_has_bias: bool = False
 
 
 REMOVED = "posbench_removed"
@@ -86,12 +91,12 @@ FAMILIES = (
     Family(
         name="MPT", model_types=("mpt",), traits="optional clip, prompts up to max_seq_len", position="ALiBi",
         layers="transformer.blocks", attention="attn", query="Wqkv", key="Wqkv", fused="blocks", clip="clip_qkv",
-        interface=False,
+        interface=False, output="out_proj", shut_is_true=True,
     ),
     Family(
         name="Falcon", model_types=("falcon",), traits="new and old layout, biases", position="RoPE or ALiBi",
         layers="transformer.h", attention="self_attention", query="query_key_value", key="query_key_value", fused="groups",
-        interface=False,
+        interface=False, output="dense", mask_has_bias=True,
     ),
     Family(
         name="OLMo 2", model_types=("olmo2",), traits="norms after the blocks",
@@ -192,8 +197,13 @@ def attention_modules(model: PreTrainedModel) -> list[nn.Module]:
     return [getattr(layer, name) for layer in blocks(model)]
 
 
-def site_modules(model: PreTrainedModel, site: str) -> list[nn.Module]:
-    """The modules whose input is a site of the hidden states: ``attention_input`` or ``residual``."""
+Site = Literal["attention_input", "residual"]
+"""``attention_input``: after a layer's first norm, what queries, keys and values are projected from; ``residual``: the
+stream before the layer."""
+
+
+def site_modules(model: PreTrainedModel, site: Site) -> list[nn.Module]:
+    """The modules, one per layer, whose input is a site of the hidden states."""
     return attention_modules(model) if site == "attention_input" else blocks(model)
 
 

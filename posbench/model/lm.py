@@ -483,11 +483,9 @@ class LM:
         def without_bias(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Any]:
             return args, kwargs | {"alibi": torch.zeros_like(kwargs["alibi"])}
 
-        config = self.model.config
+        config, twice = self.model.config, families.family_of(self.model).mask_has_bias
         with ExitStack() as stack:
-            if config.model_type == "falcon" and config.alibi and config._attn_implementation != "eager":
-                # Falcon's mask holds the bias already, and its eager attention alone would add it a second
-                # time.
+            if twice and config.alibi and config._attn_implementation != "eager":
                 for module in families.attention_modules(self.model):
                     stack.callback(module.register_forward_pre_hook(without_bias, with_kwargs=True).remove)
             stack.enter_context(replaced(config, "_attn_implementation_internal", "eager"))

@@ -71,7 +71,9 @@ class ModelConfig:
         names = ("auto", "none", *CHAT_TEMPLATES)
         if self.chat_template not in names:
             allowed = " | ".join(names)
-            raise UserError("model.chat_template", self.chat_template, allowed, "set model.chat_template=auto")
+            raise UserError(
+                "model.chat_template", self.chat_template, allowed, "set model.chat_template=auto"
+            )
 
 
 def load(
@@ -132,7 +134,9 @@ def with_blocks(data: Mapping[str, Any]) -> dict[str, Any]:
     """A model's node with its blocks gathered under ``blocks``."""
     known = {f.name for f in dataclass_fields(ModelConfig)}
     blocks = {k: dict(v) for k, v in data.items() if k not in known and isinstance(v, Mapping)}
-    return {k: v for k, v in data.items() if k not in blocks} | {"blocks": blocks | dict(data.get("blocks") or {})}
+    return {k: v for k, v in data.items() if k not in blocks} | {
+        "blocks": blocks | dict(data.get("blocks") or {})
+    }
 
 
 def _load_checkpoint(

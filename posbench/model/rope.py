@@ -122,7 +122,9 @@ def rotated_layers(model: PreTrainedModel) -> list[int]:
         return []
     flag = families.family_of(model).rope_if
     return [
-        i for i, attention in enumerate(families.attention_modules(model)) if not flag or getattr(attention, flag)
+        i
+        for i, attention in enumerate(families.attention_modules(model))
+        if not flag or getattr(attention, flag)
     ]
 
 

@@ -1,1 +1,1 @@
-"""Changes of spans of tokens, for studies."""
+"""Changes to a model's forward that studies make inside a block."""

@@ -9,22 +9,11 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from posbench.plots.base import ATTENTION_LABEL, DEPTH_LABEL, PAGE, from_zero, line_style, new_figure, styled
-from posbench.stats.frames import UNMODIFIED, gold_attention, need, need_one, strongest_layer
+from posbench.plots import base as plot
+from posbench.stats import frames
 
 
-def layer_title(layers: Sequence[int], chosen: bool) -> str:
-    """Which layers a panel averages, and that posbench chose them where it did."""
-    listed = (
-        ", ".join(map(str, layers))
-        if len(layers) < 8
-        else f"{layers[0]}, {layers[1]}, ... {layers[-1]} ({len(layers)})"
-    )
-    name = f"layer {layers[0]}" if len(layers) == 1 else f"mean of layers {listed}"
-    return f"{name} (strongest when unmodified)" if chosen else name
-
-
-@styled
+@plot.styled
 def attention_by_position(attention: pd.DataFrame, layers: Sequence[int] | None = None) -> Figure:
     """Attention of the last prompt token to the gold item: as curves, and as the change in every layer.
 
@@ -41,27 +30,31 @@ def attention_by_position(attention: pd.DataFrame, layers: Sequence[int] | None 
     Raises:
         UserError: a column is missing, no row has item = gold_position, or several models or tasks are mixed.
     """
-    gold = gold_attention(attention)
-    need_one(gold, "attention", "model", "task")
-    shown = [strongest_layer(gold)] if layers is None else list(layers)
+    gold = frames.gold_attention(attention)
+    frames.need_one(gold, "attention", "model", "task")
+    shown = [frames.strongest_layer(gold)] if layers is None else list(layers)
     grids = {
         str(method): rows.pivot_table(index="layer", columns="depth", values="attention")
         for method, rows in gold.groupby("method", sort=False)
     }
-    base = grids.pop(UNMODIFIED, None) if len(grids) > 1 else None
-    figure = new_figure(PAGE, 2.6)
+    base = grids.pop(frames.UNMODIFIED, None) if len(grids) > 1 else None
+    figure = plot.new_figure(plot.PAGE, 2.6)
     left, *others = np.atleast_1d(figure.subplots(1, 1 + len(grids)))
     picked = gold[gold["layer"].isin(shown)]
-    need(picked, f"attention (layers {shown})", "attention")
+    frames.need(picked, f"attention (layers {shown})", "attention")
     index = 0
     for method, rows in picked.groupby("method", sort=False):
         curve = rows.groupby("depth")["attention"].mean()
-        unmodified = method == UNMODIFIED
-        label, style = ("unmodified", line_style(0, True)) if unmodified else (str(method), line_style(index))
+        unmodified = method == frames.UNMODIFIED
+        label, style = (
+            ("unmodified", plot.line_style(0, True)) if unmodified else (str(method), plot.line_style(index))
+        )
         left.plot(100 * curve.index, curve.to_numpy(), label=label, **style)
         index += not unmodified
-    left.set(xlabel=DEPTH_LABEL, ylabel=ATTENTION_LABEL, title=layer_title(shown, layers is None))
-    from_zero(left)
+    left.set(
+        xlabel=plot.DEPTH_LABEL, ylabel=plot.ATTENTION_LABEL, title=plot.layer_title(shown, layers is None)
+    )
+    plot.from_zero(left)
     left.legend(
         *left.get_legend_handles_labels(), loc="lower left", bbox_to_anchor=(0, 1.1), ncols=2, borderaxespad=0
     )
@@ -88,9 +81,11 @@ def _heat(figure: Figure, axes: Axes, grid: pd.DataFrame, method: str, change: b
     axes.set_xticks(
         range(0, len(grid.columns), step), [f"{100 * depth:.0f}" for depth in grid.columns[::step]]
     )
-    name = "unmodified" if method == UNMODIFIED else method
+    name = "unmodified" if method == frames.UNMODIFIED else method
     axes.set(
-        xlabel=DEPTH_LABEL, ylabel="layer", title=f"{name}\nminus unmodified (dash: less)" if change else name
+        xlabel=plot.DEPTH_LABEL,
+        ylabel="layer",
+        title=f"{name}\nminus unmodified (dash: less)" if change else name,
     )
     bar = figure.colorbar(image, ax=axes, label="attention to the gold item" + (", change" if change else ""))
     bar.ax.ticklabel_format(axis="y", scilimits=(-3, 3))

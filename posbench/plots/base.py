@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import io
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, ParamSpec
 
@@ -121,7 +121,7 @@ class LayerColours:
         index = self.layers.index(layer)
         return {"color": self.colours(index), "linestyle": ("-", "--", "-.", ":")[index % 4]}
 
-    def bar(self, figure: Figure, panels: Sequence[Axes]) -> None:
+    def bar(self, figure: Figure, panels: Iterable[Axes]) -> None:
         """The colour bar beside the panels."""
         count = len(self.layers)
         norm, ticks = BoundaryNorm(np.arange(count + 1) - 0.5, count), range(0, count, max(1, count // 8))
@@ -135,6 +135,15 @@ class LayerColours:
 def percent_axes(axes: Axes, ylabel: str = "accuracy (%)", xlabel: str = DEPTH_LABEL) -> None:
     """Label axes of a score in percent over the gold position, from 0 to 100."""
     axes.set(xlabel=xlabel, ylabel=ylabel, ylim=(-3, 103), yticks=range(0, 101, 20))
+
+
+def layer_title(layers: Sequence[int], chosen: bool) -> str:
+    """Which layers a panel averages, and that posbench chose them where it did."""
+    listed = ", ".join(map(str, layers))
+    if len(layers) > 7:
+        listed = f"{layers[0]}, {layers[1]}, ... {layers[-1]} ({len(layers)})"
+    name = f"layer {layers[0]}" if len(layers) == 1 else f"mean of layers {listed}"
+    return f"{name} (strongest when unmodified)" if chosen else name
 
 
 def from_zero(axes: Axes) -> None:

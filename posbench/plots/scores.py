@@ -6,11 +6,11 @@ import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 
-from posbench.plots.base import COLUMN, PAGE, band, legend_below, line_style, new_figure, percent_axes, styled
-from posbench.stats.frames import UNMODIFIED, at_positions, metric_name, need, need_one
+from posbench.plots import base as plot
+from posbench.stats import frames
 
 
-@styled
+@plot.styled
 def accuracy_by_position(metrics: pd.DataFrame, chance: float | None = None) -> Figure:
     """The task's score over the gold position, one line per method with its 95 % band.
 
@@ -25,7 +25,7 @@ def accuracy_by_position(metrics: pd.DataFrame, chance: float | None = None) -> 
     Raises:
         UserError: a column is missing, or no score is given per position.
     """
-    need(
+    frames.need(
         metrics,
         "metrics",
         "model",
@@ -37,26 +37,26 @@ def accuracy_by_position(metrics: pd.DataFrame, chance: float | None = None) -> 
         "ci_low",
         "ci_high",
     )
-    rows = at_positions(metrics)
-    need(rows, "metrics (score per position)", "value")
+    rows = frames.at_positions(metrics)
+    frames.need(rows, "metrics (score per position)", "value")
     by = ["method", *(c for c in ("model", "task", "seed") if c in rows and rows[c].nunique() > 1)]
-    figure = new_figure(COLUMN, 2.5)
+    figure = plot.new_figure(plot.COLUMN, 2.5)
     axes = figure.subplots()
     counts = {True: 0, False: 0}
     for key, line in rows.groupby(by, sort=False):
-        unmodified = key[0] == UNMODIFIED
+        unmodified = key[0] == frames.UNMODIFIED
         method = "unmodified" if unmodified else str(key[0])
         label = ", ".join([method, *(f"{c} {v}" for c, v in zip(by[1:], key[1:], strict=True))])
-        band(axes, line, line_style(counts[unmodified], unmodified), label=label)
+        plot.band(axes, line, plot.line_style(counts[unmodified], unmodified), label=label)
         counts[unmodified] += 1
     if chance is not None:
         axes.axhline(100 * chance, color="0.5", linestyle=":", linewidth=1, label="chance")
-    percent_axes(axes, f"{metric_name(metrics)} (%)")
-    legend_below(figure, axes)
+    plot.percent_axes(axes, f"{frames.metric_name(metrics)} (%)")
+    plot.legend_below(figure, axes)
     return figure
 
 
-@styled
+@plot.styled
 def by_subset(subsets: pd.DataFrame) -> Figure:
     """The task's score on every subset, then on every average: a point per method with its 95 % interval.
 
@@ -69,7 +69,7 @@ def by_subset(subsets: pd.DataFrame) -> Figure:
     Raises:
         UserError: a column is missing, or several models or tasks are mixed.
     """
-    need(
+    frames.need(
         subsets,
         "subsets",
         "model",
@@ -82,11 +82,11 @@ def by_subset(subsets: pd.DataFrame) -> Figure:
         "ci_low",
         "ci_high",
     )
-    need_one(subsets, "subsets", "model", "task")
-    rows = of_metric(subsets, "")
+    frames.need_one(subsets, "subsets", "model", "task")
+    rows = frames.of_metric(subsets, "")
     names = list(dict.fromkeys(zip(rows["kind"], rows["subset"], strict=True)))
-    methods = sorted(rows["method"].unique(), key=lambda m: m != UNMODIFIED)
-    figure = new_figure(PAGE, 0.9 + 0.16 * len(names))
+    methods = sorted(rows["method"].unique(), key=lambda m: m != frames.UNMODIFIED)
+    figure = plot.new_figure(plot.PAGE, 0.9 + 0.16 * len(names))
     axes = figure.subplots()
     for index, method in enumerate(methods):
         here = rows[rows["method"] == method].set_index(["kind", "subset"]).reindex(names)
@@ -94,15 +94,15 @@ def by_subset(subsets: pd.DataFrame) -> Figure:
             100 * here[column].to_numpy(dtype=float) for column in ("value", "ci_low", "ci_high")
         )
         y = np.arange(len(names)) + 0.3 * (index - (len(methods) - 1) / 2)
-        style = line_style(max(index - (UNMODIFIED in methods), 0), method == UNMODIFIED) | {
-            "linestyle": "none"
-        }
+        style = plot.line_style(
+            max(index - (frames.UNMODIFIED in methods), 0), method == frames.UNMODIFIED
+        ) | {"linestyle": "none"}
         error = np.clip([value - low, high - value], 0, None)
         axes.errorbar(
             value,
             y,
             xerr=error,
-            label="unmodified" if method == UNMODIFIED else method,
+            label="unmodified" if method == frames.UNMODIFIED else method,
             elinewidth=0.8,
             **style,
         )
@@ -110,6 +110,6 @@ def by_subset(subsets: pd.DataFrame) -> Figure:
     if first < len(names):
         axes.axhline(first - 0.5, color="0.5", linewidth=0.6)
     axes.set_yticks(range(len(names)), [name.replace("_", " ") for _, name in names])
-    axes.set(xlabel=f"{metric_name(subsets)} (%)", ylim=(len(names) - 0.5, -0.5), xlim=(-3, 103))
-    legend_below(figure, axes)
+    axes.set(xlabel=f"{frames.metric_name(subsets)} (%)", ylim=(len(names) - 0.5, -0.5), xlim=(-3, 103))
+    plot.legend_below(figure, axes)
     return figure

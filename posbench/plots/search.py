@@ -9,23 +9,13 @@ import pandas as pd
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from posbench.plots.base import (
-    COLOURS,
-    COLUMN,
-    PAGE,
-    STYLE,
-    LayerColours,
-    legend_below,
-    line_style,
-    new_figure,
-    styled,
-)
+from posbench.plots import base as plot
 from posbench.stats.frames import need
 
 POSITIONS = ("beginning", "middle", "end")
 
 
-@styled
+@plot.styled
 def convergence(generations: pd.DataFrame) -> Figure:
     """Best and mean fitness of the parents per generation.
 
@@ -40,24 +30,26 @@ def convergence(generations: pd.DataFrame) -> Figure:
         UserError: a column is missing or there is no row.
     """
     need(generations, "generations", "generation", "best", "mean", "unmodified")
-    figure = new_figure(COLUMN, 2.7)
+    figure = plot.new_figure(plot.COLUMN, 2.7)
     axes = figure.subplots()
     if "search" in generations:
         for index, (name, rows) in enumerate(generations.groupby("search", sort=False)):
             curve = rows.groupby("generation")["best"].mean()
-            axes.plot(curve.index, 100 * curve, label=str(name), **line_style(index))
+            axes.plot(curve.index, 100 * curve, label=str(name), **plot.line_style(index))
     else:
         for index, (column, label) in enumerate((("best", "best"), ("mean", "mean of the parents"))):
-            axes.plot(generations["generation"], 100 * generations[column], label=label, **line_style(index))
+            axes.plot(
+                generations["generation"], 100 * generations[column], label=label, **plot.line_style(index)
+            )
     for value in generations["unmodified"].dropna().unique():
         axes.axhline(100 * value, color="black", linestyle=(0, (4, 2)), linewidth=1, label="unmodified")
     axes.set(xlabel="generation", ylabel="fitness (%)")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    legend_below(figure, axes)
+    plot.legend_below(figure, axes)
     return figure
 
 
-@styled
+@plot.styled
 def curve_figure(parts: pd.DataFrame, search: pd.DataFrame) -> Figure:
     """What was found: control points and curve, the scale of every layer, and the accuracy that it gives
     (LPES, Figure 2).
@@ -76,18 +68,18 @@ def curve_figure(parts: pd.DataFrame, search: pd.DataFrame) -> Figure:
     need(parts, "curve", "part", "x", "y")
     need(search, "search", *POSITIONS, "fitness", "unmodified", "selected")
     points, drawn, layers = (parts[parts["part"] == part] for part in ("point", "curve", "layer"))
-    figure = new_figure(PAGE, 2.2)
+    figure = plot.new_figure(plot.PAGE, 2.2)
     panels = list(figure.subplots(1, 3 if len(points) else 2))
     if len(points):
         axes = panels.pop(0)
-        axes.plot(drawn["x"], drawn["y"], color=COLOURS[0], label="curve")
+        axes.plot(drawn["x"], drawn["y"], color=plot.COLOURS[0], label="curve")
         axes.plot(
-            points["x"], points["y"], color=COLOURS[1], marker="s", linestyle=":", label="control points"
+            points["x"], points["y"], color=plot.COLOURS[1], marker="s", linestyle=":", label="control points"
         )
         axes.set(xlabel="x (layers)", ylabel="y (scale)")
         axes.legend()
     axes, fitness = panels
-    axes.plot(layers["x"], layers["y"], color=COLOURS[0], marker="o")
+    axes.plot(layers["x"], layers["y"], color=plot.COLOURS[0], marker="o")
     axes.axhline(1, color="black", linestyle=(0, (4, 2)), linewidth=1)
     axes.set(xlabel="layer", ylabel="scale")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -98,7 +90,7 @@ def curve_figure(parts: pd.DataFrame, search: pd.DataFrame) -> Figure:
         style = (
             {"color": "white", "edgecolor": "black", "linestyle": "--"}
             if not index
-            else {"color": COLOURS[0]}
+            else {"color": plot.COLOURS[0]}
         )
         fitness.bar(np.arange(len(columns)) + (index - 0.5) * width, values, width, label=label, **style)
     fitness.set_xticks(range(len(columns)), columns)
@@ -107,7 +99,7 @@ def curve_figure(parts: pd.DataFrame, search: pd.DataFrame) -> Figure:
     return figure
 
 
-@styled
+@plot.styled
 def channel_curves(channels: pd.DataFrame, channel: int | str) -> Figure:
     """Value of one channel over the token position, one line per layer, one panel per site.
 
@@ -126,9 +118,9 @@ def channel_curves(channels: pd.DataFrame, channel: int | str) -> Figure:
     need(channels, "channels", "channel", "site", "layer", "token", "value", "sliding_mean")
     rows = channels[channels["channel"].astype(str) == str(channel)]
     need(rows, f"channels (channel {channel})", "value")
-    colours = LayerColours(sorted(rows["layer"].unique()))
+    colours = plot.LayerColours(sorted(rows["layer"].unique()))
     sites = list(rows["site"].unique())
-    figure = new_figure(COLUMN if len(sites) == 1 else PAGE, 2.4)
+    figure = plot.new_figure(plot.COLUMN if len(sites) == 1 else plot.PAGE, 2.4)
     panels = np.atleast_1d(figure.subplots(1, len(sites)))
     for axes, site in zip(panels, sites, strict=True):
         here = rows[rows["site"] == site]
@@ -160,7 +152,7 @@ def candidate_label(row: pd.Series) -> str:
     return f"ch {row['channel']} x {float(row['factor']):g}, layers {row['layer_first']}-{row['layer_last']}"
 
 
-@styled
+@plot.styled
 def candidate_losses_figure(search: pd.DataFrame, most: int = 30) -> Figure:
     """Loss of the best candidates of a search, lowest on top; the selected one is a filled diamond.
 
@@ -188,12 +180,12 @@ def candidate_losses_figure(search: pd.DataFrame, most: int = 30) -> Figure:
     )
     search = search.assign(won=search["selected"]).sort_values("loss")
     best = search[(np.arange(len(search)) < most) | search["won"]]
-    figure = new_figure(COLUMN, 0.9 + 0.125 * max(len(best), 4))
+    figure = plot.new_figure(plot.COLUMN, 0.9 + 0.125 * max(len(best), 4))
     axes = figure.subplots()
     row = np.arange(len(best))
     for won, colour, marker, label in (
-        (False, COLOURS[0], "o", "candidate"),
-        (True, COLOURS[1], "D", "selected"),
+        (False, plot.COLOURS[0], "o", "candidate"),
+        (True, plot.COLOURS[1], "D", "selected"),
     ):
         mask = (best["won"] == won).to_numpy()
         if mask.any():
@@ -211,8 +203,8 @@ def candidate_losses_figure(search: pd.DataFrame, most: int = 30) -> Figure:
     title = f"best {shown} of {len(search)} candidates" + (
         ", and the selected one" if len(best) > shown else ""
     )
-    figure.suptitle(title, fontsize=STYLE["axes.titlesize"])
+    figure.suptitle(title, fontsize=plot.STYLE["axes.titlesize"])
     axes.grid(axis="y", color="0.9", linewidth=0.5)
     axes.set_axisbelow(True)
-    legend_below(figure, axes)
+    plot.legend_below(figure, axes)
     return figure

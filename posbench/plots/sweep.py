@@ -12,31 +12,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from posbench.errors import UserError
-from posbench.plots.attention import layer_title
-from posbench.plots.base import (
-    ATTENTION_LABEL,
-    COLUMN,
-    DASHED,
-    DEPTH_LABEL,
-    PAGE,
-    band,
-    from_zero,
-    legend_below,
-    line_style,
-    new_figure,
-    percent_axes,
-    styled,
-)
-from posbench.stats.frames import (
-    UNMODIFIED,
-    at_positions,
-    gold_attention,
-    metric_name,
-    need,
-    overall,
-    own_metric,
-    strongest_layer,
-)
+from posbench.plots import base as plot
+from posbench.stats import frames
 
 CENTRE, HALVES = "centre of attention", "score of the first minus the second half of the gold positions"
 SPREAD = "position bias"
@@ -56,7 +33,7 @@ def with_setting(summary: pd.DataFrame, axis: str | Sequence[str]) -> tuple[pd.D
         otherwise as they come; those of the modified rows where there are any), and a label for the axis.
     """
     columns = [axis] if isinstance(axis, str) else list(axis)
-    need(summary, "summary", *columns, "method")
+    frames.need(summary, "summary", *columns, "method")
     parts = [
         summary[c].map(lambda v: f"{v:g}" if isinstance(v, float) and not pd.isna(v) else str(v))
         for c in columns
@@ -67,7 +44,7 @@ def with_setting(summary: pd.DataFrame, axis: str | Sequence[str]) -> tuple[pd.D
         parts = [c.rsplit(".", 1)[-1] + "=" + part for part, c in zip(parts, columns, strict=True)]
         setting = functools.reduce(lambda a, b: a + ", " + b, parts)
     rows = summary.assign(setting=setting)
-    modified = rows[rows["method"] != UNMODIFIED]
+    modified = rows[rows["method"] != frames.UNMODIFIED]
     settings = list((rows if modified.empty else modified)["setting"].unique())
     numbers = pd.to_numeric(pd.Series(settings), errors="coerce")
     if numbers.notna().all():
@@ -79,13 +56,13 @@ def unmodified_of(rows: pd.DataFrame, setting: str) -> pd.DataFrame:
     """The unmodified model's rows that belong to a setting: same runs where a `run` column says so."""
     column = "run" if "run" in rows else "setting"
     keys = rows.loc[rows["setting"] == setting, column]
-    return rows[(rows["method"] == UNMODIFIED) & rows[column].isin(keys)]
+    return rows[(rows["method"] == frames.UNMODIFIED) & rows[column].isin(keys)]
 
 
 def _setting_lines(axes: Axes, rows: pd.DataFrame, settings: list[str], y: str, scale: float) -> None:
     """One line over depth per setting; the unmodified model once if it is the same in all, else dashed beside
     each."""
-    modified, base = rows[rows["method"] != UNMODIFIED], rows[rows["method"] == UNMODIFIED]
+    modified, base = rows[rows["method"] != frames.UNMODIFIED], rows[rows["method"] == frames.UNMODIFIED]
     if modified.empty:
         modified, base = base, modified
     same = base[["depth", y]].drop_duplicates().sort_values("depth")
@@ -97,18 +74,20 @@ def _setting_lines(axes: Axes, rows: pd.DataFrame, settings: list[str], y: str, 
     )
     shared = shared and same["depth"].is_unique
     for index, setting in enumerate(settings):
-        style = line_style(index, of=len(settings))
+        style = plot.line_style(index, of=len(settings))
         line = modified[modified["setting"] == setting].sort_values("depth")
         axes.plot(100 * line["depth"], scale * line[y], label=setting, **style)
         if not shared:
             own = unmodified_of(rows, setting).sort_values("depth")
             label = "unmodified (same colour)" if index == 0 else None
-            axes.plot(100 * own["depth"], scale * own[y], label=label, color=style["color"], linestyle=DASHED)
+            axes.plot(
+                100 * own["depth"], scale * own[y], label=label, color=style["color"], linestyle=plot.DASHED
+            )
     if len(same) and shared:
-        axes.plot(100 * same["depth"], scale * same[y], label="unmodified", **line_style(0, True))
+        axes.plot(100 * same["depth"], scale * same[y], label="unmodified", **plot.line_style(0, True))
 
 
-@styled
+@plot.styled
 def factor_sweep(summary: pd.DataFrame, axis: str | Sequence[str] = "method.factor") -> Figure:
     """Score over the swept values: overall with intervals (left), and per gold position (right).
 
@@ -122,7 +101,7 @@ def factor_sweep(summary: pd.DataFrame, axis: str | Sequence[str] = "method.fact
     Raises:
         UserError: a column is missing, no score is given, or one setting has several overall rows.
     """
-    need(
+    frames.need(
         summary,
         "summary",
         "model",
@@ -134,20 +113,22 @@ def factor_sweep(summary: pd.DataFrame, axis: str | Sequence[str] = "method.fact
         "ci_low",
         "ci_high",
     )
-    rows, settings, label = with_setting(summary[summary["metric"] == own_metric(summary)], axis)
-    modified = rows if (rows["method"] == UNMODIFIED).all() else rows[rows["method"] != UNMODIFIED]
-    points = overall(modified)
+    rows, settings, label = with_setting(summary[summary["metric"] == frames.own_metric(summary)], axis)
+    modified = (
+        rows if (rows["method"] == frames.UNMODIFIED).all() else rows[rows["method"] != frames.UNMODIFIED]
+    )
+    points = frames.overall(modified)
     if points["setting"].duplicated().any():
         twice = str(points.loc[points["setting"].duplicated(), "setting"].iloc[0])
         hint = "name every swept column in axis"
         raise UserError(label, f"{twice} (several runs)", "one run for each setting", hint)
-    figure = new_figure(PAGE, max(2.6, 0.8 + 0.16 * len(settings)))
+    figure = plot.new_figure(plot.PAGE, max(2.6, 0.8 + 0.16 * len(settings)))
     left, right = figure.subplots(1, 2)
     numbers = pd.to_numeric(pd.Series(settings), errors="coerce")
     numeric = bool(numbers.notna().all())
     x = numbers.to_numpy(dtype=float) if numeric else np.arange(len(settings), dtype=float)
     base = (
-        [overall(unmodified_of(rows, s)).head(1).assign(setting=s) for s in settings]
+        [frames.overall(unmodified_of(rows, s)).head(1).assign(setting=s) for s in settings]
         if len(modified) < len(rows)
         else []
     )
@@ -159,15 +140,15 @@ def factor_sweep(summary: pd.DataFrame, axis: str | Sequence[str] = "method.fact
         x + aside,
         points.set_index("setting").reindex(settings),
         "-" if numeric else "none",
-        line_style(0),
+        plot.line_style(0),
     )
     if len(distinct) == 1:
         value, low, high = 100 * distinct.iloc[0]
-        left.axhline(value, color="black", linestyle=DASHED)
+        left.axhline(value, color="black", linestyle=plot.DASHED)
         left.axhspan(low, high, color="black", alpha=0.1, linewidth=0)
     elif len(distinct):
-        _error_bars(left, x - aside, levels, DASHED if numeric else "none", line_style(1, True))
-    _setting_lines(right, at_positions(rows), settings, "value", 100)
+        _error_bars(left, x - aside, levels, plot.DASHED if numeric else "none", plot.line_style(1, True))
+    _setting_lines(right, frames.at_positions(rows), settings, "value", 100)
     handles, labels = right.get_legend_handles_labels()
     left.set_xlabel(label)
     if not numeric:
@@ -177,10 +158,10 @@ def factor_sweep(summary: pd.DataFrame, axis: str | Sequence[str] = "method.fact
             left.set_xlabel("setting (numbered in the legend)")
         left.set_xticks(x, [str(i + 1) for i in range(len(settings))] if long else settings)
         left.set_xlim(-0.5, len(settings) - 0.5)
-    percent_axes(left, f"{metric_name(summary)}, all positions (%)", left.get_xlabel())
+    plot.percent_axes(left, f"{frames.metric_name(summary)}, all positions (%)", left.get_xlabel())
     if len(distinct):
         left.set_title("blue: method; black: unmodified")
-    percent_axes(right, f"{metric_name(summary)} (%)")
+    plot.percent_axes(right, f"{frames.metric_name(summary)} (%)")
     figure.legend(handles, labels, loc="outside right center", title=label)
     return figure
 
@@ -191,14 +172,14 @@ def _error_bars(axes: Axes, x: np.ndarray, rows: pd.DataFrame, linestyle: Any, s
     axes.errorbar(x, value, yerr=error, capsize=2, elinewidth=0.8, **{**style, "linestyle": linestyle})
 
 
-@styled
+@plot.styled
 def attention_sweep(
-    frames: pd.DataFrame, axis: str | Sequence[str] = "method.factor", layers: Sequence[int] | None = None
+    attention: pd.DataFrame, axis: str | Sequence[str] = "method.factor", layers: Sequence[int] | None = None
 ) -> Figure:
     """Attention to each gold item over the gold position, one line per swept value (Yu et al. 2025, Fig. 6a).
 
     Args:
-        frames: attention.csv rows of several runs, with the swept columns and, where known, `run`.
+        attention: attention.csv rows of several runs, with the swept columns and, where known, `run`.
         axis: the swept column, or all of them when several were swept.
         layers: 0-based layers to average; by default the strongest one of the unmodified model. The title
             names it.
@@ -209,21 +190,23 @@ def attention_sweep(
     Raises:
         UserError: a column is missing or no row has item = gold_position.
     """
-    gold = gold_attention(frames)
-    shown = [strongest_layer(gold)] if layers is None else list(layers)
+    gold = frames.gold_attention(attention)
+    shown = [frames.strongest_layer(gold)] if layers is None else list(layers)
     rows, settings, label = with_setting(gold[gold["layer"].isin(shown)], axis)
     by = ["setting", *(["run"] if "run" in rows else []), "method", "depth"]
     curves = rows.groupby(by, sort=False)["attention"].mean().reset_index()
-    figure = new_figure(COLUMN + 1.4, max(2.6, 0.8 + 0.16 * len(settings)))
+    figure = plot.new_figure(plot.COLUMN + 1.4, max(2.6, 0.8 + 0.16 * len(settings)))
     axes = figure.subplots()
     _setting_lines(axes, curves, settings, "attention", 1)
-    axes.set(xlabel=DEPTH_LABEL, ylabel=ATTENTION_LABEL, title=layer_title(shown, layers is None))
-    from_zero(axes)
+    axes.set(
+        xlabel=plot.DEPTH_LABEL, ylabel=plot.ATTENTION_LABEL, title=plot.layer_title(shown, layers is None)
+    )
+    plot.from_zero(axes)
     figure.legend(*axes.get_legend_handles_labels(), loc="outside right center", title=label)
     return figure
 
 
-@styled
+@plot.styled
 def trend(rows: pd.DataFrame) -> Figure:
     """How a model follows a swept number: centre of attention, first minus second half, position
     bias.
@@ -235,31 +218,31 @@ def trend(rows: pd.DataFrame) -> Figure:
         A figure with one panel per statistic that is there, one line per group with its 95 % band, dashed the
         unmodified model.
     """
-    need(rows, "trend", "group", "axis", "statistic", "number", "value", "ci_low", "ci_high")
+    frames.need(rows, "trend", "group", "axis", "statistic", "number", "value", "ci_low", "ci_high")
     panels = [(name, label) for name, label in PANELS.items() if (rows["statistic"] == name).any()]
     groups = list(rows["group"].unique())
-    figure = new_figure(PAGE if len(panels) > 1 else COLUMN, 2.6)
+    figure = plot.new_figure(plot.PAGE if len(panels) > 1 else plot.COLUMN, 2.6)
     for axes, (name, (label, scale, level)) in zip(
         np.atleast_1d(figure.subplots(1, len(panels))), panels, strict=True
     ):
         axes.axhline(level, color="0.5", linestyle=":", linewidth=1)
         for index, group in enumerate(groups):
             here = rows[(rows["statistic"] == name) & (rows["group"] == group)]
-            style = line_style(index)
-            base = here[here["number"].astype(str) == UNMODIFIED]
+            style = plot.line_style(index)
+            base = here[here["number"].astype(str) == frames.UNMODIFIED]
             line = (
                 here.drop(base.index).assign(number=lambda f: f["number"].astype(float)).sort_values("number")
             )
-            band(axes, line, style, x="number", scale=scale, label=str(group))
+            plot.band(axes, line, style, x="number", scale=scale, label=str(group))
             for value in base["value"]:
                 plain = {
                     "color": style["color"] if len(groups) > 1 else "black",
-                    "linestyle": DASHED,
+                    "linestyle": plot.DASHED,
                     "linewidth": 1,
                 }
                 axes.axhline(scale * value, label="unmodified" if index == 0 else None, **plain)
         axes.set(xlabel=rows["axis"].iloc[0], ylabel=label)
-    legend_below(figure, figure.axes[0])
+    plot.legend_below(figure, figure.axes[0])
     return figure
 
 

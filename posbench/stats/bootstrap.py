@@ -27,34 +27,29 @@ class Estimate(NamedTuple):
     n: int
 
 
-def draws(
-    clusters: int, resamples: int, seed: int, strata: NDArray[np.int64] | None = None
-) -> Iterator[Array]:
-    """How often each cluster occurs in each draw, [r, C] at a time.
-
-    Args:
-        clusters: Number of clusters C.
-        resamples: Draws R in all.
-        seed: Seed of the draws.
-        strata: Stratum 0, 1, ... of each cluster, [C], which keeps its size in every draw. None: clusters are drawn by
-            index, which is the same law as a single stratum, from another stream of random numbers.
-    """
+def index_draws(clusters: int, resamples: int, seed: int) -> Iterator[NDArray[np.int64]]:
+    """Drawn cluster numbers, [r, clusters] at a time."""
     rng, step = np.random.default_rng(seed), max(CHUNK // clusters, 1)
     for start in range(0, resamples, step):
-        rows = min(step, resamples - start)
-        if strata is None:
-            flat = rng.integers(0, clusters, size=(rows, clusters)) + clusters * np.arange(rows)[:, None]
-            yield (
-                np.bincount(flat.ravel(), minlength=rows * clusters)
-                .reshape(rows, clusters)
-                .astype(np.float64)
-            )
-            continue
-        weights = np.zeros((rows, clusters))
+        yield rng.integers(0, clusters, size=(min(step, resamples - start), clusters))
+
+
+def _draws(strata: NDArray[np.int64], resamples: int, seed: int) -> Iterator[Array]:
+    """How often each cluster occurs in each draw, [r, C] at a time; each stratum keeps its size in every draw.
+
+    Args:
+        strata: Stratum 0, 1, ... of each of C clusters.
+        resamples: Draws R in all.
+        seed: Seed of the draws.
+    """
+    rng, clusters = np.random.default_rng(seed), len(strata)
+    step = max(CHUNK // clusters, 1)
+    for start in range(0, resamples, step):
+        weights = np.zeros((min(step, resamples - start), clusters))
         for number in range(strata.max() + 1):
             members = np.flatnonzero(strata == number)
             even = np.full(len(members), 1 / len(members))
-            weights[:, members] = rng.multinomial(len(members), even, size=rows)
+            weights[:, members] = rng.multinomial(len(members), even, size=len(weights))
         yield weights
 
 
@@ -85,7 +80,7 @@ def resampled(
         _, strata = np.unique(np.stack(sizes, axis=1) > 0, axis=0, return_inverse=True)
     total, size = np.stack(totals, axis=1), np.stack(sizes, axis=1)
     with np.errstate(invalid="ignore"):
-        parts = [(w @ total) / (w @ size) for w in draws(len(names), resamples, seed, strata.ravel())]
+        parts = [(w @ total) / (w @ size) for w in _draws(strata.ravel(), resamples, seed)]
         drawn, exact = np.concatenate(parts), total.sum(0) / size.sum(0)
     return {key: (float(exact[i]), drawn[:, i]) for i, key in enumerate(groups)}
 
@@ -120,8 +115,9 @@ def difference(
     array = np.asarray(values, dtype=np.float64)
     _, member = np.unique(np.asarray(clusters), return_inverse=True)
     totals, sizes = np.bincount(member, weights=array), np.bincount(member)
-    means = np.concatenate([w @ totals / (w @ sizes) for w in draws(len(totals), resamples, seed)])
-    return Estimate(float(array.mean()), *quantiles(means), len(array))
+    drawn = index_draws(len(totals), resamples, seed)
+    means = [totals[which].sum(1) / sizes[which].sum(1) for which in drawn]
+    return Estimate(float(array.mean()), *quantiles(np.concatenate(means)), len(array))
 
 
 def mean(

@@ -92,7 +92,8 @@ def estimate(row: Mapping[str, Any] | pd.Series, name: str = "", scale: float = 
         scale: Factor of all three numbers.
     """
     columns = (name or "value", *(f"{name}_{end}".strip("_") for end in ("ci_low", "ci_high")))
-    return Estimate(*(scale * float(row[column]) for column in columns), int(row["n"]))
+    value, low, high = (scale * float(row[column]) for column in columns)
+    return Estimate(value, low, high, int(row["n"]))
 
 
 def ends(at: Estimate, name: str = "") -> dict[str, float]:

@@ -33,7 +33,7 @@ def curves(
     """
     frame = frame.dropna(subset=[name])
     places, keys = sorted(frame["gold_position"].unique()), list(dict.fromkeys(frame[by]))
-    parts = {key: part for key, part in frame.groupby([by, "gold_position"], sort=False)}
+    parts = dict(iter(frame.groupby([by, "gold_position"], sort=False)))
     cells = [(key, place) for key in keys for place in places if (key, place) in parts]
     groups = {cell: (parts[cell][name].to_numpy(), list(parts[cell]["cluster"])) for cell in cells}
     found = resampled(groups, stratified=True, resamples=resamples, seed=seed)

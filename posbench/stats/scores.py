@@ -11,7 +11,7 @@ import numpy as np
 import pandas as pd
 
 from posbench.stats import position_bias
-from posbench.stats.bootstrap import Array, Estimate, difference, draws, mean, quantiles, wilson
+from posbench.stats.bootstrap import Array, Estimate, difference, index_draws, mean, quantiles, wilson
 from posbench.tasks.base import Task
 
 COLUMNS = (
@@ -209,7 +209,7 @@ class Tabulator:
         """Mean, resampled means [R] and count of every metric that occurs; equal questions and seed give equal draws."""
         _, member = np.unique(rows["cluster"], return_inverse=True)
         count = int(member.max()) + 1
-        weights = np.concatenate(list(draws(count, self.resamples, seed)))
+        which = np.concatenate(list(index_draws(count, self.resamples, seed)))
         out = {}
         for name in names:
             values = rows[name].to_numpy(dtype=np.float64)
@@ -218,7 +218,7 @@ class Tabulator:
                 totals = np.bincount(member, weights=np.where(there, values, 0), minlength=count)
                 sizes = np.bincount(member, weights=there, minlength=count)
                 with np.errstate(invalid="ignore"):
-                    drawn = (weights @ totals) / (weights @ sizes)
+                    drawn = totals[which].sum(1) / sizes[which].sum(1)
                 out[name] = float(values[there].mean()), drawn, int(there.sum())
         return out
 

@@ -1,1 +1,1 @@
-"""Studies: measurements that do not score a task."""
+"""Analyses beside the benchmark: one module and one YAML each, by paper."""

@@ -1,0 +1,105 @@
+"""The last token's attention weights on some tokens are multiplied."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.integrations.sdpa_attention import repeat_kv
+
+from posbench.model import families
+from posbench.model.hooks import Attend, attending
+from posbench.model.lm import LM, last_row
+
+
+@contextmanager
+def scale_attention(
+    lm: LM,
+    tokens: Tensor,
+    factor: float,
+    layers: Collection[int],
+    *,
+    renormalise: bool = True,
+    generated: bool = False,
+) -> Iterator[dict[int, Tensor]]:
+    """Multiply the last prompt token's attention weights on some tokens, for one batch: a forward, or a generation.
+
+    With a the weights of the row, v the values, o = sum a_j v_j and S the tokens, the head's output becomes o + (factor -
+    1) sum_S a_j v_j; with ``renormalise`` divided by 1 + (factor - 1) sum_S a_j, which equals log(factor) added to the
+    scores of S. Only that row is computed a second time, so memory is linear in the prompt and any kernel will do.
+
+    Args:
+        lm: The model.
+        tokens: 1 at the tokens S and 0 elsewhere, [B, T], left padding included; rows of equal length or longest first,
+            the order in which :meth:`LM.generate` runs them.
+        factor: The factor, above 0.
+        layers: Layers to change, 0-based.
+        renormalise: Whether the weights sum to 1 again.
+        generated: Whether rows of generated tokens, one at a time, are changed too.
+
+    Yields:
+        Dict layer -> weights of the last prompt token after the change, [B, H, T'], for all layers, as in
+        :meth:`LM.last_attention`.
+
+    Raises:
+        ValueError: Families outside the library's attention functions ran without a cache, which holds their values.
+
+    Source: Yu et al. 2025, Appendix D.2; the reading of last row and renormalisation is ours.
+    """
+    prompt, extra, output = tokens.shape[1], factor - 1, families.family_of(lm.model).output
+    weights: dict[int, Tensor] = {}
+    seen: dict[int, int] = {}
+
+    def gain(layer: int, row: Tensor, value: Tensor, queries: int) -> Tensor | None:
+        """What the output of the last row gains, [B, H, d], from its weights [B, H, T'] and values [B, G, T', d]."""
+        seen[layer] = seen.get(layer, 0) + queries
+        if seen[layer] < prompt or (seen[layer] > prompt and not generated):
+            return None
+        if layer not in layers:
+            weights.setdefault(layer, row)
+            return None
+        # Generated tokens lie behind the prompt, and a sliding window holds the newest keys only.
+        part = F.pad(tokens, (0, seen[layer] - prompt))[:, -row.shape[-1] :].to(row)
+        # A method may run a prompt as several rows next to each other.
+        part = part.repeat_interleave(len(row) // len(part), dim=0)[:, None]
+        values = repeat_kv(value, row.shape[1] // value.shape[1]).to(row)
+        before, more = row[:, :, None] @ values, extra * (row * part)[:, :, None] @ values
+        held = extra * (row * part).sum(-1, keepdim=True) if renormalise else torch.zeros_like(row[..., :1])
+        total = 1 + held
+        weights.setdefault(layer, row * (1 + extra * part) / total)
+        return ((before + more) / total[..., None] - before)[:, :, 0]
+
+    def attend(module: Any, *given: Any, following: Attend, **rest: Any) -> Any:
+        query, key, value, mask = given
+        out, *others = following(module, *given, **rest)
+        more = gain(module.layer_idx, last_row(query, key, mask, **rest), value, query.shape[2])
+        if more is not None:
+            out = out.clone()
+            out[:, -1] += more.to(out)
+        return (out, *others)
+
+    def hook(module: nn.Module, args: Any, kwargs: dict[str, Any], out: tuple[Any, ...]) -> tuple[Any, ...]:
+        cache = kwargs.get("past_key_values") or kwargs.get("layer_past")
+        if cache is None:
+            raise ValueError("this family's values are read from its cache: run it with use_cache=True")
+        layer: Any = module.layer_idx
+        more = gain(layer, out[1][:, :, -1], cache.layers[layer].values, out[0].shape[1])
+        if more is None:
+            return out
+        project, moved = getattr(module, output), out[0].clone()
+        added = more.flatten(1).to(moved)
+        moved[:, -1] += project(added) - project(torch.zeros_like(added))
+        return (moved, *out[1:])
+
+    with ExitStack() as stack:
+        if families.family_of(lm.model).interface:
+            stack.enter_context(attending(lm.model, attend))
+        else:
+            stack.enter_context(lm.eager())
+            for module in families.attention_modules(lm.model):
+                stack.callback(module.register_forward_hook(hook, with_kwargs=True).remove)
+        yield weights
