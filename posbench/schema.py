@@ -26,6 +26,9 @@ Share = Annotated[float, Ge(0), Le(1)]
 Bases = Annotated[tuple[Annotated[float, Gt(1)] | None, ...], MinLen(1)]
 """Bases of rotary embeddings; None is the model's own."""
 
+Truncation = Literal["refuse", "middle", "document", "words"]
+"""What happens to a prompt that does not fit; see :class:`posbench.tasks.Task`."""
+
 PLAIN = {int: "a whole number", float: "a finite number", str: "text", bool: "true or false (bool)"}
 PLAIN[NoneType] = "null"
 
@@ -39,7 +42,8 @@ def build(cls: type[T], data: Mapping[str, Any], where: str) -> T:
         where: Dotted name of the whole, for errors.
 
     Raises:
-        UserError: Unknown key, missing key, wrong type or value out of bounds, with the dotted name; all together.
+        UserError: Unknown key, missing key, wrong type or value out of bounds, with the dotted name; all
+            together.
     """
     faults, kinds = Faults(), get_type_hints(cls, include_extras=True)
     allowed = [f.name for f in fields(cls)]  # type: ignore[arg-type]

@@ -1,8 +1,9 @@
 """lm-evaluation-harness under a posbench method; importing this module registers its model type ``posbench``.
 
-The harness's own Hugging Face model scores context and continuation in one forward, padded on the right and without a
-mask: a method that treats the last prompt token apart cannot know which one that is. Here every context runs once, padded
-on the left, and its continuations follow on its cache, as the tokens of a generation do.
+The harness's own Hugging Face model scores context and continuation in one forward, padded on the right and
+without a
+mask: a method that treats the last prompt token apart cannot know which one that is. Here every context runs
+once, padded on the left, and its continuations follow on its cache, as the tokens of a generation do.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ from posbench import paths
 from posbench.errors import UserError, choices, near
 from posbench.files.atomic import digest
 from posbench.methods import Method
-from posbench.model.lm import CHAT_TEMPLATES, batches
+from posbench.model.encode import CHAT_TEMPLATES
+from posbench.model.lm import batches
 from posbench.model.load import load
 from posbench.pipeline.compose import composed
 from posbench.pipeline.config import Config, check
@@ -82,14 +84,15 @@ class Harness:
 def configured(
     pretrained: str, method: str, settings: Mapping[str, Any], config_dir: str | None = None
 ) -> Config:
-    """The checked config of a model and a method, from the same files and by the same rules as the ``posbench`` command.
+    """The checked config of a model and a method, from the same files and by the same rules as the
+    ``posbench`` command.
 
     Args:
         pretrained: A name in ``conf/model``, a directory, or a hub id.
-        method: A name in ``conf/method``, or several joined by ``+``, the outermost first; constants come from the
-            model's file unless ``settings`` gives them.
-        settings: Fields of the method (of several: ``parts.<name>.<field>``), and the keys of ``MODEL_KEYS`` and
-            ``RUNTIME_KEYS``.
+        method: A name in ``conf/method``, or several joined by ``+``, the outermost first; constants come
+            from the model's file unless ``settings`` gives them.
+        settings: Fields of the method (of several: ``parts.<name>.<field>``), and the keys of ``MODEL_KEYS``
+            and ``RUNTIME_KEYS``.
         config_dir: A folder with the user's own YAML files.
 
     Raises:

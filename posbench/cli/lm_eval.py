@@ -1,4 +1,5 @@
-"""``posbench lm_eval``: lm-evaluation-harness with the model type ``posbench`` and the harness's own flags."""
+"""``posbench lm_eval``: lm-evaluation-harness with the model type ``posbench`` and the harness's own
+flags."""
 
 from __future__ import annotations
 

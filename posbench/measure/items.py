@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from posbench.model.lm import LM, Encoded
+from posbench.model.encode import Encoded
+from posbench.model.lm import LM
 from posbench.tasks import Example
 
 
@@ -39,14 +40,15 @@ def attention_to_items(
         heads: Keep the heads apart.
 
     Returns:
-        [B, L, N] for B prompts, L layers and N items: averaged over heads and over each item's tokens; [B, L, H, N]
-        with ``heads``.
+        [B, L, N] for B prompts, L layers and N items: averaged over heads and over each item's tokens; [B, L,
+        H, N] with ``heads``.
     """
     inputs = lm.pad([e.ids for e in encoded])
     pool = item_pool(encoded, examples, inputs["input_ids"].shape[1])
     with lm.last_attention() as weights:
         lm.model(**inputs, use_cache=False, logits_to_keep=1)
-        # A method may run a prompt as several rows next to each other; their weights are averaged as heads are.
+        # A method may run a prompt as several rows next to each other; their weights are averaged as heads
+        # are.
         rows = [weights[layer].unflatten(0, (len(examples), -1)).mean(1) for layer in range(lm.layers)]
         kept = [(row if heads else row.mean(1, keepdim=True)).float().cpu() for row in rows]
     found = pooled(kept, pool)
@@ -54,7 +56,8 @@ def attention_to_items(
 
 
 def item_pool(encoded: Sequence[Encoded], examples: Sequence[Example], width: int) -> Tensor:
-    """One over an item's number of tokens at its tokens, 0 elsewhere, [B, N, width], for prompts padded on the left."""
+    """One over an item's number of tokens at its tokens, 0 elsewhere, [B, N, width], for prompts padded on
+    the left."""
     pool = torch.zeros(len(examples), len(examples[0].items), width)
     for row, (code, example) in enumerate(zip(encoded, examples, strict=True)):
         for item, (first, last) in enumerate(item_tokens(code, example)):
@@ -64,7 +67,8 @@ def item_pool(encoded: Sequence[Encoded], examples: Sequence[Example], width: in
 
 
 def pooled(weights: Sequence[Tensor], pool: Tensor) -> Tensor:
-    """Weights [B, H, T'] of each layer, averaged over the tokens of each item: [B, L, H, N] from the pool [B, N, T]."""
+    """Weights [B, H, T'] of each layer, averaged over the tokens of each item: [B, L, H, N] from the pool [B,
+    N, T]."""
     # A sliding-window layer may hold the newest keys only: the others have no weight.
     layers = [F.pad(row, (pool.shape[-1] - row.shape[-1], 0)) for row in weights]
     return torch.einsum("lbht,bit->blhi", torch.stack(layers), pool)

@@ -25,7 +25,8 @@ def candidate_losses(
         candidates: C settings, each of one channel.
 
     Returns:
-        [1 + C, B] nats per answer token, the unmodified model first; each equals what the candidate gives on its own.
+        [1 + C, B] nats per answer token, the unmodified model first; each equals what the candidate gives on
+        its own.
     """
     model, forward = lm.model, lm.model.forward
     inputs, targets = lm.pad_with_answers(pairs)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from posbench.model.lm import LM, Encoded, batches
+from posbench.model.encode import Encoded
+from posbench.model.lm import LM, batches
 from posbench.tasks import Example, Task
 
 
@@ -29,7 +30,8 @@ def encode(lm: LM, task: Task, example: Example) -> Encoded:
 
 
 def encode_longest(lm: LM, task: Task) -> tuple[Example, Encoded]:
-    """The evaluation example with the longest prompt (in characters): one that fails to fit shows it at once."""
+    """The evaluation example with the longest prompt (in characters): one that fails to fit shows it at
+    once."""
     longest = max(task.evaluation(), key=lambda e: len(e.prompt))
     return longest, encode(lm, task, longest)
 
@@ -60,7 +62,8 @@ def plan(
 def replies(
     lm: LM, task: Task, batch: Sequence[Example], encoded: Mapping[str, Encoded]
 ) -> list[dict[str, Any]]:
-    """``output`` of each example of a batch; where it is chosen, with the ``loglikelihoods`` (nats) of the choices."""
+    """``output`` of each example of a batch; where it is chosen, with the ``loglikelihoods`` (nats) of the
+    choices."""
     tokens, first = [encoded[e.id].ids for e in batch], batch[0]
     if first.choices:
         asked = [[lm.continuation_ids(encoded[e.id], choice) for choice in e.choices] for e in batch]

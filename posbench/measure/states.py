@@ -97,8 +97,9 @@ def average_states(
         advance: Told how many strings are done.
 
     Returns:
-        ``attention_input`` [L, P, D]: the tensor after each layer's first norm; ``residual`` [L + 1, P, D]: embedding,
-        block outputs, the last after the final norm, as in transformers' ``hidden_states``. float32.
+        ``attention_input`` [L, P, D]: the tensor after each layer's first norm; ``residual`` [L + 1, P, D]:
+        embedding, block outputs, the last after the final norm, as in transformers' ``hidden_states``.
+        float32.
     """
     rows, state = strings.draw(lm), start or Sums()
     captured: dict[Site, dict[int, Tensor]] = {"attention_input": {}, "residual": {}}
@@ -136,7 +137,8 @@ def average_states(
 def channel_input(
     lm: LM, channels: Sequence[int], site: Site = "attention_input"
 ) -> Iterator[dict[int, Tensor]]:
-    """Collect some channels of every layer's input in each forward inside the block, as the outer blocks leave them.
+    """Collect some channels of every layer's input in each forward inside the block, as the outer blocks
+    leave them.
 
     Yields:
         Dict layer -> [B, T, C] of the latest forward, for C channels.

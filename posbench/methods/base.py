@@ -19,7 +19,8 @@ class Needs(NamedTuple):
     Attributes:
         rope: A rotary position embedding.
         plain: One whose base alone sets its angles.
-        by_hand: Attention that runs through the library's functions, in which the method rotates head by head.
+        by_hand: Attention that runs through the library's functions, in which the method rotates head by
+            head.
     """
 
     rope: bool = False
@@ -47,7 +48,8 @@ class SweepClaims(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Method(ABC):
-    """An intervention at inference time. The dataclass fields are the keys of ``method.*``; a default stands here alone.
+    """An intervention at inference time. The dataclass fields are the keys of ``method.*``; a default stands
+    here alone.
 
     Attributes:
         needs: What it asks of a model; others are refused by name.

@@ -20,8 +20,8 @@ class PositionInterpolation(Method):
     Args:
         scale: The divisor s; 1 changes nothing, above 1 positions move together.
 
-    Source: Chen et al. 2023 (Position Interpolation); the uniform baseline of Ms-PoE (scale 1.5) and of LPES (the mean
-    of its scales).
+    Source: Chen et al. 2023 (Position Interpolation); the uniform baseline of Ms-PoE (scale 1.5) and of LPES
+    (the mean of its scales).
     """
 
     needs: ClassVar[Needs] = Needs(rope=True)

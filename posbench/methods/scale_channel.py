@@ -364,7 +364,8 @@ def check_channels(lm: LM, name: str, channels: Sequence[int]) -> None:
 
 
 def check_layers(lm: LM, name: str, layers: Sequence[int] | None) -> None:
-    """Raise UserError unless the inclusive range [first, last] lies inside the model; None is for a caller's default."""
+    """Raise UserError unless the inclusive range [first, last] lies inside the model; None is for a caller's
+    default."""
     count = lm.layers
     if layers is not None and (len(layers) != 2 or not 0 <= layers[0] <= layers[1] < count):
         allowed = f"[first, last] with 0 <= first <= last <= {count - 1} ({count} layers in model {lm.name})"

@@ -32,10 +32,13 @@ class Family:
         clip: Attribute with the bound to which the projection's output is clamped; None or 0 means no bound.
         rope_if: Attribute that is None or 0 in layers without rotary embedding; None where all layers alike.
         position: How the model knows positions, beside its causal mask.
-        interface: Whether attention runs through the library's attention functions, which posbench can listen to.
-        output: Attribute of the attention module that projects the heads' outputs; read where ``interface`` is false.
+        interface: Whether attention runs through the library's attention functions, which posbench can listen
+            to.
+        output: Attribute of the attention module that projects the heads' outputs; read where ``interface``
+            is false.
         shut_is_true: Whether its masks of booleans are true where a key is shut.
-        mask_has_bias: Whether its mask holds the ALiBi bias already, which its eager attention alone adds a second time.
+        mask_has_bias: Whether its mask holds the ALiBi bias already, which its eager attention alone adds a
+            second time.
     """
 
     name: str
@@ -198,8 +201,8 @@ def attention_modules(model: PreTrainedModel) -> list[nn.Module]:
 
 
 Site = Literal["attention_input", "residual"]
-"""``attention_input``: after a layer's first norm, what queries, keys and values are projected from; ``residual``: the
-stream before the layer."""
+"""``attention_input``: after a layer's first norm, what queries, keys and values are projected from;
+``residual``: the stream before the layer."""
 
 
 def site_modules(model: PreTrainedModel, site: Site) -> list[nn.Module]:

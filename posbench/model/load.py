@@ -25,7 +25,8 @@ from posbench import paths
 from posbench.errors import UserError
 from posbench.files import sources
 from posbench.model import families
-from posbench.model.lm import CHAT_TEMPLATES, LM
+from posbench.model.encode import CHAT_TEMPLATES
+from posbench.model.lm import LM
 from posbench.schema import Count, build
 
 Kernel = Literal["auto", "sdpa", "eager", "flash_attention_2"]
@@ -39,19 +40,22 @@ class ModelConfig:
     Attributes:
         name: Short name used in folders and tables.
         path: Hub id, local directory, or ``posbench://NAME`` for an embedded model.
-        revision: Hub branch, tag or commit; None takes the default branch, as cached if a complete copy is cached.
-        dtype: Weight type; ``auto`` is the checkpoint's own on a GPU (float32 stays float32) and float32 on a CPU.
+        revision: Hub branch, tag or commit; None takes the default branch, as cached if a complete copy is
+            cached.
+        dtype: Weight type; ``auto`` is the checkpoint's own on a GPU (float32 stays float32) and float32 on a
+            CPU.
         attention: Attention kernel; ``auto`` is sdpa where the family has it, else eager (Gemma 2, MPT).
-        rope: ``checkpoint``, or ``none`` for a checkpoint trained without position embeddings whose config does not
-            say so.
-        chat_template: ``auto`` applies the tokenizer's template where it has one; ``none`` never does; or the name of
-            one in ``posbench/model/templates``, for a checkpoint that was trained with a template it does not carry.
+        rope: ``checkpoint``, or ``none`` for a checkpoint trained without position embeddings whose config
+            does not say so.
+        chat_template: ``auto`` applies the tokenizer's template where it has one; ``none`` never does; or the
+            name of one in ``posbench/model/templates``, for a checkpoint that was trained with a template it
+            does not carry.
         context_window: Tokens the model reads; None takes the checkpoint's ``max_position_embeddings``.
         threads: CPU threads; None leaves torch's choice.
         stages: Stages that run when the user names none.
         source: Where the facts of this file come from.
-        blocks: What the file brings for methods, tasks, searches and studies, by their names: every other key of the
-            file that holds a mapping. A block's ``source`` says where its constants come from.
+        blocks: What the file brings for methods, tasks, searches and studies, by their names: every other key
+            of the file that holds a mapping. A block's ``source`` says where its constants come from.
     """
 
     name: str

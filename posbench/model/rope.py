@@ -15,8 +15,8 @@ from transformers.integrations.sdpa_attention import repeat_kv
 
 from posbench.errors import UserError
 from posbench.model import families
+from posbench.model.attention import last_row
 from posbench.model.hooks import Attend, attending, replaced
-from posbench.model.lm import last_row
 
 if TYPE_CHECKING:
     from posbench.model.lm import LM

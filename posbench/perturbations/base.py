@@ -1,8 +1,8 @@
 """What changes of spans of tokens share: where the spans lie in a batch, and how far its cache has come.
 
-A batch is padded on the left to its longest prompt, as :meth:`posbench.model.lm.LM.pad` and ``generate`` do. Each
-block serves one batch: its prompts in their order, then any number of calls on their caches. Leaving a block, also
-by an exception, restores the model.
+A batch is padded on the left to its longest prompt, as :meth:`posbench.model.lm.LM.pad` and ``generate`` do.
+Each block serves one batch: its prompts in their order, then any number of calls on their caches. Leaving a
+block, also by an exception, restores the model.
 
 Letters: B prompts, T columns of the batch, S keys that a layer holds, G key heads, d their size.
 """
@@ -23,11 +23,13 @@ from posbench.model.hooks import before_each
 from posbench.model.lm import LM
 
 Span = tuple[int, int]
-"""First token of a span in its prompt, padding not counted, and the token behind its last one; (0, 0) holds none."""
+"""First token of a span in its prompt, padding not counted, and the token behind its last one; (0, 0) holds
+none."""
 
 
 def columns(lengths: Sequence[int], spans: Sequence[Span]) -> tuple[Tensor, Tensor, Tensor]:
-    """Columns of the first token of each prompt, of the first token of its span and of the token behind it, each [B, 1]."""
+    """Columns of the first token of each prompt, of the first token of its span and of the token behind it,
+    each [B, 1]."""
     if len(lengths) != len(spans):
         raise ValueError(f"{len(spans)} spans for {len(lengths)} prompts")
     for length, (start, stop) in zip(lengths, spans, strict=True):

@@ -21,9 +21,9 @@ def crop_mask(
 ) -> Iterator[None]:
     """Let the tokens of a span attend, causally, to the span alone and to the first token.
 
-    Whatever else the model's own mask shuts (padding, a window) stays shut. In the cropped layers the kernel gets a
-    mask of booleans [B, 1, T, T], one layer at a time, where it would otherwise know causality by itself: a byte per
-    pair of tokens.
+    Whatever else the model's own mask shuts (padding, a window) stays shut. In the cropped layers the kernel
+    gets a mask of booleans [B, 1, T, T], one layer at a time, where it would otherwise know causality by
+    itself: a byte per pair of tokens.
 
     Args:
         lm: The model.

@@ -18,7 +18,8 @@ from posbench.perturbations.base import Span, columns, for_rows, need_own_mask, 
 
 
 def can_move(lm: LM) -> bool:
-    """Whether :func:`move_positions` knows the model: it rotates, in attention that runs through the library's functions."""
+    """Whether :func:`move_positions` knows the model: it rotates, in attention that runs through the
+    library's functions."""
     return bool(rope.rotated_layers(lm.model)) and families.family_of(lm.model).interface
 
 
@@ -32,9 +33,10 @@ def move_positions(
 ) -> Iterator[None]:
     """Let the last token see the tokens of a span at the positions of another one.
 
-    Token i of the span stands where token i of the target stands, or its last token where the target is shorter. This
-    concerns the rows of the last prompt token and of all tokens behind it (generated ones: each is the last one when it
-    is read). Earlier rows see every key at its own position, and masks stay as they are.
+    Token i of the span stands where token i of the target stands, or its last token where the target is
+    shorter. This concerns the rows of the last prompt token and of all tokens behind it (generated ones: each
+    is the last one when it is read). Earlier rows see every key at its own position, and masks stay as they
+    are.
 
     Args:
         lm: The model.
@@ -44,10 +46,11 @@ def move_positions(
         layers: Layers, 0-based; None is all. Those without rotary embedding stay as they are.
 
     Raises:
-        UserError: The model has no rotary embedding (ALiBi, NoPE), its attention does not run through the library's
-            functions, or a method rotates head by head (ms_poe, moice).
+        UserError: The model has no rotary embedding (ALiBi, NoPE), its attention does not run through the
+            library's functions, or a method rotates head by head (ms_poe, moice).
 
-    Source: Yu et al. 2025, Section 2.2, Appendix D.3 and Figure 9. The rule for spans of unequal length is ours.
+    Source: Yu et al. 2025, Section 2.2, Appendix D.3 and Figure 9. The rule for spans of unequal length is
+        ours.
     """
     if not can_move(lm):
         allowed = (
@@ -106,7 +109,8 @@ def move_positions(
 
 
 def _sources(lengths: Sequence[int], spans: Sequence[Span], targets: Sequence[Span]) -> tuple[Tensor, int]:
-    """For the columns that hold a span, [B, C], the column whose position each takes; and the first of these columns."""
+    """For the columns that hold a span, [B, C], the column whose position each takes; and the first of these
+    columns."""
     _, start, stop = columns(lengths, spans)
     _, to, to_stop = columns(lengths, targets)
     every = torch.arange(max(lengths))
@@ -118,8 +122,8 @@ def _sources(lengths: Sequence[int], spans: Sequence[Span], targets: Sequence[Sp
 
 
 def _turn(table: rope.Table, source: Tensor, low: int) -> rope.Table:
-    """cos and sin, each [B, C, r] in float32, that turn keys of the C columns from ``low`` on to the positions of the
-    columns ``source`` [B, C]; exactly 1 and 0 where a column is its own source."""
+    """cos and sin, each [B, C, r] in float32, that turn keys of the C columns from ``low`` on to the
+    positions of the columns ``source`` [B, C]; exactly 1 and 0 where a column is its own source."""
     exact = (part.to(torch.promote_types(part.dtype, torch.float32)) for part in table)
     cos, sin = (part.expand(len(source), -1, -1) for part in exact)
     at = source[..., None].expand(-1, -1, cos.shape[-1])
@@ -131,7 +135,8 @@ def _turn(table: rope.Table, source: Tensor, low: int) -> rope.Table:
 
 
 def _turned(model: PreTrainedModel, layer: int, key: Tensor, turn: rope.Table, low: int) -> Tensor:
-    """A copy of rotated keys [B, G, S, d], those from column ``low`` on turned further; columns below 0 are gone."""
+    """A copy of rotated keys [B, G, S, d], those from column ``low`` on turned further; columns below 0 are
+    gone."""
     skip, out = max(-low, 0), key.clone()
     cos, sin = (part[:, skip:].to(key.device) for part in turn)
     at = slice(max(low, 0), max(low, 0) + cos.shape[1])

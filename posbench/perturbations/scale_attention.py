@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from transformers.integrations.sdpa_attention import repeat_kv
 
 from posbench.model import families
+from posbench.model.attention import last_row
 from posbench.model.hooks import Attend, attending
-from posbench.model.lm import LM, last_row
+from posbench.model.lm import LM
 
 
 @contextmanager
@@ -26,16 +27,18 @@ def scale_attention(
     renormalise: bool = True,
     generated: bool = False,
 ) -> Iterator[dict[int, Tensor]]:
-    """Multiply the last prompt token's attention weights on some tokens, for one batch: a forward, or a generation.
+    """Multiply the last prompt token's attention weights on some tokens, for one batch: a forward, or a
+    generation.
 
-    With a the weights of the row, v the values, o = sum a_j v_j and S the tokens, the head's output becomes o + (factor -
-    1) sum_S a_j v_j; with ``renormalise`` divided by 1 + (factor - 1) sum_S a_j, which equals log(factor) added to the
-    scores of S. Only that row is computed a second time, so memory is linear in the prompt and any kernel will do.
+    With a the weights of the row, v the values, o = sum a_j v_j and S the tokens, the head's output becomes o
+    + (factor - 1) sum_S a_j v_j; with ``renormalise`` divided by 1 + (factor - 1) sum_S a_j, which equals
+    log(factor) added to the scores of S. Only that row is computed a second time, so memory is linear in the
+    prompt and any kernel will do.
 
     Args:
         lm: The model.
-        tokens: 1 at the tokens S and 0 elsewhere, [B, T], left padding included; rows of equal length or longest first,
-            the order in which :meth:`LM.generate` runs them.
+        tokens: 1 at the tokens S and 0 elsewhere, [B, T], left padding included; rows of equal length or
+            longest first, the order in which :meth:`LM.generate` runs them.
         factor: The factor, above 0.
         layers: Layers to change, 0-based.
         renormalise: Whether the weights sum to 1 again.
@@ -46,7 +49,8 @@ def scale_attention(
         :meth:`LM.last_attention`.
 
     Raises:
-        ValueError: Families outside the library's attention functions ran without a cache, which holds their values.
+        ValueError: Families outside the library's attention functions ran without a cache, which holds their
+            values.
 
     Source: Yu et al. 2025, Appendix D.2; the reading of last row and renormalisation is ours.
     """
@@ -55,7 +59,8 @@ def scale_attention(
     seen: dict[int, int] = {}
 
     def gain(layer: int, row: Tensor, value: Tensor, queries: int) -> Tensor | None:
-        """What the output of the last row gains, [B, H, d], from its weights [B, H, T'] and values [B, G, T', d]."""
+        """What the output of the last row gains, [B, H, d], from its weights [B, H, T'] and values [B, G, T',
+        d]."""
         seen[layer] = seen.get(layer, 0) + queries
         if seen[layer] < prompt or (seen[layer] > prompt and not generated):
             return None

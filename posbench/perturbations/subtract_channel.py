@@ -34,10 +34,11 @@ def subtract_channel(
         spans: The changed span of each prompt, [B].
         channel: Channel, 0-based.
         values: What to subtract, by 0-based layer.
-        site: ``attention_input`` changes each layer on its own; ``residual`` changes the stream before the layer, so that
-            it adds up over the layers.
+        site: ``attention_input`` changes each layer on its own; ``residual`` changes the stream before the
+            layer, so that it adds up over the layers.
 
-    Source: Yu et al. 2025, Appendix D.5 and Figure 10, which does not say which of the two "hidden states" are.
+    Source: Yu et al. 2025, Appendix D.5 and Figure 10, which does not say which of the two "hidden states"
+        are.
     """
     _, start, stop = columns(lengths, spans)
 

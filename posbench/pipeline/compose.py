@@ -1,8 +1,8 @@
 """Composing a config: the one way from ``key=value`` arguments and YAML files to plain data.
 
-Groups are chosen as Hydra does. Every other key is laid over the defaults of the class that its group names, so that YAML
-files hold only what differs; what the model's file says of a method, task or study comes in between, unless the user or
-the experiment set that key.
+Groups are chosen as Hydra does. Every other key is laid over the defaults of the class that its group names,
+so that YAML files hold only what differs; what the model's file says of a method, task or study comes in
+between, unless the user or the experiment set that key.
 """
 
 from __future__ import annotations
@@ -165,7 +165,8 @@ def _hydra_at(records: str) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _Request:
-    """What is handed to Hydra: the primary config, further flags, overrides; keys set by the experiment; as typed."""
+    """What is handed to Hydra: the primary config, further flags, overrides; keys set by the experiment; as
+    typed."""
 
     config: str
     flags: tuple[str, ...]
@@ -288,7 +289,8 @@ def _values(override: Override) -> list[str]:
 
 
 def _rewritten(override: Override, folders: Sequence[Path]) -> str:
-    """An override for Hydra: a list of methods as the name of a stored config, any other key as one that may be new."""
+    """An override for Hydra: a list of methods as the name of a stored config, any other key as one that may
+    be new."""
     line = str(override.input_line)
     key, _, value = line.partition("=")
     if key == "method":
@@ -365,11 +367,13 @@ def _blocks(model: Mapping[str, Any], folders: Sequence[Path]) -> dict[str, dict
 
 
 def _fill(node: dict[str, Any], where: str, blocks: Mapping[str, Mapping[str, Any]], kept: set[str]) -> None:
-    """Lay a node over the model's block of its name, and that over the defaults of its class; likewise nodes inside it."""
+    """Lay a node over the model's block of its name, and that over the defaults of its class; likewise nodes
+    inside it."""
     if "_target_" not in node:
         return
     cls, given = target(node, object, where)
-    # Choices that share a class share its module's block: an exhaustive search takes that of the channel search.
+    # Choices that share a class share its module's block: an exhaustive search takes that of the channel
+    # search.
     names = str(given.get("name") or where.rpartition(".")[2]), cls.__module__.rpartition(".")[2]
     block = next((blocks[name] for name in names if name in blocks), {})
     fields = defaults(cls)

@@ -189,7 +189,8 @@ def _model(data: Any) -> ModelConfig:
 
 
 def _study(data: dict[str, Any], typed: Sequence[str]) -> Study | None:
-    """The study of a config; sets ``stages`` and ``method`` to what a study runs where the user typed neither."""
+    """The study of a config; sets ``stages`` and ``method`` to what a study runs where the user typed
+    neither."""
     stages = data.get("stages") or []
     if data.get("study") is None:
         if "study" in stages:

@@ -128,7 +128,8 @@ def preflight(config: Config, run: Run) -> None:
 
 
 def _check_overflow(lm: LM, ids: list[int]) -> None:
-    """Refuse float16 where it overflows on the longest prompt: the answers would be noise, and nothing else would say so.
+    """Refuse float16 where it overflows on the longest prompt: the answers would be noise, and nothing else
+    would say so.
 
     Raises:
         UserError: The next-token logits are not finite.

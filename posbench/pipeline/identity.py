@@ -1,4 +1,5 @@
-"""What tells runs apart: everything that can move a number, and nothing else; and the record of where a run was made."""
+"""What tells runs apart: everything that can move a number, and nothing else; and the record of where a run
+was made."""
 
 from __future__ import annotations
 
@@ -49,7 +50,8 @@ NUMBERS += ("embedded", "pipeline/stages", "schema.py", "files/atomic.py")
 
 
 def identity(config: Config) -> dict[str, Any]:
-    """What, beside the method and the task, can move a number: weights, kernel, precision, batch size, device kind."""
+    """What, beside the method and the task, can move a number: weights, kernel, precision, batch size, device
+    kind."""
     model, runtime = config.model, config.runtime
     found: dict[str, Any] = {"code": source_digest(config), "device": torch_device(runtime.device).type}
     found |= {
@@ -94,7 +96,8 @@ def run_name(config: Config, who: Mapping[str, Any]) -> str:
 
 
 def fingerprint(model: ModelConfig) -> str:
-    """Identity of a checkpoint: content of a local folder's small files and edges of its weights, or hub id and commit."""
+    """Identity of a checkpoint: content of a local folder's small files and edges of its weights, or hub id
+    and commit."""
     source = sources.checkpoint(model.path, model.revision)
     if source.kind == "model":
         return f"{source.id}@{sources.commit(source)}"
@@ -113,7 +116,8 @@ def fingerprint(model: ModelConfig) -> str:
 
 
 def source_digest(config: Config) -> str:
-    """Hash of the code that can move a number, the user's own included: results of two codes never meet in one folder."""
+    """Hash of the code that can move a number, the user's own included: results of two codes never meet in
+    one folder."""
     total = hashlib.sha256()
     parts = [config.task, config.search, *([config.study] if config.study else [])]
     own = {inspect.getsourcefile(cls) for cls in (*config.choice.classes, *map(type, parts))}
@@ -155,7 +159,8 @@ def _version(name: str) -> str | None:
 
 
 def _git() -> str | None:
-    """Commit of the checkout this package runs from, marked when it has changes; None for an installed wheel."""
+    """Commit of the checkout this package runs from, marked when it has changes; None for an installed
+    wheel."""
     if not (paths.PACKAGE.parent / ".git").exists():
         return None
     ask = ["git", "-C", str(paths.PACKAGE.parent), "describe", "--always", "--dirty", "--abbrev=12"]

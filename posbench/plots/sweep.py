@@ -208,8 +208,7 @@ def attention_sweep(
 
 @plot.styled
 def trend(rows: pd.DataFrame) -> Figure:
-    """How a model follows a swept number: centre of attention, first minus second half, position
-    bias.
+    """How a model follows a swept number: centre of attention, first minus second half, position bias.
 
     Args:
         rows: trend.csv rows of one key: group, axis, statistic, number, value, ci_low, ci_high.

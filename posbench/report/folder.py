@@ -30,7 +30,8 @@ TEXT_COLUMNS = (
 TEXT_COLUMNS += ("verdict", "note")
 ATTENTION = ("model", "method", "task", "gold_position", "layer", "item", "attention")
 TREND = ("group", "axis", "statistic", "number", "value", "ci_low", "ci_high", "n")
-"""Columns of ``trend.csv``: a statistic at one value (``number``) of the swept key, ``none`` for the unmodified model."""
+"""Columns of ``trend.csv``: a statistic at one value (``number``) of the swept key, ``none`` for the
+unmodified model."""
 NEEDED = {
     **dict.fromkeys(("metrics", "summary"), METRICS),
     **dict.fromkeys(("subsets", "subsets_summary"), SUBSET_COLUMNS),
@@ -42,7 +43,8 @@ NEEDED = {
 
 
 def read_csv(path: Path) -> pd.DataFrame | None:
-    """A CSV with text columns kept as text (`none` and `null` are names, not gaps); None if absent or without rows.
+    """A CSV with text columns kept as text (`none` and `null` are names, not gaps); None if absent or without
+    rows.
 
     Raises:
         UserError: It cannot be read, or lacks a column.
@@ -54,7 +56,8 @@ def read_csv(path: Path) -> pd.DataFrame | None:
         if "metric" not in names:
             text.pop("gold_position", None)  # always an index there, never ``all``
         frame = pd.read_csv(path, dtype=text, keep_default_na=False, na_values=["", "nan"])
-        # A swept `method` stands beside the `method` column of the metrics: the later one is the metrics' own.
+        # A swept `method` stands beside the `method` column of the metrics: the later one is the metrics'
+        # own.
         twice = [c.removesuffix(".1") for c in names if c.endswith(".1") and c.removesuffix(".1") in names]
         return frame.rename(columns={c: f"{c} (swept)" for c in twice} | {f"{c}.1": c for c in twice})
 

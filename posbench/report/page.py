@@ -37,7 +37,8 @@ SHOWN = 8000  # characters of a prompt in the report
 
 
 def render_run(folder: Path) -> Path:
-    """Draw every figure that a run folder's files allow, and write report.html; what is not there is left out.
+    """Draw every figure that a run folder's files allow, and write report.html; what is not there is left
+    out.
 
     Returns:
         Path of report.html.

@@ -38,7 +38,8 @@ def reference_text(facts: Mapping[str, Any], reference: Sequence[Row], compared:
 
 
 def reference_table(metrics: pd.DataFrame, reference: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
-    """A paper's numbers beside ours as text, for the models that ran: header and rows, none where no model matches."""
+    """A paper's numbers beside ours as text, for the models that ran: header and rows, none where no model
+    matches."""
     table = compared(metrics, reference)
     table = table[table["verdict"] != OTHER_MODEL]
     rows = []
@@ -56,7 +57,8 @@ def reference_table(metrics: pd.DataFrame, reference: Sequence[Row]) -> tuple[li
 
 
 def with_subsets(metrics: pd.DataFrame, subsets: pd.DataFrame | None) -> pd.DataFrame:
-    """metrics.csv rows and, with their name as position, those of subsets.csv: what a paper's table is compared with."""
+    """metrics.csv rows and, with their name as position, those of subsets.csv: what a paper's table is
+    compared with."""
     if subsets is None:
         return metrics
     named = (
@@ -70,14 +72,14 @@ def compared(metrics: pd.DataFrame, reference: Sequence[Row]) -> pd.DataFrame:
 
     Args:
         metrics: metrics.csv or summary.csv rows.
-        reference: Rows with model, method, task, gold_position (`all`, a 0-based index, or a depth such as `25%`),
-            metric, value (0..1). A depth matches the nearest one measured within 2.5 points. Any further key that is
-            a column of `metrics` (a swept one, say) must match too.
+        reference: Rows with model, method, task, gold_position (`all`, a 0-based index, or a depth such as
+            `25%`), metric, value (0..1). A depth matches the nearest one measured within 2.5 points. Any
+            further key that is a column of `metrics` (a swept one, say) must match too.
 
     Returns:
-        One row per reference row and match: model, method, task, gold_position, metric, paper, ours, ci_low, ci_high,
-        difference (ours - paper), verdict: `agrees` if the paper's number lies in our interval, else `differs`;
-        `other model, not comparable`, `not measured` or `no interval` where that cannot be said.
+        One row per reference row and match: model, method, task, gold_position, metric, paper, ours, ci_low,
+        ci_high, difference (ours - paper), verdict: `agrees` if the paper's number lies in our interval, else
+        `differs`; `other model, not comparable`, `not measured` or `no interval` where that cannot be said.
     """
     named = ["model", "method", "task", "gold_position", "metric"]
     out = []

@@ -35,7 +35,8 @@ def summarise(jobs: Sequence[dict[str, Any]], console: Console) -> Path | None:
     """Collect the finished runs of a multirun into ``sweep__<axes>__<hash>/`` beside them.
 
     Args:
-        jobs: Per job its ``overrides`` (list of ``key=value``), run ``folder`` (None if it failed) and exit ``status``.
+        jobs: Per job its ``overrides`` (list of ``key=value``), run ``folder`` (None if it failed) and exit
+            ``status``.
         console: Where the table goes.
 
     Returns:
@@ -92,7 +93,8 @@ def _show(folder: Path, console: Console) -> None:
 
 
 def _share_experiment(folder: Path, runs: Sequence[Path]) -> None:
-    """Give the sweep its experiment's title, and each run's own part of the paper's numbers: same model, same setting."""
+    """Give the sweep its experiment's title, and each run's own part of the paper's numbers: same model, same
+    setting."""
     told = [run for run in runs if (run / "experiment.json").is_file()]
     if not told:
         return
@@ -165,7 +167,8 @@ def render_sweep(folder: Path) -> Path:
 
 
 def swept_columns(summary: pd.DataFrame) -> list[str]:
-    """The swept columns: those of model, method and task that vary, and what stands between `run` and `model`."""
+    """The swept columns: those of model, method and task that vary, and what stands between `run` and
+    `model`."""
     front = list(summary.columns[: list(summary.columns).index("model")])
     swept = [c for c in front if c != "run"]
     rows = summary[summary["method"] != UNMODIFIED] if (summary["method"] != UNMODIFIED).any() else summary
@@ -174,7 +177,8 @@ def swept_columns(summary: pd.DataFrame) -> list[str]:
 
 
 def sweep_table(summary: pd.DataFrame, axes: list[str]) -> tuple[list[str], list[list[str]], str]:
-    """Header, rows and the sentence of a sweep: how average and position bias run, and how many settings change the first."""
+    """Header, rows and the sentence of a sweep: how average and position bias run, and how many settings
+    change the first."""
     rows, settings, label = plots.with_setting(summary, axes)
     table: list[list[str]] = []
     averages: list[tuple[float, str]] = []

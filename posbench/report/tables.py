@@ -64,8 +64,8 @@ def position_table(metrics: pd.DataFrame) -> Table:
         metrics: metrics.csv rows.
 
     Returns:
-        Columns: gold position (depth in %), score of each method in % with its interval, difference of each modified
-        one in points with its interval, n. Where model, task or seed vary, they stand in front.
+        Columns: gold position (depth in %), score of each method in % with its interval, difference of each
+        modified one in points with its interval, n. Where model, task or seed vary, they stand in front.
     """
     own = own_metric(metrics)
     kept = (metrics["metric"] == own) | (metrics["metric"] == own + "_difference")
@@ -93,8 +93,8 @@ def bias_table(metrics: pd.DataFrame) -> Table:
         metrics: metrics.csv rows.
 
     Returns:
-        Columns: statistic, each method and the difference of each modified one, in points with their intervals. Where
-        model, task or seed vary, they stand in front.
+        Columns: statistic, each method and the difference of each modified one, in points with their
+        intervals. Where model, task or seed vary, they stand in front.
     """
     rows = metrics[metrics["metric"].str.removesuffix("_difference").isin(STATISTICS)]
     columns, (many, groups) = _Columns(rows), _groups(rows)
@@ -109,7 +109,8 @@ def bias_table(metrics: pd.DataFrame) -> Table:
 
 
 def other_scores(metrics: pd.DataFrame) -> pd.DataFrame:
-    """The scores over all examples beside the task's own, as :func:`subset_table` takes them; empty without any."""
+    """The scores over all examples beside the task's own, as :func:`subset_table` takes them; empty without
+    any."""
     metric = metrics["metric"].str.removesuffix("_difference")
     rest = (metric != own_metric(metrics)) & ~metric.isin(STATISTICS)
     rows = metrics[rest & (metrics["gold_position"].astype(str) == "all")]
@@ -125,8 +126,8 @@ def subset_table(subsets: pd.DataFrame, kind: str = "", own: str | None = None) 
         own: The task's own metric; None takes it from the rows, and empty says that it is not among them.
 
     Returns:
-        Columns: subset, metric (if there are several), value of each method with its interval, difference of each
-        modified one, n. The task's own metric is in % and points, the others are in their own unit.
+        Columns: subset, metric (if there are several), value of each method with its interval, difference of
+        each modified one, n. The task's own metric is in % and points, the others are in their own unit.
     """
     rows = subsets[subsets["kind"] == kind] if kind else subsets
     own = own_metric(subsets).iloc[0] if own is None else own

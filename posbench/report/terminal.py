@@ -49,7 +49,8 @@ def show(folder: Path, console: Console) -> None:
 
 
 def summary_table(metrics: pd.DataFrame) -> Table:
-    """The table a run ends with, at most 100 columns wide for up to two methods: scores and differences by position."""
+    """The table a run ends with, at most 100 columns wide for up to two methods: scores and differences by
+    position."""
     header, rows = tables.position_table(metrics)
     title = ", ".join(str(metrics[c].iloc[0]) for c in ("model", "task") if metrics[c].nunique() == 1)
     caption = f"{metric_name(metrics)} in %, difference in points, [95 % interval]"

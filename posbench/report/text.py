@@ -45,7 +45,8 @@ def points(share: float) -> str:
 
 
 def short(text: str) -> str:
-    """A cell with its interval in whole points, for 80 columns; metrics.csv and report.html keep the decimals."""
+    """A cell with its interval in whole points, for 80 columns; metrics.csv and report.html keep the
+    decimals."""
     # A list of numbers, such as a swept setting, is no interval.
     pattern = r"(?<=\d) \[(-?[\d.]+), (-?[\d.]+)\]$"
     return re.sub(pattern, lambda m: f" [{float(m[1]):.0f}, {float(m[2]):.0f}]", text)
@@ -59,7 +60,8 @@ def headline(metrics: pd.DataFrame | None, bias: tuple[list[str], list[list[str]
         bias: Header and first row of the table of position bias, where there is one model, task and seed.
 
     Returns:
-        Text. A method is said to raise or lower the average only if the 95 % interval of the difference excludes zero.
+        Text. A method is said to raise or lower the average only if the 95 % interval of the difference
+        excludes zero.
     """
     if metrics is None or overall(metrics).empty:
         return "Nothing was scored in this run."
@@ -120,7 +122,8 @@ def shortened(rows: Iterable[Mapping[str, Any]]) -> str:
 
 
 def applied(method: Mapping[str, Any]) -> str:
-    """The method as it ran, from ``method.json``: its name, every parameter, and where published constants come from."""
+    """The method as it ran, from ``method.json``: its name, every parameter, and where published constants
+    come from."""
     parts = method.get("parts", {"": {k: v for k, v in method.items() if k not in ("name", "source")}})
     words = {
         name: ", ".join(f"{k} {v}" for k, v in part.items() if v is not None) for name, part in parts.items()

@@ -1,4 +1,5 @@
-"""How a model follows a swept number of its method (Yu et al. 2025, Figure 6); reads run folders, never models."""
+"""How a model follows a swept number of its method (Yu et al. 2025, Figure 6); reads run folders, never
+models."""
 
 from __future__ import annotations
 
@@ -34,15 +35,16 @@ def trends(
 
     Args:
         runs: Per finished run its settings and folder.
-        axes: The swept keys. One of the method's keys must have three numbers or more; other keys, models and tasks
-            make groups.
+        axes: The swept keys. One of the method's keys must have three numbers or more; other keys, models and
+            tasks make groups.
 
     Returns:
-        Rows of :data:`TREND` for every setting and for the unmodified model: the centre of attention over the items, 0
-        the first and 1 the last, in the layer whose attention to the gold item is largest in the unmodified model; the
-        score of the first half of the gold positions minus that of the second; and the position bias. Then the
-        findings: rank correlations of these with the number, and the number with the best average score, with bootstrap
-        intervals over questions. Both are empty where no such key was swept.
+        Rows of :data:`TREND` for every setting and for the unmodified model: the centre of attention over the
+        items, 0 the first and 1 the last, in the layer whose attention to the gold item is largest in the
+        unmodified model; the score of the first half of the gold positions minus that of the second; and the
+        position bias. Then the
+        findings: rank correlations of these with the number, and the number with the best average score, with
+        bootstrap intervals over questions. Both are empty where no such key was swept.
     """
     values = {a: [_number(setting.get(a)) for setting, _ in runs] for a in axes if a.startswith("method.")}
     numeric = [axis for axis, numbers in values.items() if None not in numbers and len(set(numbers)) > 2]
@@ -103,7 +105,8 @@ class _Trend:
         return getattr(self.claims, claim) if self.claims else generic
 
     def _sided(self, claim: str, what: str, sign: int, at: Estimate) -> Finding:
-        """A correlation and whether its interval lies on the claimed side of zero; without a claim, on either side."""
+        """A correlation and whether its interval lies on the claimed side of zero; without a claim, on either
+        side."""
         statistic = f"rank correlation of the {what}"
         sign = sign if self.claims else 0
         holds = (sign <= 0 and at.ci_high < 0) or (sign >= 0 and at.ci_low > 0)
@@ -179,7 +182,8 @@ class _Trend:
                 # A sliding window may leave a layer without any weight on the items.
                 some = weights.sum() > 0
                 centre = float(weights @ np.linspace(0, 1, len(weights)) / weights.sum()) if some else np.nan
-                # Without predictions nothing says where the gold item stood, and all prompts are drawn as one group.
+                # Without predictions nothing says where the gold item stood, and all prompts are drawn as one
+                # group.
                 said = known.get(row["id"], {"gold_position": 0, "cluster": ""})
                 place = {"gold_position": said["gold_position"], "cluster": said["cluster"] or row["id"]}
                 out.append(
@@ -215,7 +219,8 @@ class _Trend:
 
 
 def _halves(curve: Array) -> Array:
-    """First half of the gold positions minus second half, [..., K] to [...]; the ends alone are often all right."""
+    """First half of the gold positions minus second half, [..., K] to [...]; the ends alone are often all
+    right."""
     half = curve.shape[-1] // 2
     return curve[..., :half].mean(-1) - curve[..., -half:].mean(-1)
 

@@ -9,7 +9,7 @@ import pandas as pd
 from posbench.files.atomic import Row
 from posbench.measure.replies import replies
 from posbench.methods import Method
-from posbench.model.lm import Encoded
+from posbench.model.encode import Encoded
 from posbench.run.base import Run
 from posbench.tasks import Example
 

@@ -19,7 +19,8 @@ from posbench.measure.replies import encode, plan
 from posbench.methods import Method
 from posbench.methods.choice import MethodChoice
 from posbench.methods.unmodified import UNMODIFIED, Unmodified
-from posbench.model.lm import LM, Encoded, batches
+from posbench.model.encode import Encoded
+from posbench.model.lm import LM, batches
 from posbench.model.load import ModelConfig, load
 from posbench.run.folder import RunDir
 from posbench.run.runtime import Runtime
@@ -119,19 +120,22 @@ class Run:
         return self.choice.build(found or self.found, self.target, self.missing)
 
     def trial(self) -> Method:
-        """The method with legal stand-ins for what the search will find, so that everything else can be checked first."""
+        """The method with legal stand-ins for what the search will find, so that everything else can be
+        checked first."""
         given = self.target.values if self.target else {}
         return self.method({k: v for k, v in self.standins.items() if given.get(k) is None})
 
     def whole(self, method: Method) -> Method:
-        """The whole list of methods with another one in the place that the search serves; the method itself without a list."""
+        """The whole list of methods with another one in the place that the search serves; the method itself
+        without a list."""
         if not self.choice.parts or self.target is None:
             return method
         composed: Any = self.trial()
         return replace(composed, parts={**composed.parts, self.target.name: method})
 
     def methods(self) -> dict[str, Method]:
-        """The unmodified model and the method under test, by the name that tables show; written to ``method.json``."""
+        """The unmodified model and the method under test, by the name that tables show; written to
+        ``method.json``."""
         method = self.method()
         facts = {"name": self.choice.name, **asdict(method), **self._origin()}
         if self.out.read_json("method.json") != json.loads(json.dumps(facts)):
@@ -173,9 +177,9 @@ class Run:
     ) -> list[Row]:
         """Compute every row that a file lacks, batch by batch, and return all rows.
 
-        Batches depend on the plan alone, and one with a missing row is computed whole, so that a resumed run sees the
-        same batches, and hence the same rounding, as an uninterrupted one. Out of memory, a batch and all that follow
-        are halved; the rows made so far are kept.
+        Batches depend on the plan alone, and one with a missing row is computed whole, so that a resumed run
+        sees the same batches, and hence the same rounding, as an uninterrupted one. Out of memory, a batch
+        and all that follow are halved; the rows made so far are kept.
 
         Args:
             file: JSON-lines file in the run folder.
@@ -222,7 +226,8 @@ class Run:
         return [rows[tuple(key(item).values())] for batch in batches for item in batch]
 
     def share_unmodified(self, file: str, *settings: Any) -> str:
-        """Take the unmodified model's rows from another run of this version, so that a sweep measures them once.
+        """Take the unmodified model's rows from another run of this version, so that a sweep measures them
+        once.
 
         Args:
             file: JSON-lines file in the run folder.

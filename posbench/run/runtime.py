@@ -17,12 +17,13 @@ class Runtime:
     Attributes:
         device: ``auto`` (a GPU where there is one), ``cpu``, ``cuda``, ``cuda:1`` ...
         device_map: Shards the model's layers over all visible GPUs, then memory, then disk; None puts all on
-            ``device``. ``auto`` and ``balanced`` share evenly, ``balanced_low_0`` spares the first GPU, ``sequential``
-            fills in order.
-        max_memory: For ``device_map``: memory per GPU number and ``cpu``, such as ``{0: 70GiB, cpu: 100GiB}``.
+            ``device``. ``auto`` and ``balanced`` share evenly, ``balanced_low_0`` spares the first GPU,
+            ``sequential`` fills in order.
+        max_memory: For ``device_map``: memory per GPU number and ``cpu``, such as ``{0: 70GiB, cpu:
+            100GiB}``.
         batch_size: Prompts per forward at most (moves rounding, so it is part of a run's identity).
-        batch_tokens: Tokens per forward at most, padding and reply counted; None: no such limit. Out of memory
-            halves a batch.
+        batch_tokens: Tokens per forward at most, padding and reply counted; None: no such limit. Out of
+            memory halves a batch.
         threads: CPU threads; None takes the model's, or leaves torch's choice.
         outputs: Folder that receives the runs.
         intervene_examples: Examples per gold position whose attention is measured.

@@ -1,4 +1,5 @@
-"""What every search is: plain data that says which method it serves, what it finds, how, and what a report shows of it."""
+"""What every search is: plain data that says which method it serves, what it finds, how, and what a report
+shows of it."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ Read = Callable[[str], pd.DataFrame | None]
 
 @dataclass(frozen=True, kw_only=True)
 class Search(ABC):
-    """A search for parameters of a method. The dataclass fields are the keys of ``search.*``; a default stands here alone.
+    """A search for parameters of a method. The dataclass fields are the keys of ``search.*``; a default
+    stands here alone.
 
     Attributes:
         serves: The method whose parameters it finds.
@@ -40,7 +42,8 @@ class Search(ABC):
     results: ClassVar[Sequence[str]] = ("search.csv",)
 
     def target(self, choice: MethodChoice) -> MethodChoice | None:
-        """The choice, or the part of it, whose parameters it finds with the others applied; None if it can find none."""
+        """The choice, or the part of it, whose parameters it finds with the others applied; None if it can
+        find none."""
         parts = [choice, *choice.parts.values()]
         return next((part for part in parts if issubclass(part.cls, self.serves)), None)
 
@@ -57,7 +60,8 @@ class Search(ABC):
             raise UserError(f"{run.target.where}.{name}", run.target.values[name], allowed, hint)
 
     def depends(self, run: Run) -> Mapping[str, Any]:
-        """What moves the result beside model, task, the settings of the search and the other methods of a list."""
+        """What moves the result beside model, task, the settings of the search and the other methods of a
+        list."""
         return {}
 
     @abstractmethod
@@ -77,7 +81,8 @@ class Search(ABC):
         """Its part of the report, from the files alone."""
 
     def run(self, run: Run) -> None:
-        """Search unless another run of this version did under the same key; hand the result to the later stages."""
+        """Search unless another run of this version did under the same key; hand the result to the later
+        stages."""
         assert run.target is not None
         if not run.out.stage("search").get("done"):
             parts = [[name, None if p is run.target else p.values] for name, p in run.choice.parts.items()]

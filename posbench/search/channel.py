@@ -39,22 +39,22 @@ class ChannelSearch(Search):
 
     Args:
         candidates: ``monotone`` filters channels by Algorithm 1; ``all`` traverses every channel.
-        variant: ``paper`` or ``official`` where text and released code differ; see :mod:`posbench.search.statistics`.
-            Official also rounds losses to 4 decimals (ties go to the smoother channel) and lets the unmodified model
-            win.
-        site: Statistics on the ``attention_input`` (the tensor that is scaled) or on the ``residual`` stream. The paper
-            says "hidden states"; the released code takes the residual stream.
+        variant: ``paper`` or ``official`` where text and released code differ; see
+            :mod:`posbench.search.statistics`. Official also rounds losses to 4 decimals (ties go to the
+            smoother channel) and lets the unmodified model win.
+        site: Statistics on the ``attention_input`` (the tensor that is scaled) or on the ``residual`` stream.
+            The paper says "hidden states"; the released code takes the residual stream.
         strings: Random strings to average over (paper 2000, released script 200).
         length: Tokens per string.
-        alphabet: ``characters`` draws random letters and digits and tokenises them; ``tokens`` draws random token ids,
-            for models whose vocabulary is a small lexicon.
+        alphabet: ``characters`` draws random letters and digits and tokenises them; ``tokens`` draws random
+            token ids, for models whose vocabulary is a small lexicon.
         window: Tokens in the sliding mean (paper 100, Section 2.3).
         skip: First tokens dropped (paper 30).
         over_layers: Smoothness over layers as a ``sum`` (Algorithm 1) or a ``mean`` (Section 3.2).
         top_k: Channels that go on to the calibration loss.
         factors: The factor grid.
-        layers: ``[first, last]``; ``auto`` tries ranges; None takes the model's published range, else the middle of
-            the model.
+        layers: ``[first, last]``; ``auto`` tries ranges; None takes the model's published range, else the
+            middle of the model.
         layer_step: With ``auto``, ranges start and end on multiples of this; None gives about eight steps.
         batch_size: Strings or prompts per forward.
         seed: Seed of the random strings.
@@ -88,7 +88,8 @@ class ChannelSearch(Search):
         return Strings(count=self.strings, length=self.length, **settings)  # type: ignore[arg-type]
 
     def target(self, choice: MethodChoice) -> MethodChoice | None:
-        """See :class:`Search`; the last part, whose prefill all candidates share, and not where a row stands for several."""
+        """See :class:`Search`; the last part, whose prefill all candidates share, and not where a row stands
+        for several."""
         parts = [choice, *choice.parts.values()]
         several = any(part.cls.rows_per_prompt for part in parts)
         return parts[-1] if issubclass(parts[-1].cls, self.serves) and not several else None
@@ -161,7 +162,8 @@ class ChannelSearch(Search):
     def ask(
         self, found: ChannelStatistics, ranges: Sequence[tuple[int, int]], channel: int | None = None
     ) -> list[ScaleChannel]:
-        """Every candidate, in the order in which ties are broken: smoother channels first; of one channel where it is given.
+        """Every candidate, in the order in which ties are broken: smoother channels first; of one channel
+        where it is given.
 
         Raises:
             UserError: No channel passes the filter.
@@ -194,7 +196,8 @@ class ChannelSearch(Search):
     # The run
 
     def search(self, run: Run) -> None:
-        """Write ``search.csv`` (candidates, best first) and ``channels.csv`` (the winner's channel along the strings)."""
+        """Write ``search.csv`` (candidates, best first) and ``channels.csv`` (the winner's channel along the
+        strings)."""
         with ExitStack() as stack:
             method = run.trial()
             for part in list(method.parts.values())[:-1] if isinstance(method, Composed) else ():
@@ -226,7 +229,8 @@ class ChannelSearch(Search):
         (run.out.path / STATE).unlink(missing_ok=True)
 
     def averages(self, run: Run) -> dict[str, Array]:
-        """Averaged states; progress is saved in the run folder, so that a killed search goes on where it was."""
+        """Averaged states; progress is saved in the run folder, so that a killed search goes on where it
+        was."""
         saved, start = run.out.path / STATE, Sums()
         if saved.is_file():
             with np.load(saved) as data:
@@ -242,7 +246,8 @@ class ChannelSearch(Search):
             return average_states(run.lm, self.drawn, start=start, keep=keep, advance=advance)
 
     def losses(self, run: Run, file: str, candidates: Sequence[ScaleChannel]) -> Array:
-        """Answer losses on the calibration examples, [1 + C, N], see :func:`candidate_losses`; resumed from a JSON-lines file."""
+        """Answer losses on the calibration examples, [1 + C, N], see :func:`candidate_losses`; resumed from a
+        JSON-lines file."""
         examples = run.examples("calibration")
         answers = {e.id: run.lm.answer_ids(e.prompt, e.answers[0]) for e in examples}
         plan = batches([len(answers[e.id][0]) for e in examples], self.batch_size)
@@ -278,7 +283,8 @@ class ChannelSearch(Search):
         )
 
     def _curves(self, averages: Mapping[str, Array], channel: int) -> pd.DataFrame:
-        """The channel's curve per site and layer, beside the sliding mean that the paper's filter looks at."""
+        """The channel's curve per site and layer, beside the sliding mean that the paper's filter looks
+        at."""
         parts = []
         for site, values in averages.items():
             curve = values[:, :, channel]

@@ -20,7 +20,8 @@ POSITIONS = ("beginning", "middle", "end")
 
 
 class Space(Protocol):
-    """What the search needs to know of its candidates; :class:`posbench.search.genetic.GeneticSearch` documents the settings."""
+    """What the search needs to know of its candidates; :class:`posbench.search.genetic.GeneticSearch`
+    documents the settings."""
 
     population: int
     parents: int

@@ -1,4 +1,5 @@
-"""Which RoPE scale per layer: the genetic search of LPES over curves, on calibration questions asked at three gold positions."""
+"""Which RoPE scale per layer: the genetic search of LPES over curves, on calibration questions asked at three
+gold positions."""
 
 from __future__ import annotations
 
@@ -32,19 +33,21 @@ SAMPLES = 101
 class GeneticSearch(ScaleSearch):
     """The search for one RoPE scale per layer.
 
-    The defaults are Table 12 and Table 9 of LPES. What the paper leaves open is settled so: mutation draws every
-    coordinate uniformly from the grid values that Eq. 9 allows, with the neighbours of before the mutation, and draws
-    again while x does not rise strictly or nothing changed; parents are the best of the population, mutated ones are
-    drawn from them with replacement; a crossover cuts the flat vector (x0, y0, x1, ...) at any place, and after
-    ``crossover_tries`` pairs without a valid child a mutation takes its place; equal fitness goes to the higher lowest
-    position, then to the smaller sum of |s - 1|, then to the older candidate; the result is the best candidate ever
-    scored.
+    The defaults are Table 12 and Table 9 of LPES. What the paper leaves open is settled so: mutation draws
+    every coordinate uniformly from the grid values that Eq. 9 allows, with the neighbours of before the
+    mutation, and draws again while x does not rise strictly or nothing changed; parents are the best of the
+    population, mutated ones are drawn from them with replacement; a crossover cuts the flat vector (x0, y0,
+    x1, ...) at any place, and after ``crossover_tries`` pairs without a valid child a mutation takes its
+    place; equal fitness goes to the higher lowest position, then to the smaller sum of |s - 1|, then to the
+    older candidate; the result is the best candidate ever scored.
 
     Args:
-        curve: ``bezier`` (paper), ``linear``, ``step`` (Table 6), or ``free``: a value per layer (brute force, Table 7).
+        curve: ``bezier`` (paper), ``linear``, ``step`` (Table 6), or ``free``: a value per layer (brute
+            force, Table 7).
         points: Control points (paper 4: a cubic).
         x: ``stretched`` (Eq. 6) or ``absolute``; see :func:`posbench.methods.curves.layer_scales`.
-        constrained: Whether x must rise strictly along the points (Eq. 10); only a Bezier curve can do without.
+        constrained: Whether x must rise strictly along the points (Eq. 10); only a Bezier curve can do
+            without.
         population: Candidates of the first generation (32).
         parents: Best candidates that breed and survive (12).
         generations: Generations that are bred (20).
@@ -53,15 +56,16 @@ class GeneticSearch(ScaleSearch):
         crossover_tries: Pairs tried for one valid child (4).
         reach_x: Largest change of an x in one mutation, in layers (2).
         reach_y: Largest change of a y in one mutation (0.2).
-        step_x: Grid step of x in layers (1). Points on whole layers leave a model of few layers no choice of x: take
-            less there.
+        step_x: Grid step of x in layers (1). Points on whole layers leave a model of few layers no choice of
+            x: take less there.
         step_y: Grid step of y (0.1).
         low: Smallest scale (1).
         high: Largest scale (2).
         start: Scale of the first candidate in every layer (1.5).
-        weights: Weights of the accuracy with the answer at the beginning, in the middle and at the end (0.2, 0.3, 0.5).
-        racing: Whether a candidate is given up as soon as it can no longer become a parent. Changes no parent and no
-            result.
+        weights: Weights of the accuracy with the answer at the beginning, in the middle and at the end (0.2,
+            0.3, 0.5).
+        racing: Whether a candidate is given up as soon as it can no longer become a parent. Changes no parent
+            and no result.
         patience: Generations without a better candidate after which the search stops; None runs all of them.
         batch_size: Prompts scored at once.
         seed: Seed of the draws.
@@ -182,7 +186,8 @@ class GeneticSearch(ScaleSearch):
     # The run
 
     def search(self, run: Run) -> None:
-        """Write ``search.csv`` (candidates), ``generations.csv`` and ``curve.csv``; scores and state are kept as they come."""
+        """Write ``search.csv`` (candidates), ``generations.csv`` and ``curve.csv``; scores and state are kept
+        as they come."""
         lm, out = run.lm, run.out
         examples, positions = calibration(run.task)
         measure = answering(lm, run.task, examples, run.whole)
@@ -223,7 +228,8 @@ class GeneticSearch(ScaleSearch):
         (out.path / STATE).unlink(missing_ok=True)
 
     def _parameters(self, genome: Genome, scales: Scales) -> dict[str, Any]:
-        """Fields of layer_scaling; a scale per layer where the points are not those of a curve that the method takes."""
+        """Fields of layer_scaling; a scale per layer where the points are not those of a curve that the
+        method takes."""
         if self.curve == "free" or not self.constrained or self.low < 1 or self.high > 2:
             return {"points": None, "curve": "bezier", "x": "stretched", "scales": list(scales)}
         points = [list(point) for point in self.control_points(genome)]
@@ -281,7 +287,8 @@ class GeneticSearch(ScaleSearch):
 
 
 def _table(evolution: Evolution, scores: Scores, winner: Genome) -> pd.DataFrame:
-    """All candidates, best first; the accuracy of one that was given up is the highest that it could have had."""
+    """All candidates, best first; the accuracy of one that was given up is the highest that it could have
+    had."""
     best, rows = evolution.scales(winner), []
     for scales in sorted(scores.known, key=scores.rank):
         scored = int(np.isfinite(scores.known[scales]).sum())

@@ -32,12 +32,12 @@ class GradientSearch(ScaleSearch):
 
     Args:
         start: Scale of every layer at the start; the paper does not say (1: the unmodified model).
-        learning_rate: Of Adam, which moves a scale by about this much per step (1e-5: 0.02 over the paper's whole
-            training).
+        learning_rate: Of Adam, which moves a scale by about this much per step (1e-5: 0.02 over the paper's
+            whole training).
         epochs: Passes (30).
         samples: Examples drawn per epoch, with replacement (2000).
-        weights: Probability of an example with the answer at the beginning, in the middle and at the end (0.2, 0.3,
-            0.5).
+        weights: Probability of an example with the answer at the beginning, in the middle and at the end
+            (0.2, 0.3, 0.5).
         batch_size: Examples per step (32).
         seed: Seed of the draws.
 
@@ -50,7 +50,8 @@ class GradientSearch(ScaleSearch):
     samples: Count = 2000
 
     def target(self, choice: MethodChoice) -> MethodChoice | None:
-        """See :class:`Search`; alone: a method inside the scales would stand between them and their gradients."""
+        """See :class:`Search`; alone: a method inside the scales would stand between them and their
+        gradients."""
         return None if choice.parts else super().target(choice)
 
     def search(self, run: Run) -> None:

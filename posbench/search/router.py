@@ -28,12 +28,14 @@ FILE = "router.safetensors"
 
 @dataclass(frozen=True, kw_only=True)
 class RouterSearch(Search):
-    """Training of the router on texts: the calibration prompts of the task with their answers, or the lines of a file.
+    """Training of the router on texts: the calibration prompts of the task with their answers, or the lines
+    of a file.
 
-    The loss is the next-token cross-entropy of all tokens, the prompt's included, plus ``aux`` times the auxiliary loss of
-    balanced experts. The defaults are those of the released program (p1nksnow/MoICE, e14b5a3). With all 7 bases kept the
-    auxiliary loss is the constant 7 and has no gradient (:func:`posbench.methods.moice.auxiliary_loss`): the coefficient
-    then changes nothing but the printed loss.
+    The loss is the next-token cross-entropy of all tokens, the prompt's included, plus ``aux`` times the
+    auxiliary loss of balanced experts. The defaults are those of the released program (p1nksnow/MoICE,
+    e14b5a3). With all 7 bases kept the auxiliary loss is the constant 7 and has no gradient
+    (:func:`posbench.methods.moice.auxiliary_loss`): the coefficient then changes nothing but the printed
+    loss.
 
     Args:
         steps: Updates, by AdamW without weight decay (7).
@@ -99,7 +101,8 @@ class RouterSearch(Search):
             advance: Told of each step.
 
         Returns:
-            The routers, and per step the mean loss, auxiliary loss and largest weight of a mixture (1 / N: an even one).
+            The routers, and per step the mean loss, auxiliary loss and largest weight of a mixture (1 / N: an
+            even one).
         """
         torch.manual_seed(self.seed)
         shuffle, order = random.Random(self.seed), list[Sequence[int]]()

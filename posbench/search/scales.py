@@ -1,4 +1,5 @@
-"""What searches for the scales of layer_scaling share: calibration questions at three gold positions, and the found block."""
+"""What searches for the scales of layer_scaling share: calibration questions at three gold positions, and the
+found block."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ Weights = tuple[NonNegative, NonNegative, NonNegative]
 
 @dataclass(frozen=True, kw_only=True)
 class ScaleSearch(Search):
-    """What searches for the scales of layer_scaling share: three gold positions with weights, and the found block."""
+    """What searches for the scales of layer_scaling share: three gold positions with weights, and the found
+    block."""
 
     serves: ClassVar[type[LayerScaling]] = LayerScaling
     finds: ClassVar[Mapping[str, Any]] = {
@@ -74,8 +76,8 @@ def calibration(task: Task) -> tuple[list[Example], list[int]]:
     """Every calibration question three times, with the answer at the beginning, in the middle and at the end.
 
     Args:
-        task: A task with gold positions. Three ``calibration_positions`` replace the first, the middle (n // 2) and the
-            last.
+        task: A task with gold positions. Three ``calibration_positions`` replace the first, the middle (n //
+            2) and the last.
 
     Returns:
         The examples, and for each 0, 1 or 2.

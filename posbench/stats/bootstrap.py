@@ -35,7 +35,8 @@ def index_draws(clusters: int, resamples: int, seed: int) -> Iterator[NDArray[np
 
 
 def _draws(strata: NDArray[np.int64], resamples: int, seed: int) -> Iterator[Array]:
-    """How often each cluster occurs in each draw, [r, C] at a time; each stratum keeps its size in every draw.
+    """How often each cluster occurs in each draw, [r, C] at a time; each stratum keeps its size in every
+    draw.
 
     Args:
         strata: Stratum 0, 1, ... of each of C clusters.
@@ -56,13 +57,14 @@ def _draws(strata: NDArray[np.int64], resamples: int, seed: int) -> Iterator[Arr
 def resampled(
     groups: Mapping[K, Group], *, stratified: bool, resamples: int = RESAMPLES, seed: int = 0
 ) -> dict[K, tuple[float, Array]]:
-    """Mean of every group, exact and resampled [R]; each draw is the same in all groups, which keeps pairs together.
+    """Mean of every group, exact and resampled [R]; each draw is the same in all groups, which keeps pairs
+    together.
 
     Args:
         groups: Values by group; a cluster may occur in several.
-        stratified: Draw clusters among those that occur in the same groups, so that no group runs out. For gold
-            positions this draws prompts within a position where each is a question of its own, and whole questions
-            where each is asked at every position.
+        stratified: Draw clusters among those that occur in the same groups, so that no group runs out. For
+            gold positions this draws prompts within a position where each is a question of its own, and whole
+            questions where each is asked at every position.
         resamples: Draws R.
         seed: Seed of the draws.
     """

@@ -84,7 +84,8 @@ class Finding:
 
 
 def estimate(row: Mapping[str, Any] | pd.Series, name: str = "", scale: float = 1.0) -> Estimate:
-    """The estimate in a table's row: ``value``, ``ci_low``, ``ci_high``, ``n``, or the columns that ``name`` begins.
+    """The estimate in a table's row: ``value``, ``ci_low``, ``ci_high``, ``n``, or the columns that ``name``
+    begins.
 
     Args:
         row: A row of a table.

@@ -1,4 +1,5 @@
-"""What the columns of the tables mean: the task's own metric, rows at gold positions, attention to the gold item."""
+"""What the columns of the tables mean: the task's own metric, rows at gold positions, attention to the gold
+item."""
 
 from __future__ import annotations
 

@@ -36,8 +36,8 @@ class Reference:
     Attributes:
         file: CSV in ``experiments/reference`` with columns model, method, task, position, metric, value.
         paper_task: Value of its task column.
-        task: Our name of that task; ``task/subset`` for one data set of a benchmark, whose rows then have its name
-            as position.
+        task: Our name of that task; ``task/subset`` for one data set of a benchmark, whose rows then have its
+            name as position.
         further_tasks: Further tasks of the same table, paper's name -> ours.
         source: Paper and table, for the report.
         models: Paper's model name -> ours; rows of other models keep the paper's name.
@@ -61,7 +61,8 @@ class Reference:
     percent: bool = False
 
     def rows(self) -> list[dict[str, Any]]:
-        """The paper's rows in our names, values in 0..1: model, method, task, gold_position, metric, value, source.
+        """The paper's rows in our names, values in 0..1: model, method, task, gold_position, metric, value,
+        source.
 
         Raises:
             UserError: The file is missing, or lacks the task or a name that is mapped.

@@ -27,10 +27,10 @@ COLUMNS = (
     "ci_high",
     "seed",
 )
-"""Columns of ``metrics.csv``. The first metric is the task's own, in 0..1; gold_position is a 0-based index or ``all``;
-depth is index / (items - 1); n counts prompts; the interval is 95 %: Wilson for right-or-wrong scores, else a bootstrap
-over questions, paired for a difference. :data:`posbench.stats.position_bias.STATISTICS` names the rows that sum up the
-curve over gold positions."""
+"""Columns of ``metrics.csv``. The first metric is the task's own, in 0..1; gold_position is a 0-based index
+or ``all``; depth is index / (items - 1); n counts prompts; the interval is 95 %: Wilson for right-or-wrong
+scores, else a bootstrap over questions, paired for a difference.
+:data:`posbench.stats.position_bias.STATISTICS` names the rows that sum up the curve over gold positions."""
 
 SUBSET_COLUMNS = (
     "model",
@@ -73,8 +73,8 @@ class Tabulator:
         """The table of metrics, with :data:`COLUMNS`.
 
         Args:
-            rows: Prediction rows with ``method``, ``id``, ``gold_position``, ``cluster``, ``subset`` and ``scores``;
-                rows without scores (no gold answer is known) are left out.
+            rows: Prediction rows with ``method``, ``id``, ``gold_position``, ``cluster``, ``subset`` and
+                ``scores``; rows without scores (no gold answer is known) are left out.
 
         Raises:
             ValueError: There are no scored rows.
@@ -105,7 +105,8 @@ class Tabulator:
         return pd.DataFrame(out, columns=list(COLUMNS))
 
     def subsets(self, rows: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
-        """Every subset with all metrics and every named average with the task's own, with :data:`SUBSET_COLUMNS`.
+        """Every subset with all metrics and every named average with the task's own, with
+        :data:`SUBSET_COLUMNS`.
 
         Args:
             rows: As in :meth:`metrics`.
@@ -206,7 +207,8 @@ class Tabulator:
     def _resampled(
         self, rows: pd.DataFrame, names: Sequence[str], seed: int
     ) -> dict[str, tuple[float, Array, int]]:
-        """Mean, resampled means [R] and count of every metric that occurs; equal questions and seed give equal draws."""
+        """Mean, resampled means [R] and count of every metric that occurs; equal questions and seed give
+        equal draws."""
         _, member = np.unique(rows["cluster"], return_inverse=True)
         count = int(member.max()) + 1
         which = np.concatenate(list(index_draws(count, self.resamples, seed)))
@@ -224,7 +226,8 @@ class Tabulator:
 
 
 def scored(rows: Sequence[Mapping[str, Any]], task: Task) -> tuple[pd.DataFrame, list[str]]:
-    """One row per scored reply (method, id, gold_position, cluster, subset, a column per metric), and the metrics.
+    """One row per scored reply (method, id, gold_position, cluster, subset, a column per metric), and the
+    metrics.
 
     Raises:
         ValueError: There are no scored rows.

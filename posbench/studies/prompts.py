@@ -17,7 +17,8 @@ from posbench.measure.items import attention_to_items, item_tokens
 from posbench.measure.replies import replies
 from posbench.methods.scale_channel import check_channels, share
 from posbench.model import families
-from posbench.model.lm import LM, Encoded
+from posbench.model.encode import Encoded
+from posbench.model.lm import LM
 from posbench.run.base import Run
 from posbench.stats import bootstrap
 from posbench.stats.bootstrap import Array, Estimate

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from posbench.files.atomic import Row, write_csv, write_text
-from posbench.model.lm import Encoded
+from posbench.model.encode import Encoded
 from posbench.pipeline.config import Config
 from posbench.run.answers import answers
 from posbench.run.base import Run
@@ -20,7 +20,8 @@ FILE = "predictions.jsonl"
 
 
 def run(config: Config, run: Run) -> None:
-    """Generate or choose, score, and write ``predictions.jsonl``, ``metrics.csv``, ``subsets.csv`` and ``prompts.json``.
+    """Generate or choose, score, and write ``predictions.jsonl``, ``metrics.csv``, ``subsets.csv`` and
+    ``prompts.json``.
 
     The unmodified model's rows are copied from another run of the same version where one has them.
     """
@@ -59,7 +60,8 @@ def _prompts(examples: Sequence[Example], encoded: Mapping[str, Encoded]) -> dic
 
 
 def write_metrics(task: Task, model: str, resamples: int, out: RunDir, rows: Sequence[Row]) -> bool:
-    """Tabulate scored rows into ``metrics.csv`` and ``subsets.csv``; False, and no file, where no row has a score."""
+    """Tabulate scored rows into ``metrics.csv`` and ``subsets.csv``; False, and no file, where no row has a
+    score."""
     order = {name: i for i, name in enumerate(dict.fromkeys(row["method"] for row in rows))}
     ordered = sorted(rows, key=lambda r: (order[r["method"]], r["id"]))
     if not any(row["scores"] for row in ordered):

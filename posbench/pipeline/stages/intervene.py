@@ -10,7 +10,7 @@ import pandas as pd
 from posbench.files.atomic import Row, rounded, write_csv
 from posbench.measure.items import attention_to_items
 from posbench.methods import Method
-from posbench.model.lm import Encoded
+from posbench.model.encode import Encoded
 from posbench.pipeline.config import Config
 from posbench.report.text import shortened
 from posbench.run.base import Run

@@ -20,7 +20,8 @@ from posbench.errors import UserError
 from posbench.files.atomic import Row
 from posbench.model import families
 from posbench.model.hooks import attending
-from posbench.model.lm import LM, attention_weights
+from posbench.model.attention import attention_weights
+from posbench.model.lm import LM
 from posbench.pipeline.config import Config
 from posbench.plots.base import PAGE, line_style, new_figure, styled
 from posbench.run.base import Run, complete, encode

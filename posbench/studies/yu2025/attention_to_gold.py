@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 
 from posbench.errors import UserError
 from posbench.files.atomic import Row
-from posbench.model.lm import LM, Encoded
+from posbench.model.encode import Encoded
+from posbench.model.lm import LM
 from posbench.pipeline.config import Config
 from posbench.pipeline.stages.evaluate import plan, replies
 from posbench.pipeline.stages.intervene import attention_to_items

@@ -21,7 +21,9 @@ from posbench.errors import UserError
 from posbench.files.atomic import Row
 from posbench.model import families
 from posbench.model.hooks import attending
-from posbench.model.lm import LM, Encoded, last_row
+from posbench.model.attention import last_row
+from posbench.model.encode import Encoded
+from posbench.model.lm import LM
 from posbench.pipeline.config import Config
 from posbench.pipeline.stages.evaluate import plan, replies
 from posbench.pipeline.stages.intervene import item_pool, pooled
