@@ -25,20 +25,17 @@ class Family:
         attention: Attribute of a decoder layer that holds the attention module.
         query: Attribute of the attention module that projects queries.
         key: Attribute of the attention module that projects keys; the same as ``query`` where they are fused.
-        fused: Rows of a fused projection with H query and G key heads: ``blocks`` is all queries, all keys,
-            all values; ``groups`` is, for each key head, its H / G queries, the key, the value.
+        fused: Rows of a fused projection with H query and G key heads: ``blocks`` is all queries, all keys, all
+            values; ``groups`` is, for each key head, its H / G queries, the key, the value.
         key_norm: Attribute of the attention module that normalises keys before the rotation.
         norm_over: What that norm sees at once: one ``head``, or the whole ``projection``.
         clip: Attribute with the bound to which the projection's output is clamped; None or 0 means no bound.
         rope_if: Attribute that is None or 0 in layers without rotary embedding; None where all layers alike.
         position: How the model knows positions, beside its causal mask.
-        interface: Whether attention runs through the library's attention functions, which posbench can listen
-            to.
-        output: Attribute of the attention module that projects the heads' outputs; read where ``interface``
-            is false.
+        interface: Whether attention runs through the library's functions, which posbench can listen to.
+        output: Attribute of the attention module that projects the heads' outputs; read without ``interface``.
         shut_is_true: Whether its masks of booleans are true where a key is shut.
-        mask_has_bias: Whether its mask holds the ALiBi bias already, which its eager attention alone adds a
-            second time.
+        mask_has_bias: Whether its mask holds the ALiBi bias, which eager attention then adds a second time.
     """
 
     name: str
@@ -131,24 +128,22 @@ UNSUPPORTED = {
 
 
 def support_table() -> tuple[list[str], list[list[str]]]:
-    """The families as README shows them: header and rows."""
+    """The families as docs/families.md shows them: header and rows."""
     rows = []
     for f in FAMILIES:
         projection = f"fused, in {f.fused}" if f.fused else "apart"
         norm = f", keys normed per {f.norm_over}" if f.key_norm else ""
-        keys = (
-            "projected again" if f.key_norm else "rank-1" + (", projected again if clipped" if f.clip else "")
-        )
-        rows.append(
-            [
-                f.name,
-                ", ".join(f"`{t}`" for t in f.model_types),
-                f.position,
-                projection + norm,
-                keys,
-                f.traits,
-            ]
-        )
+        keys = "rank-1, projected again if clipped" if f.clip else "rank-1"
+        types = ", ".join(f"`{t}`" for t in f.model_types)
+        cells = [
+            f.name,
+            types,
+            f.position,
+            projection + norm,
+            "projected again" if f.key_norm else keys,
+            f.traits,
+        ]
+        rows.append(cells)
     return ["family", "`model_type`", "positions", "queries and keys", "prefilled keys", "also covered"], rows
 
 
@@ -171,7 +166,9 @@ def family_of_type(model_type: str | None) -> Family:
         if model_type in family.model_types:
             return family
     known = ", ".join(t for f in FAMILIES for t in f.model_types)
-    hint = "choose a model of a listed family, or add a row to posbench/families.py (see CONTRIBUTING.md)"
+    hint = (
+        "choose a model of a listed family, or add a row to posbench/model/families.py (see docs/families.md)"
+    )
     for reason, types in UNSUPPORTED.items():
         if model_type in types:
             hint = f"choose a model of a listed family: this one cannot be supported, {reason}"
@@ -216,8 +213,7 @@ def attention_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
 
 
 def rotary_of(kwargs: dict[str, Any]) -> tuple[Tensor, Tensor] | None:
-    """(cos, sin) that an attention module's call rotates with, each [B or 1, T, up to d]; None where it does
-    not rotate."""
+    """(cos, sin) that an attention module's call rotates with, each [B or 1, T, up to d]; None where it does not."""
     # Falcon hands both over and rotates only without ALiBi.
     return None if kwargs.get("alibi") is not None else kwargs.get("position_embeddings")
 
@@ -230,8 +226,7 @@ def on_query_key_input(
     Args:
         model: The causal LM.
         layer: Layer, 0-based.
-        change: Maps the attention input [B, T, D] to what queries and keys are projected from; must not write
-            to it.
+        change: Maps the attention input [B, T, D] to what queries and keys are projected from, without writing to it.
 
     Returns:
         The hooks; the layer is as before once all are removed.
@@ -239,10 +234,8 @@ def on_query_key_input(
     family, attention = family_of(model), attention_modules(model)[layer]
     query, key = getattr(attention, family.query), getattr(attention, family.key)
     if family.fused is None:
-        return [
-            p.register_forward_pre_hook(lambda module, args: (change(args[0]), *args[1:]))
-            for p in (query, key)
-        ]
+        before = lambda module, args: (change(args[0]), *args[1:])  # noqa: E731
+        return [projection.register_forward_pre_hook(before) for projection in (query, key)]
 
     def twice(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
         # forward(), not a call of the module: that would come back here.
@@ -276,8 +269,7 @@ def key_columns(model: PreTrainedModel, layer: int, channels: Sequence[int]) -> 
 
 
 def project_keys(model: PreTrainedModel, layer: int, hidden: Tensor) -> Tensor:
-    """Keys as the layer's projection gives them, before norm and rotation: [B, T, G * d] from the input [B,
-    T, D]."""
+    """Keys as the layer's projection gives them, before norm and rotation: [B, T, G * d] from [B, T, D]."""
     key = getattr(attention_modules(model)[layer], family_of(model).key)
     projected = key(hidden)
     rows = _key_rows(model, layer, projected.shape[-1])
@@ -293,8 +285,7 @@ def finish_keys(
         model: The causal LM.
         layer: Layer, 0-based.
         projected: [B, T, G * d].
-        rotary: (cos, sin) as the model handed them to this attention module, each [B or 1, T, up to d]; None
-            without.
+        rotary: (cos, sin) as the model gave them to this attention module, each [B or 1, T, up to d]; or None.
 
     Returns:
         [B, G, T, d].
@@ -328,10 +319,8 @@ def rotate(model: PreTrainedModel, layer: int, x: Tensor, rotary: tuple[Tensor, 
 def _heads(model: PreTrainedModel, layer: int) -> tuple[int, int]:
     """Query heads and key heads of a layer."""
     config, attention = text_config(model), attention_modules(model)[layer]
-    heads = config.num_attention_heads
-    return heads, getattr(attention, "num_kv_heads", None) or getattr(
-        config, "num_key_value_heads", None
-    ) or heads
+    groups = getattr(attention, "num_kv_heads", None) or getattr(config, "num_key_value_heads", None)
+    return config.num_attention_heads, groups or config.num_attention_heads
 
 
 def _fused_rows(model: PreTrainedModel, layer: int, width: int) -> tuple[Tensor, Tensor]:
@@ -360,14 +349,8 @@ def remove_rope(model: PreTrainedModel) -> None:
     rotary = getattr(model.base_model, "rotary_emb", None)
     # A Falcon with ALiBi holds a rotary embedding that it does not use.
     if rotary is None or getattr(model.config, "alibi", False):
-        raise UserError(
-            "model.rope",
-            "none",
-            f"checkpoint (this {model.config.model_type} model has no rotary embedding to remove)",
-            "set model.rope=checkpoint",
-        )
+        allowed = f"checkpoint (this {model.config.model_type} model has no rotary embedding to remove)"
+        raise UserError("model.rope", "none", allowed, "set model.rope=checkpoint")
     # A hook keeps the shape, dtype and device of whatever the family's own module returns.
-    rotary.register_forward_hook(
-        lambda module, args, out: (torch.ones_like(out[0]), torch.zeros_like(out[1]))
-    )
+    rotary.register_forward_hook(lambda _, args, out: (torch.ones_like(out[0]), torch.zeros_like(out[1])))
     setattr(rotary, REMOVED, True)

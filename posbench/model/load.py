@@ -45,11 +45,9 @@ class ModelConfig:
         dtype: Weight type; ``auto`` is the checkpoint's own on a GPU (float32 stays float32) and float32 on a
             CPU.
         attention: Attention kernel; ``auto`` is sdpa where the family has it, else eager (Gemma 2, MPT).
-        rope: ``checkpoint``, or ``none`` for a checkpoint trained without position embeddings whose config
-            does not say so.
-        chat_template: ``auto`` applies the tokenizer's template where it has one; ``none`` never does; or the
-            name of one in ``posbench/model/templates``, for a checkpoint that was trained with a template it
-            does not carry.
+        rope: ``checkpoint``, or ``none`` for one trained without position embeddings whose config hides it.
+        chat_template: ``auto`` applies the tokenizer's template where it has one, ``none`` never; or the name of
+            one in ``posbench/model/templates``, for a checkpoint that does not carry the one it was trained with.
         context_window: Tokens the model reads; None takes the checkpoint's ``max_position_embeddings``.
         threads: CPU threads; None leaves torch's choice.
         stages: Stages that run when the user names none.
@@ -74,10 +72,8 @@ class ModelConfig:
     def __post_init__(self) -> None:
         names = ("auto", "none", *CHAT_TEMPLATES)
         if self.chat_template not in names:
-            allowed = " | ".join(names)
-            raise UserError(
-                "model.chat_template", self.chat_template, allowed, "set model.chat_template=auto"
-            )
+            hint = "set model.chat_template=auto"
+            raise UserError("model.chat_template", self.chat_template, " | ".join(names), hint)
 
 
 def load(
@@ -93,20 +89,17 @@ def load(
     """Load a model for posbench.
 
     Args:
-        source: A name from ``conf/model`` ("mistral7b"), a local directory, a hub id, a Hugging Face model
-            object, or a :class:`ModelConfig`.
+        source: A name of ``conf/model``, a local directory, a hub id, a model object, or a :class:`ModelConfig`.
         tokenizer: For a model object; without it only token-level calls work.
         name: Short name; taken from the source if None.
         device: ``auto`` (a GPU where there is one), ``cpu``, ``cuda``, ``cuda:1`` ...
-        device_map: Shards the layers instead: ``auto``, ``balanced``, ``balanced_low_0``, ``sequential``, or
-            module names to devices, ``cpu`` or ``disk`` (accelerate's ``device_map``).
-        max_memory: For a ``device_map`` in words: memory per GPU number and ``cpu``, as ``{0: "70GiB", "cpu":
-            "100GiB"}``.
+        device_map: Shards the layers instead, as accelerate's ``device_map``: ``auto``, ``balanced``,
+            ``balanced_low_0``, ``sequential``, or module names to devices, ``cpu`` or ``disk``.
+        max_memory: For a ``device_map`` in words: ``{0: "70GiB", "cpu": "100GiB"}``.
         **fields: Fields of :class:`ModelConfig` to override.
 
     Raises:
-        UserError: Unknown architecture, missing checkpoint, kernel or device, no safetensors weights, too
-            little memory.
+        UserError: Unknown architecture, missing checkpoint, kernel, device or weights, too little memory.
     """
     if isinstance(source, PreTrainedModel):
         families.family_of(source)
@@ -138,9 +131,8 @@ def with_blocks(data: Mapping[str, Any]) -> dict[str, Any]:
     """A model's node with its blocks gathered under ``blocks``."""
     known = {f.name for f in dataclass_fields(ModelConfig)}
     blocks = {k: dict(v) for k, v in data.items() if k not in known and isinstance(v, Mapping)}
-    return {k: v for k, v in data.items() if k not in blocks} | {
-        "blocks": blocks | dict(data.get("blocks") or {})
-    }
+    own = {k: v for k, v in data.items() if k not in blocks}
+    return own | {"blocks": blocks | dict(data.get("blocks") or {})}
 
 
 def _load_checkpoint(
@@ -151,18 +143,14 @@ def _load_checkpoint(
 ) -> LM:
     where = torch_device(device)
     if config.attention == "flash_attention_2" and not is_flash_attn_2_available():
-        raise UserError(
-            "model.attention",
-            config.attention,
-            "sdpa or eager on this machine (flash-attn is not installed)",
-            "set model.attention=sdpa, or install the extra posbench[flash]",
-        )
+        allowed = "sdpa or eager on this machine (flash-attn is not installed)"
+        hint = "set model.attention=sdpa, or install the extra posbench[flash]"
+        raise UserError("model.attention", config.attention, allowed, hint)
     # From here on there is a folder on this machine, and nothing touches the network.
     path = str(sources.local(sources.checkpoint(config.path, config.revision)))
     try:
         origin: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
-        # Read as plain data first: transformers would not name the families for a type that it does not know
-        # either.
+        # Read as plain data first: transformers would not name the families for a type that it does not know.
         facts, _ = PreTrainedConfig.get_config_dict(path, **origin)
         if facts:
             families.family_of_type(facts.get("model_type"))
@@ -184,27 +172,19 @@ def _load_checkpoint(
             **origin,
         )
     except torch.OutOfMemoryError as error:
-        raise UserError(
-            "runtime.device",
-            str(where),
-            f"a device that holds the weights of {config.name}",
-            "set runtime.device_map=auto to use all GPUs and the memory, or model.dtype=bfloat16",
-        ) from error
+        allowed = f"a device that holds the weights of {config.name}"
+        hint = "set runtime.device_map=auto to use all GPUs and the memory, or model.dtype=bfloat16"
+        raise UserError("runtime.device", str(where), allowed, hint) from error
     except (OSError, ValueError, SafetensorError) as error:
         if "does not support an attention implementation" in str(error):
-            raise UserError(
-                "model.attention",
-                config.attention,
-                "auto or eager for this family",
-                "set model.attention=auto",
-            ) from error
+            allowed, hint = "auto or eager for this family", "set model.attention=auto"
+            raise UserError("model.attention", config.attention, allowed, hint) from error
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
-        raise UserError(
-            "model.path",
-            config.path,
-            "a local directory with config.json, tokenizer files and *.safetensors, or a reachable hub id",
-            f"set model.path=DIR to a local checkpoint ({reason})",
-        ) from error
+        allowed = (
+            "a local directory with config.json, tokenizer files and *.safetensors, or a reachable hub id"
+        )
+        hint = f"set model.path=DIR to a local checkpoint ({reason})"
+        raise UserError("model.path", config.path, allowed, hint) from error
     if config.rope == "none":
         families.remove_rope(model)
     window = config.context_window or families.context_window(hf_config) or 2**31
@@ -218,12 +198,9 @@ def _capped(config: PreTrainedConfig) -> bool:
 
 def _refuse_sdpa(kernel: str | None) -> None:
     if kernel == "sdpa":
-        raise UserError(
-            "model.attention",
-            kernel,
-            "auto or eager: sdpa would leave out the soft-cap of this model's attention scores",
-            "set model.attention=auto (a model object: attn_implementation='eager')",
-        )
+        allowed = "auto or eager: sdpa would leave out the soft-cap of this model's attention scores"
+        hint = "set model.attention=auto (a model object: attn_implementation='eager')"
+        raise UserError("model.attention", kernel, allowed, hint)
 
 
 def torch_device(device: str) -> torch.device:
@@ -239,10 +216,7 @@ def torch_device(device: str) -> torch.device:
         torch.empty(0, device=where)
     except (RuntimeError, AssertionError) as error:
         there = f"{torch.cuda.device_count()} CUDA devices" if torch.cuda.is_available() else "no CUDA device"
-        raise UserError(
-            "runtime.device",
-            device,
-            f"auto, cpu, or a CUDA device of this machine (it has {there})",
-            "set runtime.device=auto, or leave out runtime=gpu",
-        ) from error
+        allowed = f"auto, cpu, or a CUDA device of this machine (it has {there})"
+        hint = "set runtime.device=auto, or leave out runtime=gpu"
+        raise UserError("runtime.device", device, allowed, hint) from error
     return where

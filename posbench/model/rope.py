@@ -1,12 +1,11 @@
-"""A model's rotary embedding, changed inside a block: other angles per layer, or keys that are rotated by
-hand in attention."""
+"""A model's rotary embedding, changed inside a block: other angles, or keys rotated by hand in attention."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,10 +15,8 @@ from transformers.integrations.sdpa_attention import repeat_kv
 from posbench.errors import UserError
 from posbench.model import families
 from posbench.model.attention import last_row
-from posbench.model.hooks import Attend, attending, replaced
-
-if TYPE_CHECKING:
-    from posbench.model.lm import LM
+from posbench.model.hooks import Attend, attending, before_each, replaced
+from posbench.model.lm import LM
 
 Table = tuple[Tensor, Tensor]
 """cos and sin, each [B, T, r] with r the rotated coordinates of a head."""
@@ -38,8 +35,7 @@ class Call:
         hidden: A tensor of the dtype and device that the tables take.
         positions: Positions of the tokens, [B, T].
         options: Further arguments, such as the kind of layer in Gemma 3.
-        bases: Bases theta that the rows of the batch take in turn, None for the model's own; empty: the
-            model's own in all rows.
+        bases: Bases theta that the rows of the batch take in turn, None or empty for the model's own.
     """
 
     module: nn.Module
@@ -49,8 +45,7 @@ class Call:
     bases: tuple[float | None, ...] = ()
 
     def table(self, positions: Tensor | None = None, base: float | None = None) -> Table:
-        """The tables at other positions, which may be fractional, [B, T], or with another base theta in all
-        rows.
+        """The tables at other positions, which may be fractional, [B, T], or with another base theta.
 
         Positions of each head, [B * H, T], give tables [B * H, T, r].
         """
@@ -59,14 +54,12 @@ class Call:
             rows, alone = self.hidden.shape[0], replace(self, bases=())
             # Positions that all rows share come as a single row.
             at = (at.expand(rows, -1) if at.shape[0] == 1 else at).unflatten(0, (rows, -1))
-            parts = [
-                alone.table(at[row :: len(self.bases)].flatten(0, 1), base)
-                for row, base in enumerate(self.bases)
-            ]
-            cos, sin = (
-                torch.stack([part.unflatten(0, (-1, at.shape[1])) for part in kind], dim=1).flatten(0, 2)
-                for kind in zip(*parts, strict=True)
+            count = len(self.bases)
+            parts = [alone.table(at[i::count].flatten(0, 1), base) for i, base in enumerate(self.bases)]
+            split = (
+                [part.unflatten(0, (-1, at.shape[1])) for part in kind] for kind in zip(*parts, strict=True)
             )
+            cos, sin = (torch.stack(kind, dim=1).flatten(0, 2) for kind in split)
             return cos, sin
         if base is None:
             return self.module.forward(self.hidden, at, **self.options)
@@ -82,8 +75,7 @@ class Call:
 
 
 class _Tables(tuple[Tensor, Tensor]):
-    """Tables that remember the call they were made for, so that the method of an inner block starts from
-    it."""
+    """Tables that remember the call they were made for: the method of an inner block starts from it."""
 
     call: Call
 
@@ -109,9 +101,8 @@ def rotary_module(model: PreTrainedModel) -> nn.Module | None:
     """The model's rotary embedding; None in models that have none, or have removed it."""
     base = model.base_model
     # Gemma 3 with vision keeps its decoder one step further down.
-    module = getattr(base, "rotary_emb", None) or getattr(
-        getattr(base, "language_model", None), "rotary_emb", None
-    )
+    decoder = base if hasattr(base, "rotary_emb") else getattr(base, "language_model", None)
+    module = getattr(decoder, "rotary_emb", None)
     unused = getattr(model.config, "alibi", False) or getattr(module, families.REMOVED, False)
     return None if unused else module
 
@@ -120,12 +111,8 @@ def rotated_layers(model: PreTrainedModel) -> list[int]:
     """The layers that rotate queries and keys."""
     if rotary_module(model) is None:
         return []
-    flag = families.family_of(model).rope_if
-    return [
-        i
-        for i, attention in enumerate(families.attention_modules(model))
-        if not flag or getattr(attention, flag)
-    ]
+    flag, modules = families.family_of(model).rope_if, families.attention_modules(model)
+    return [layer for layer, module in enumerate(modules) if not flag or getattr(module, flag)]
 
 
 def check(lm: LM, method: str, *, plain: bool = False, by_hand: bool = False) -> None:
@@ -138,8 +125,7 @@ def check(lm: LM, method: str, *, plain: bool = False, by_hand: bool = False) ->
         by_hand: Whether it rotates in attention, which has to run through the library's attention functions.
 
     Raises:
-        UserError: The model has no rotary embedding (ALiBi, NoPE), or not of the kind that is needed, or
-            another method rotates.
+        UserError: The model has no rotary embedding, or not of the needed kind, or another method rotates.
     """
     family, module = families.family_of(lm.model), rotary_module(lm.model)
 
@@ -150,23 +136,17 @@ def check(lm: LM, method: str, *, plain: bool = False, by_hand: bool = False) ->
         refuse(f"a model with rotary position embedding (RoPE); {lm.name} ({family.name}) has none")
     if plain and getattr(module, "rope_type", "default") != "default":
         refuse(f"a model with plain RoPE; that of {lm.name} is {getattr(module, 'rope_type', None)}")
-    applied = getattr(module, _BUSY, None)
     # One that rotates by hand would rotate what the other has rotated.
-    if applied == "by hand":
-        refuse(
-            "no method of rotary embeddings inside one that rotates head by head (ms_poe, moice)",
-            "put that one last",
-        )
+    if getattr(module, _BUSY, None) == "by hand":
+        inside = "no method of rotary embeddings inside one that rotates head by head (ms_poe, moice)"
+        refuse(inside, "put that one last")
     if by_hand and not family.interface:
-        refuse(
-            f"a family whose attention runs through the library's attention functions; {family.name} does not"
-        )
+        refuse(f"a family whose attention runs through the library's functions; {family.name} does not")
 
 
 @contextmanager
 def calls_of(model: PreTrainedModel) -> Iterator[Callable[[int], Call]]:
-    """Remember the rotary embedding's evaluations; yields the function from a layer to the latest one that
-    serves it."""
+    """Yields the function from a layer to the rotary embedding's latest evaluation that serves it."""
     module = rotary_module(model)
     assert module is not None, "check() comes first"
     latest: dict[Any, Call] = {}
@@ -190,8 +170,7 @@ def tables(
     layers: Mapping[int, Callable[[Call], Call]],
     make: Callable[[Call], Table] = Call.table,
 ) -> Iterator[None]:
-    """Rotate in some layers with other tables. An inner block changes what the outer ones have made of the
-    call.
+    """Rotate in some layers with other tables. An inner block changes what the outer ones made of the call.
 
     Args:
         model: The model; see :func:`check`.
@@ -203,7 +182,9 @@ def tables(
         call_of = stack.enter_context(calls_of(model))
         stack.enter_context(replaced(rotary_module(model), _BUSY, "tables"))
 
-        def hook_of(layer: int, change: Callable[[Call], Call]) -> Callable[..., Any]:
+        def hook_of(layer: int) -> Callable[..., Any]:
+            change = layers[layer]
+
             def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
                 if kwargs.get("position_embeddings") is None:
                     return args, kwargs
@@ -219,11 +200,7 @@ def tables(
 
             return hook
 
-        attentions = families.attention_modules(model)
-        for layer, change in layers.items():
-            stack.callback(
-                attentions[layer].register_forward_pre_hook(hook_of(layer, change), with_kwargs=True).remove
-            )
+        stack.enter_context(before_each(families.attention_modules(model), layers, hook_of))
         yield
 
 
@@ -258,13 +235,11 @@ class HandRotation:
         query_positions: [B, T].
         key_positions: [B, S].
         call: The evaluation of the rotary embedding, for tables at any positions and base.
-        attend: Kernel from rotated queries [B, H, T, d] and keys [B, G or H, S, d] to the output [B, T, H,
-            d].
-        last_row: Attention weights of the last query, [B, H, S], from queries and keys shaped as for
-            ``attend``.
+        attend: Kernel from rotated queries [B, H, T, d] and keys [B, G or H, S, d] to the output [B, T, H, d].
+        last_row: Attention weights of the last query, [B, H, S], from the same two arguments.
         memory: Whatever the function left here at the cache's last step in this layer; empty at a prompt.
-        unchanged: Whether the cached keys are those of that step: not so after a beam search has reordered
-            its rows, after a crop, or when another method has corrected them.
+        unchanged: Whether the cached keys are those of that step: not so after a beam search has reordered its
+            rows, after a crop, or when another method has corrected them.
         model: The model.
     """
 
@@ -286,16 +261,13 @@ class HandRotation:
         if cos.ndim == 3:
             return families.rotate(self.model, self.layer, x, (cos, sin))
         # The family's own function rotates all heads alike: heads become rows.
-        flat = x.flatten(0, 1).unsqueeze(1)
-        return families.rotate(self.model, self.layer, flat, (cos.flatten(0, 1), sin.flatten(0, 1))).reshape(
-            x.shape
-        )
+        flat = cos.flatten(0, 1), sin.flatten(0, 1)
+        return families.rotate(self.model, self.layer, x.flatten(0, 1).unsqueeze(1), flat).reshape(x.shape)
 
     def rotate_by_each(self, x: Tensor, tables: Iterable[Table]) -> Iterator[Tensor]:
         """Rotate queries or keys [B, H, T, d] with one table [B, T, r] after another: ``x cos + x' sin``.
 
-        A rotation is linear in cos and sin, so that x', which is x turned by a right angle, serves all
-        tables.
+        A rotation is linear in cos and sin, so that x', which is x turned by a right angle, serves all tables.
         """
         turned: Tensor | None = None
         for table in tables:
@@ -320,87 +292,85 @@ class _Held:
 
 @contextmanager
 def by_hand(model: PreTrainedModel, layers: Mapping[int, ByHand]) -> Iterator[None]:
-    """Keep keys un-rotated in the cache of some layers, and let a function rotate queries and keys at every
-    step.
+    """Keep keys un-rotated in the cache of some layers; a function rotates queries and keys at every step.
 
     Args:
         model: The model; see :func:`check`.
         layers: Per layer, the function from a :class:`HandRotation` to the attention output [B, T, H, d].
     """
-    held: dict[int, _Held] = {}
     with ExitStack() as stack:
         call_of = stack.enter_context(calls_of(model))
         stack.enter_context(tables(model, dict.fromkeys(layers, lambda call: call), Call.identity))
         stack.enter_context(replaced(rotary_module(model), _BUSY, "by hand"))
-
-        def hold(layer: int) -> Callable[..., None]:
-            def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-                # GPT-NeoX has another name for it.
-                cache = kwargs.get("past_key_values", kwargs.get("layer_past"))
-                call = _given(kwargs, call_of, layer)
-                now = call.positions.expand(families.attention_input(args, kwargs).shape[0], -1)
-                past = cache.get_seq_length(layer) if cache is not None else 0
-                if cache is None or not past:
-                    held[layer] = _Held(call, now, cache, {}, unchanged=False)
-                    return
-                before = getattr(cache, _POSITIONS, {}).get(layer, now[:, :0])[:, :past].to(now.device)
-                keys, memory = getattr(cache, _MEMORY, {}).get(layer, (None, {}))
-                unchanged = keys is not None and cache.layers[layer].keys is keys
-                held[layer] = _Held(call, torch.cat([before, now], dim=1), cache, dict(memory), unchanged)
-
-            return hook
-
-        def attend(
-            module: Any,
-            query: Tensor,
-            key: Tensor,
-            value: Tensor,
-            mask: Tensor | None,
-            following: Attend,
-            **rest: Any,
-        ) -> Any:
-            layer = module.layer_idx
-            if layer not in layers:
-                return following(module, query, key, value, mask, **rest)
-            now, others = held[layer], None
-            if now.positions.shape[1] < key.shape[2]:
-                raise ValueError(
-                    "this cache was filled outside the block, or has a fixed size: run the prompt inside, on a new one"
-                )
-
-            def kernel(q: Tensor, k: Tensor) -> Tensor:
-                nonlocal others
-                with ExitStack() as one:
-                    groups = k.shape[1] // value.shape[1]
-                    if groups > 1:
-                        one.enter_context(replaced(module, "num_key_value_groups", 1))
-                    out, others = following(module, q, k, repeat_kv(value, groups), mask, **rest)
-                return out
-
-            positions = now.positions.to(query.device)
-            rotation = HandRotation(
-                layer=layer,
-                query=query,
-                key=key,
-                query_positions=positions[:, -query.shape[2] :],
-                key_positions=positions[:, -key.shape[2] :],
-                call=now.call,
-                attend=kernel,
-                last_row=lambda q, k: last_row(q, k, mask, **rest),
-                memory=now.memory,
-                unchanged=now.unchanged,
-                model=model,
-            )
-            out = layers[layer](rotation)
-            if now.cache is not None:
-                # A copy of a cache shares its attributes: replace, never change.
-                kept = {_POSITIONS: now.positions, _MEMORY: (now.cache.layers[layer].keys, now.memory)}
-                for name, value_ in kept.items():
-                    setattr(now.cache, name, {**getattr(now.cache, name, {}), layer: value_})
-            return out, others
-
-        attentions = families.attention_modules(model)
-        for layer in layers:
-            stack.callback(attentions[layer].register_forward_pre_hook(hold(layer), with_kwargs=True).remove)
-        stack.enter_context(attending(model, attend))
+        hands = _Hands(model, layers, call_of, {})
+        stack.enter_context(before_each(families.attention_modules(model), layers, hands.hold))
+        stack.enter_context(attending(model, hands.attend))
         yield
+
+
+@dataclass(frozen=True)
+class _Hands:
+    """What :func:`by_hand` puts before the attention modules and in front of the kernel."""
+
+    model: PreTrainedModel
+    layers: Mapping[int, ByHand]
+    call_of: Callable[[int], Call]
+    held: dict[int, _Held]
+
+    def hold(self, layer: int) -> Callable[..., None]:
+        def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            # GPT-NeoX has another name for it.
+            cache = kwargs.get("past_key_values", kwargs.get("layer_past"))
+            call = _given(kwargs, self.call_of, layer)
+            now = call.positions.expand(families.attention_input(args, kwargs).shape[0], -1)
+            past = cache.get_seq_length(layer) if cache is not None else 0
+            if cache is None or not past:
+                self.held[layer] = _Held(call, now, cache, {}, unchanged=False)
+                return
+            before = getattr(cache, _POSITIONS, {}).get(layer, now[:, :0])[:, :past].to(now.device)
+            keys, memory = getattr(cache, _MEMORY, {}).get(layer, (None, {}))
+            unchanged = keys is not None and cache.layers[layer].keys is keys
+            self.held[layer] = _Held(call, torch.cat([before, now], dim=1), cache, dict(memory), unchanged)
+
+        return hook
+
+    def attend(self, module: Any, *given: Any, following: Attend, **rest: Any) -> Any:
+        query, key, value, mask = given
+        layer, others = module.layer_idx, None
+        if layer not in self.layers:
+            return following(module, *given, **rest)
+        now = self.held[layer]
+        if now.positions.shape[1] < key.shape[2]:
+            raise ValueError(
+                "this cache was filled outside the block, or has a fixed size: run the prompt inside"
+            )
+
+        def kernel(q: Tensor, k: Tensor) -> Tensor:
+            nonlocal others
+            groups = k.shape[1] // value.shape[1]
+            own = replaced(module, "num_key_value_groups", 1) if groups > 1 else nullcontext()
+            with own:
+                out, others = following(module, q, k, repeat_kv(value, groups), mask, **rest)
+            return out
+
+        positions = now.positions.to(query.device)
+        rotation = HandRotation(
+            layer=layer,
+            query=query,
+            key=key,
+            query_positions=positions[:, -query.shape[2] :],
+            key_positions=positions[:, -key.shape[2] :],
+            call=now.call,
+            attend=kernel,
+            last_row=lambda q, k: last_row(q, k, mask, **rest),
+            memory=now.memory,
+            unchanged=now.unchanged,
+            model=self.model,
+        )
+        out = self.layers[layer](rotation)
+        if now.cache is not None:
+            # A copy of a cache shares its attributes: replace, never change.
+            kept = {_POSITIONS: now.positions, _MEMORY: (now.cache.layers[layer].keys, now.memory)}
+            for name, fresh in kept.items():
+                setattr(now.cache, name, {**getattr(now.cache, name, {}), layer: fresh})
+        return out, others
