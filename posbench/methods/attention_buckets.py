@@ -114,9 +114,8 @@ class AttentionBuckets(Method):
                 for start in range(0, count, size):
                     running = self.bases[start : start + size]
                     repeated = {name: _repeated(value, rows, len(running)) for name, value in call.items()}
-                    out = forward(
-                        past_key_values=cache if size == count else copy.deepcopy(cache), **repeated
-                    )
+                    fresh = cache if size == count else copy.deepcopy(cache)
+                    out = forward(past_key_values=fresh, **repeated)
                     logits.append(out.logits.unflatten(0, (rows, -1)))
                     if size < count and out.past_key_values is not None:
                         joined.add(out.past_key_values)
@@ -145,10 +144,10 @@ class AttentionBuckets(Method):
 
 def _may_be_joined(cache: Any) -> bool:
     """Whether a prompt's cache may be made of those of the bases: empty, and of layers that grow."""
-    growing = (DynamicLayer, DynamicSlidingWindowLayer)
-    return cache is None or (
-        cache.get_seq_length() == 0 and all(type(layer) in growing for layer in cache.layers)
-    )
+    if cache is None:
+        return True
+    growing = all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in cache.layers)
+    return growing and cache.get_seq_length() == 0
 
 
 class _Joined:
@@ -205,9 +204,8 @@ def _check_cache(cache: Any, rows: int) -> None:
         return
     held = cache.layers[0].keys.shape[0]
     if held != rows:
-        raise ValueError(
-            f"this cache holds {held} rows where attention_buckets needs {rows}: run the prompt inside the block, without beams"
-        )
+        needs = f"this cache holds {held} rows where attention_buckets needs {rows}"
+        raise ValueError(f"{needs}: run the prompt inside the block, without beams")
 
 
 def _refuse_what_has_no_mixture(call: dict[str, Any]) -> None:

@@ -52,16 +52,14 @@ class MethodChoice:
         if issubclass(kind, Composed):
             given = values.pop("parts", None)
             if (
-                not isinstance(given, Mapping)
-                or not given
-                or not all(isinstance(p, Mapping) for p in given.values())
+                not given
+                or not isinstance(given, Mapping)
+                or not all(isinstance(v, Mapping) for v in given.values())
             ):
                 hint = "write method=[layer_scaling,scale_channel]"
                 raise UserError(f"{where}.parts", given, "methods by name", hint)
-            parts = {
-                str(key): cls.of({**part, "name": key}, typed, f"{where}.parts.{key}")
-                for key, part in given.items()
-            }
+            for key, part in given.items():
+                parts[str(key)] = cls.of({**part, "name": key}, typed, f"{where}.parts.{key}")
         return cls(name=name, cls=kind, values=values, typed=own, where=where, parts=parts)
 
     @property
@@ -88,18 +86,15 @@ class MethodChoice:
             UserError: A parameter is missing or wrong.
         """
         if self.parts:
-            made = {
-                n: each.build(found if each is part else None, hint=hint) for n, each in self.parts.items()
-            }
+            ours = {each.name: found if each is part else None for each in self.parts.values()}
+            made = {name: each.build(ours[name], hint=hint) for name, each in self.parts.items()}
             return build(self.cls, {**self.values, "parts": made}, self.where)
         fresh = {k: v for k, v in (found or {}).items() if k in self.values and k not in self.typed}
         values = self.values | fresh
         with renamed("method.", f"{self.where}."):
-            missing = [key for key, value in values.items() if value is None and key in required(self.cls)]
+            missing = [f"method.{k}" for k, v in values.items() if v is None and k in required(self.cls)]
             if missing:
                 allowed = f"a value (the model has no {self.name} block with it)"
                 hint = hint or "type {key}=..., or add the block to the model's YAML"
-                raise UserError(
-                    f"method.{missing[0]}", None, allowed, hint.format(key=f"method.{missing[0]}")
-                )
+                raise UserError(missing[0], None, allowed, hint.format(key=missing[0]))
             return build(self.cls, values, "method")

@@ -25,16 +25,14 @@ def layer_scales(curve: str, points: Points, layers: int, x: str = "stretched") 
         curve: ``bezier`` (degree n - 1), ``linear`` (straight lines between the points) or ``step`` (y of the
             last point that is not right of the layer).
         points: n >= 1 control points (x, y): x in layers, y a factor. One point is a constant. From left to
-            right, but for an unconstrained Bezier curve: it may turn back, and each layer then takes one of
-            its crossings.
+            right, but for a Bezier curve: it may turn back, and each layer then takes one of its crossings.
         layers: Number of layers L >= 1.
-        x: ``stretched`` spreads the layers evenly from the first to the last point, so that shifting or
-            stretching every x changes nothing; ``absolute`` takes layer h at x = h and holds the end values
-            outside the points.
+        x: ``stretched`` spreads the layers evenly from the first to the last point; ``absolute`` takes layer
+            h at x = h and holds the end values outside the points.
 
     Returns:
-        L factors, layer 0 first, inside [min y, max y]. A stretched curve starts at the first y and ends at
-        the last y exactly.
+        L factors, layer 0 first, inside [min y, max y]. A stretched curve starts and ends at the outer y
+        exactly.
 
     Raises:
         ValueError: The curve or ``x`` is unknown, or there is no point or no layer.
@@ -47,14 +45,16 @@ def layer_scales(curve: str, points: Points, layers: int, x: str = "stretched") 
         points = sorted(points, key=lambda point: point[0])
     first, last = points[0][0], points[-1][0]
     h = np.arange(layers)
-    at = (
-        first + (last - first) * h / max(layers - 1, 1)
-        if x == "stretched"
-        else np.clip(h, first, last).astype(float)
-    )
+    if x == "stretched":
+        at, begun, ended = (
+            first + (last - first) * h / max(layers - 1, 1),
+            h == 0,
+            (h == layers - 1) & (h > 0),
+        )
+    else:
+        at, begun, ended = np.clip(h, first, last).astype(float), h <= first, h >= last
     scales = _values(curve, points, at)
     # The ends are set, not computed: rounding must not move them.
-    begun, ended = (h == 0, (h == layers - 1) & (h > 0)) if x == "stretched" else (h <= first, h >= last)
     scales[begun] = points[0][1]
     scales[ended] = points[-1][1]
     low, high = min(y for _, y in points), max(y for _, y in points)
@@ -78,9 +78,8 @@ def check_points(points: Points, layers: int, field: str = "method.points") -> N
         raise UserError(field, given, "at least one pair [x, y] of numbers", hint)
     xs = [x for x, _ in given]
     if any(a >= b for a, b in pairwise(xs)) or xs[0] < 0 or xs[-1] > layers - 1:
-        raise UserError(
-            field, given, f"x strictly rising from 0 or more to {layers - 1} or less ({layers} layers)", hint
-        )
+        allowed = f"x strictly rising from 0 or more to {layers - 1} or less ({layers} layers)"
+        raise UserError(field, given, allowed, hint)
     if any(not 1 <= y <= 2 for _, y in given):
         raise UserError(field, given, "y from 1 to 2", hint)
 

@@ -16,15 +16,13 @@ from posbench.model.lm import LM
 
 @dataclass(frozen=True, kw_only=True)
 class LayerScaling(Method):
-    """Divide positions by a scale of each layer's own, read off a curve or given one by one; all heads of a
-    layer share it.
+    """Divide positions by a scale of each layer's own, read off a curve or given one by one.
 
     Queries and keys are rotated with the same scale, in the prompt and in every later step; the cache holds
     rotated keys, and nothing is computed twice. Scales of layers without RoPE have no effect.
 
     Args:
-        points: Control points (x, y) of the curve, x in layers and strictly rising, y a scale; see
-            :mod:`posbench.methods.curves`.
+        points: Control points (x, y) of the curve, x in layers and strictly rising, y a scale.
         curve: ``bezier``, ``linear`` or ``step``.
         x: ``stretched`` (Eq. 6: layers are spread over the curve) or ``absolute`` (layer h stands at x = h).
         scales: One scale for each layer instead of a curve.
@@ -41,12 +39,9 @@ class LayerScaling(Method):
 
     def __post_init__(self) -> None:
         if (self.points is None) == (self.scales is None):
-            raise UserError(
-                "method.points",
-                self.points,
-                "control points, or method.scales with one scale per layer, and not both",
-                "find points: posbench stages=[search] search=genetic method=layer_scaling",
-            )
+            allowed = "control points, or method.scales with one scale per layer, and not both"
+            hint = "find points: posbench stages=[search] search=genetic method=layer_scaling"
+            raise UserError("method.points", self.points, allowed, hint)
 
     @classmethod
     def example(cls, lm: LM) -> Self:
@@ -68,11 +63,9 @@ class LayerScaling(Method):
             return
         given = self.scales or ()
         if len(given) != lm.layers or min(given) <= 0:
+            allowed = f"{lm.layers} numbers above 0, one for each layer of {lm.name}"
             raise UserError(
-                "method.scales",
-                list(given),
-                f"{lm.layers} numbers above 0, one for each layer of {lm.name}",
-                "set method.scales=null and give method.points",
+                "method.scales", list(given), allowed, "set method.scales=null and give method.points"
             )
 
     def neutral(self) -> Self:
@@ -86,7 +79,6 @@ class LayerScaling(Method):
         """See :meth:`Method.applied`."""
         self.check(lm)
         scales = self.layer_scales(lm.layers)
-        with rope.tables(
-            lm.model, rope.scaled({layer: scales[layer] for layer in rope.rotated_layers(lm.model)})
-        ):
+        rotated = {layer: scales[layer] for layer in rope.rotated_layers(lm.model)}
+        with rope.tables(lm.model, rope.scaled(rotated)):
             yield lm

@@ -36,8 +36,7 @@ _NAME = re.compile(r"layers\.(\d+)\..*\b(gate_[123]\.weight)$")
 
 
 class Router(nn.Module):
-    """Scores of N bases from a query, the same for all heads of a layer: ``W2 (SiLU(W1 u) * W3 u)``, no
-    biases.
+    """Scores of N bases from a query, the same for all heads of a layer: ``W2 (SiLU(W1 u) * W3 u)``.
 
     Args:
         width: Coordinates of a head.
@@ -56,7 +55,7 @@ class Router(nn.Module):
 
 
 def mixture(logits: Tensor, top_k: int) -> Tensor:
-    """Weights [..., N] in float32 or better, which sum to 1: a softmax, of which the largest ``top_k`` are
+    """Weights [..., N] in float32 or better that sum to 1: a softmax, of which the largest ``top_k`` are
     kept."""
     weights = logits.to(torch.promote_types(logits.dtype, torch.float32)).softmax(-1)
     if top_k == logits.shape[-1]:
@@ -144,8 +143,8 @@ def mixing(
 
 @dataclass(frozen=True, kw_only=True)
 class MoICE(Method):
-    """Run attention once per RoPE base and mix the outputs with weights that a router gives to every token
-    and head.
+    """Run attention once per RoPE base and mix the outputs, with weights of a router for every token and
+    head.
 
     The router sees the query rotated with the first base; a softmax over the N bases gives the weights, of
     which the largest ``top_k`` are kept and rescaled to sum 1. Keys stay un-rotated in the cache and are
@@ -153,9 +152,8 @@ class MoICE(Method):
     :meth:`posbench.model.lm.LM.last_attention` sees the attention of the last base, not the mixture.
 
     Args:
-        weights: A safetensors file with the trained router (``python -m posbench.search.moice_train`` writes
-            one; a checkpoint of the released program is read too), or ``uniform``: no router, all bases count
-            the same.
+        weights: A safetensors file with the trained router (``search=router`` makes one; a checkpoint of the
+            released program is read too), or ``uniform``: no router, all bases count the same.
         bases: The N bases theta; null (None) is the model's own.
         top_k: Bases that a token and head keeps, 1 to N.
 
@@ -174,17 +172,14 @@ class MoICE(Method):
         """See :meth:`Method.check`."""
         super().check(lm)
         count = len(self.bases)
-        if self.top_k > count:
-            raise UserError(
-                "method.top_k", self.top_k, f"1 to {count}, the bases", f"set method.top_k={count}"
-            )
         if self.weights is None:
             allowed = f"a safetensors file with a trained router, or {UNIFORM}"
             raise UserError(
                 "method.weights", None, allowed, f"{_TRAIN.format(lm.name)}; {UNIFORM} needs none"
             )
-        if self.weights == UNIFORM and self.top_k < count:
-            allowed = f"{count} with method.weights={UNIFORM}, as no base is preferred"
+        if self.top_k > count or (self.weights == UNIFORM and self.top_k < count):
+            even = f"{count} with method.weights={UNIFORM}, as no base is preferred"
+            allowed = even if self.weights == UNIFORM else f"1 to {count}, the bases"
             raise UserError("method.top_k", self.top_k, allowed, f"set method.top_k={count}")
 
     @classmethod
@@ -206,8 +201,7 @@ class MoICE(Method):
 
 
 def new_routers(model: PreTrainedModel, experts: int) -> dict[int, Router]:
-    """Routers with random weights, one for each layer that rotates, as the released program starts: normal,
-    std 0.02."""
+    """Random routers for the layers that rotate, as the released program starts: normal, std 0.02."""
     config = families.text_config(model)
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     routers = {layer: Router(width, experts) for layer in rope.rotated_layers(model)}
@@ -233,8 +227,7 @@ def load_routers(lm: LM, path: str, experts: int) -> dict[int, Router]:
 
     Args:
         lm: The model.
-        path: The safetensors file; other tensors in it are left alone. ``posbench://NAME/FILE`` is a file of
-            an embedded model.
+        path: The safetensors file; ``posbench://NAME/FILE`` is a file of an embedded model.
         experts: Number of bases.
 
     Raises:

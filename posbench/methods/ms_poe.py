@@ -1,4 +1,4 @@
-"""One RoPE scale per attention head (Ms-PoE): position-aware heads keep positions further apart than the
+"""One RoPE scale per attention head (Ms-PoE): position-aware heads keep positions further apart than
 others."""
 
 from __future__ import annotations
@@ -26,35 +26,31 @@ class MsPoE(Method):
 
     A head is position-aware when many keys get an outlying share of its attention: S_P is the share of keys
     whose weight, in the row of the last prompt token, reaches ``alpha`` times the row's mean. The most
-    position-aware head of a layer gets the smallest ratio, the least aware the largest, in equal steps; heads
-    with the same S_P go by their index.
+    position-aware head of a layer gets the smallest ratio, the least aware the largest, in equal steps; equal
+    heads go by their index.
 
     A call with an empty cache is a prompt and ranks the heads, for every row of the batch apart; later calls
-    on its cache (decoding, the rest of a prompt that comes in parts) keep that order. Without a cache each
-    call is a prompt of its own. Padding stands on the left. Together with scale_channel, which runs a prompt
-    in two parts, the ranking comes from the token before the last. Scoring costs O(T d) per head, for only
-    the last row is computed.
+    on its cache keep that order. Without a cache each call is a prompt of its own. Together with
+    scale_channel, which runs a prompt in two parts, the ranking comes from the token before the last. Scoring
+    costs O(T d) per head.
 
     Args:
         ratios: Smallest and largest ratio.
         first_layer: First layer that is changed, 0-based; the paper's 3rd layer is 2.
         alpha: What counts as outlying, in multiples of the mean attention weight.
         variant: ``paper``, or ``official`` for what the released program does differently: scores come from
-            queries and keys before the rotation (paper variant: rotated as in the unmodified model), a weight
-            has to exceed the bound (paper: or equal it), the largest of H ratios stays one step below the
-            maximum (paper: reaches it), and heads are matched with ratios in the inverse order (see
-            ``order``).
+            queries and keys before the rotation (paper: rotated as in the unmodified model), a weight has to
+            exceed the bound (paper: or equal it), the largest of H ratios stays one step below the maximum
+            (paper: reaches it), and heads are matched with ratios in the inverse order.
         order: ``rank`` (the paper's intent: the head of rank i gets ratio i), ``permutation`` (released
-            program: head i gets the ratio whose number is the head of rank i), ``reversed`` (head type
-            "normal" of the released program: head i of H gets ratio H - 1 - i, whatever the scores); None:
-            that of the variant.
+            program: head i gets the ratio whose number is the head of rank i), ``reversed`` (its head type
+            "normal": head i of H gets ratio H - 1 - i, whatever the scores); None: that of the variant.
 
     Source: Zhang et al. 2024 (Ms-PoE), Algorithm 1; released program VITA-Group/Ms-PoE, a46c3d1.
     Differs from source: batches, with a ranking per row; a new prompt is ranked anew without a reset. With
-    grouped keys each query head sees keys rotated with its own ratio, in both variants; the released program
-    rotates a key with the ratio of the first query head of its group, so that positions of the group's other
-    heads are relative no more. For that, a copy of the rotated keys per query head stays beside the cache, so
-    that a step rotates the new keys alone.
+    grouped keys each query head sees keys rotated with its own ratio (released program: with that of the
+    first query head of the group); a copy of the rotated keys per query head stays with the cache, and a step
+    rotates the new ones alone.
     """
 
     needs: ClassVar[Needs] = Needs(rope=True, by_hand=True)
@@ -74,9 +70,8 @@ class MsPoE(Method):
         """See :meth:`Method.check`."""
         super().check(lm)
         if self.ratios[0] > self.ratios[1]:
-            raise UserError(
-                "method.ratios", list(self.ratios), "[smallest, largest]", "set method.ratios=[1.2,1.8]"
-            )
+            hint = "set method.ratios=[1.2,1.8]"
+            raise UserError("method.ratios", list(self.ratios), "[smallest, largest]", hint)
         last = rope.rotated_layers(lm.model)[-1]
         if self.first_layer > last:
             allowed = f"0 to {last}, the last layer of {lm.name} with RoPE"

@@ -27,7 +27,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from posbench.errors import UserError
 from posbench.methods.base import Method, SweepClaims
 from posbench.model import families
-from posbench.model.hooks import fork, replaced
+from posbench.model.hooks import before_each, fork, replaced
 from posbench.model.lm import LM
 from posbench.schema import Count
 
@@ -45,8 +45,8 @@ class Prefix:
     Attributes:
         cache: Keys and values of the P tokens, never changed by :meth:`fork`.
         channels: The C recorded channels of the attention input.
-        inputs: Per layer, the attention input at these channels, [B, P, C]; all of it, [B, P, D], in layers
-            whose keys are not linear in it.
+        inputs: Per layer, the attention input at these channels, [B, P, C]; all of it, [B, P, D], where keys
+            are not linear in it.
         rotary: Per layer, (cos, sin) of the P positions; None in models without rotary embedding.
     """
 
@@ -57,8 +57,7 @@ class Prefix:
     _parts: tuple[tuple[int, ...], dict[int, Tensor]] = field(default_factory=lambda: ((), {}), repr=False)
 
     def fork(self, model: PreTrainedModel, method: ScaleChannel) -> DynamicCache:
-        """A cache with scaled keys in the method's layers; everything else is shared with this prefix, not
-        copied."""
+        """A cache with scaled keys in the method's layers; everything else is shared with this prefix."""
         cache = fork(self.cache)
         for index in method.layer_indices if self.inputs else ():
             layer = cache.layers[index]
@@ -69,15 +68,13 @@ class Prefix:
                 keys = torch.add(layer.keys, _as_cached(part, layer.keys), alpha=method.factor - 1)
             else:
                 projected = families.project_keys(model, index, method.scale(self.inputs[index]))
-                keys = _as_cached(
-                    families.finish_keys(model, index, projected, self.rotary[index])[..., newest, :],
-                    layer.keys,
-                )
+                finished = families.finish_keys(model, index, projected, self.rotary[index])
+                keys = _as_cached(finished[..., newest, :], layer.keys)
             layer.keys = keys.to(layer.keys.dtype)
         return cache
 
     def _key_part(self, model: PreTrainedModel, layer: int, channels: tuple[int, ...]) -> Tensor:
-        """What the channels contribute to the rotated keys, ``h_p RoPE(W_K[:, p])``, [B, G, P, d], float32 or
+        """What the channels add to the rotated keys, ``h_p RoPE(W_K[:, p])``, [B, G, P, d], float32 or
         better."""
         if self._parts[0] != channels:
             # Candidates differ in factor and layers first: one set of channels at a time keeps memory small.
@@ -130,20 +127,13 @@ def prefill(
 
         return hook
 
-    attentions = families.attention_modules(model)
-    with ExitStack() as stack:
-        for layer in layers:
-            stack.callback(
-                attentions[layer].register_forward_pre_hook(record(layer), with_kwargs=True).remove
-            )
-        out = forward(past_key_values=cache, use_cache=True, **inputs)
-    return prefix, out
+    with before_each(families.attention_modules(model), layers, record):
+        return prefix, forward(past_key_values=cache, use_cache=True, **inputs)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScaleChannel(Method):
-    """Multiply channels of the attention input (after the layer's first norm) by a factor, for the last
-    tokens only.
+    """Multiply channels of the attention input (after the layer's first norm) for the last tokens only.
 
     In the chosen layers the queries of the last prompt token and of every generated token, and the keys of
     all positions, are computed from the scaled input; values, the residual stream and the attention of
@@ -158,8 +148,7 @@ class ScaleChannel(Method):
         channel: One channel or several, 0-based, below the hidden size.
         factor: The multiplier s; 1 changes nothing.
         layers: First and last layer, inclusive and 0-based as in the paper's Table 4.
-        last: Rows of the prompt with scaled attention: 1 (paper), n, or ``"all"`` (also None), the ablations
-            of Table 6.
+        last: Rows of the prompt with scaled attention: 1 (paper), n, or ``"all"`` (also None): Table 6.
 
     Source: Yu et al. 2025, Eq. 2-3.
     Differs from source: the authors' program projects queries and keys a second time in every layer; this one
@@ -220,8 +209,8 @@ class ScaleChannel(Method):
             "rope_type"
         ) == "dynamic":
             log.warning(
-                "%s has rope_type dynamic: past its trained length the frequencies change with every token, and a prompt that is "
-                "prefilled in two parts, as here and in generation, differs from one pass",
+                "%s has rope_type dynamic: past its trained length the frequencies change with every token, and a "
+                "prompt that is prefilled in two parts, as here and in generation, differs from one pass",
                 lm.name,
             )
 
@@ -242,7 +231,7 @@ class ScaleChannel(Method):
             if cache is not None and cache.get_seq_length() > 0:
                 if getattr(cache, _MARK, None) != block:
                     raise ValueError(
-                        "this cache was filled outside the scale_channel block: run the prompt inside it"
+                        "this cache was filled outside the scale_channel block: run the prompt inside"
                     )
                 return self.continue_with(model, forward, past_key_values=cache, **call)
             return self._prompt(model, forward, cache, block, call)
@@ -253,7 +242,6 @@ class ScaleChannel(Method):
 
     def continue_with(self, model: PreTrainedModel, forward: Callable[..., Any], **inputs: Any) -> Any:
         """Run tokens whose queries and keys are scaled, on a cache whose keys are scaled already."""
-
         with ExitStack() as stack:
             for layer in self.layer_indices:
                 for handle in families.on_query_key_input(model, layer, self.scale):
@@ -276,9 +264,8 @@ class ScaleChannel(Method):
         if cache is None:
             cache = DynamicCache(config=model.config)
         if not all(isinstance(layer, DynamicLayer) for layer in cache.layers):
-            raise ValueError(
-                f"scale_channel needs a DynamicCache, got {type(cache).__name__}: drop cache_implementation"
-            )
+            kind = type(cache).__name__
+            raise ValueError(f"scale_channel needs a DynamicCache, got {kind}: drop cache_implementation")
         tokens = call["input_ids"] if call.get("input_ids") is not None else call["inputs_embeds"]
         total = tokens.shape[1]
         rows = total if self.last in (None, "all") else min(int(self.last), total)  # type: ignore[arg-type]
@@ -287,49 +274,29 @@ class ScaleChannel(Method):
         if head:
             part = {k: _rows(k, v, slice(0, head), total) for k, v in call.items()}
             # Row counts below 1 cannot be asked for: the one spare row is dropped again below.
-            wanted = max(keep - rows, 1) if isinstance(keep, int) and keep else 0
-            prefix, out = prefill(
-                model,
-                forward,
-                self.channels,
-                self.layer_indices,
-                past_key_values=cache,
-                logits_to_keep=wanted,
-                **part,
-            )
+            part["logits_to_keep"] = max(keep - rows, 1) if isinstance(keep, int) and keep else 0
+            layers = self.layer_indices
+            prefix, out = prefill(model, forward, self.channels, layers, past_key_values=cache, **part)
             cache.layers = prefix.fork(model, self).layers
             outputs.append(out)
         part = {k: _rows(k, v, slice(head, total), total) for k, v in call.items()}
-        outputs.append(
-            self.continue_with(
-                model,
-                forward,
-                past_key_values=cache,
-                use_cache=True,
-                logits_to_keep=min(keep, rows) if isinstance(keep, int) else 0,
-                **part,
-            )
-        )
+        part |= {"use_cache": True, "logits_to_keep": min(keep, rows) if isinstance(keep, int) else 0}
+        outputs.append(self.continue_with(model, forward, past_key_values=cache, **part))
         setattr(cache, _MARK, block)
-        logits = torch.cat([out.logits for out in outputs], dim=1)
+        logits, hidden, loss = torch.cat([out.logits for out in outputs], dim=1), None, None
         if not isinstance(keep, int):
             logits = logits[:, keep]
         elif keep:
             logits = logits[:, -keep:]
-        hidden = None
         if outputs[-1].hidden_states is not None:
-            hidden = tuple(
-                torch.cat(states, dim=1)
-                for states in zip(*(out.hidden_states for out in outputs), strict=True)
-            )
-        loss = None
+            states = zip(*(out.hidden_states for out in outputs), strict=True)
+            hidden = tuple(torch.cat(parts, dim=1) for parts in states)
+        config = families.text_config(model)
         if labels is not None:
-            loss = model.loss_function(
-                logits=logits, labels=labels, vocab_size=families.text_config(model).vocab_size
-            )
-        wants_cache = families.text_config(model).use_cache if use_cache is None else use_cache
+            loss = model.loss_function(logits=logits, labels=labels, vocab_size=config.vocab_size)
+        wanted = config.use_cache if use_cache is None else use_cache
         result = CausalLMOutputWithPast(
-            loss=loss, logits=logits, past_key_values=cache if wants_cache else None, hidden_states=hidden
+            loss=loss, logits=logits, past_key_values=cache if wanted else None, hidden_states=hidden
         )
         return result.to_tuple() if as_dict is False else result
 
@@ -364,8 +331,7 @@ def check_channels(lm: LM, name: str, channels: Sequence[int]) -> None:
 
 
 def check_layers(lm: LM, name: str, layers: Sequence[int] | None) -> None:
-    """Raise UserError unless the inclusive range [first, last] lies inside the model; None is for a caller's
-    default."""
+    """Raise UserError unless [first, last], inclusive, lies inside the model; None is a caller's default."""
     count = lm.layers
     if layers is not None and (len(layers) != 2 or not 0 <= layers[0] <= layers[1] < count):
         allowed = f"[first, last] with 0 <= first <= last <= {count - 1} ({count} layers in model {lm.name})"

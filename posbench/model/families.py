@@ -25,15 +25,16 @@ class Family:
         attention: Attribute of a decoder layer that holds the attention module.
         query: Attribute of the attention module that projects queries.
         key: Attribute of the attention module that projects keys; the same as ``query`` where they are fused.
-        fused: Rows of a fused projection with H query and G key heads: ``blocks`` is all queries, all keys, all
-            values; ``groups`` is, for each key head, its H / G queries, the key, the value.
+        fused: Rows of a fused projection with H query and G key heads: ``blocks`` is all queries, all keys,
+            all values; ``groups`` is, for each key head, its H / G queries, the key, the value.
         key_norm: Attribute of the attention module that normalises keys before the rotation.
         norm_over: What that norm sees at once: one ``head``, or the whole ``projection``.
         clip: Attribute with the bound to which the projection's output is clamped; None or 0 means no bound.
         rope_if: Attribute that is None or 0 in layers without rotary embedding; None where all layers alike.
         position: How the model knows positions, beside its causal mask.
         interface: Whether attention runs through the library's functions, which posbench can listen to.
-        output: Attribute of the attention module that projects the heads' outputs; read without ``interface``.
+        output: Attribute of the attention module that projects the heads' outputs; read without
+            ``interface``.
         shut_is_true: Whether its masks of booleans are true where a key is shut.
         mask_has_bias: Whether its mask holds the ALiBi bias, which eager attention then adds a second time.
     """
@@ -213,7 +214,8 @@ def attention_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
 
 
 def rotary_of(kwargs: dict[str, Any]) -> tuple[Tensor, Tensor] | None:
-    """(cos, sin) that an attention module's call rotates with, each [B or 1, T, up to d]; None where it does not."""
+    """(cos, sin) that an attention module's call rotates with, each [B or 1, T, up to d]; None where it does
+    not."""
     # Falcon hands both over and rotates only without ALiBi.
     return None if kwargs.get("alibi") is not None else kwargs.get("position_embeddings")
 
@@ -226,7 +228,8 @@ def on_query_key_input(
     Args:
         model: The causal LM.
         layer: Layer, 0-based.
-        change: Maps the attention input [B, T, D] to what queries and keys are projected from, without writing to it.
+        change: Maps the attention input [B, T, D] to what queries and keys are projected from, without
+            writing to it.
 
     Returns:
         The hooks; the layer is as before once all are removed.
@@ -285,7 +288,8 @@ def finish_keys(
         model: The causal LM.
         layer: Layer, 0-based.
         projected: [B, T, G * d].
-        rotary: (cos, sin) as the model gave them to this attention module, each [B or 1, T, up to d]; or None.
+        rotary: (cos, sin) as the model gave them to this attention module, each [B or 1, T, up to d]; or
+            None.
 
     Returns:
         [B, G, T, d].

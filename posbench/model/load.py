@@ -46,8 +46,9 @@ class ModelConfig:
             CPU.
         attention: Attention kernel; ``auto`` is sdpa where the family has it, else eager (Gemma 2, MPT).
         rope: ``checkpoint``, or ``none`` for one trained without position embeddings whose config hides it.
-        chat_template: ``auto`` applies the tokenizer's template where it has one, ``none`` never; or the name of
-            one in ``posbench/model/templates``, for a checkpoint that does not carry the one it was trained with.
+        chat_template: ``auto`` applies the tokenizer's template where it has one, ``none`` never; or the name
+            of one in ``posbench/model/templates``, for a checkpoint that does not carry the one it was
+            trained with.
         context_window: Tokens the model reads; None takes the checkpoint's ``max_position_embeddings``.
         threads: CPU threads; None leaves torch's choice.
         stages: Stages that run when the user names none.
@@ -89,7 +90,8 @@ def load(
     """Load a model for posbench.
 
     Args:
-        source: A name of ``conf/model``, a local directory, a hub id, a model object, or a :class:`ModelConfig`.
+        source: A name of ``conf/model``, a local directory, a hub id, a model object, or a
+            :class:`ModelConfig`.
         tokenizer: For a model object; without it only token-level calls work.
         name: Short name; taken from the source if None.
         device: ``auto`` (a GPU where there is one), ``cpu``, ``cuda``, ``cuda:1`` ...

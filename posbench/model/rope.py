@@ -235,11 +235,12 @@ class HandRotation:
         query_positions: [B, T].
         key_positions: [B, S].
         call: The evaluation of the rotary embedding, for tables at any positions and base.
-        attend: Kernel from rotated queries [B, H, T, d] and keys [B, G or H, S, d] to the output [B, T, H, d].
+        attend: Kernel from rotated queries [B, H, T, d] and keys [B, G or H, S, d] to the output [B, T, H,
+            d].
         last_row: Attention weights of the last query, [B, H, S], from the same two arguments.
         memory: Whatever the function left here at the cache's last step in this layer; empty at a prompt.
-        unchanged: Whether the cached keys are those of that step: not so after a beam search has reordered its
-            rows, after a crop, or when another method has corrected them.
+        unchanged: Whether the cached keys are those of that step: not so after a beam search has reordered
+            its rows, after a crop, or when another method has corrected them.
         model: The model.
     """
 
@@ -267,7 +268,8 @@ class HandRotation:
     def rotate_by_each(self, x: Tensor, tables: Iterable[Table]) -> Iterator[Tensor]:
         """Rotate queries or keys [B, H, T, d] with one table [B, T, r] after another: ``x cos + x' sin``.
 
-        A rotation is linear in cos and sin, so that x', which is x turned by a right angle, serves all tables.
+        A rotation is linear in cos and sin, so that x', which is x turned by a right angle, serves all
+        tables.
         """
         turned: Tensor | None = None
         for table in tables:
