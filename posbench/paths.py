@@ -20,8 +20,5 @@ EMBEDDED = "posbench://"
 def model_path(path: str) -> str:
     """Resolve ``posbench://NAME`` to the folder of an embedded model; other paths and hub ids pass
     through."""
-    return (
-        str(MODELS / path.removeprefix(EMBEDDED))
-        if path.startswith(EMBEDDED)
-        else str(Path(path).expanduser())
-    )
+    embedded = path.startswith(EMBEDDED)
+    return str(MODELS / path.removeprefix(EMBEDDED) if embedded else Path(path).expanduser())

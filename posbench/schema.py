@@ -42,17 +42,15 @@ def build(cls: type[T], data: Mapping[str, Any], where: str) -> T:
         where: Dotted name of the whole, for errors.
 
     Raises:
-        UserError: Unknown key, missing key, wrong type or value out of bounds, with the dotted name; all
-            together.
+        UserError: Unknown key, missing key, wrong type or value out of bounds; all of them.
     """
     faults, kinds = Faults(), get_type_hints(cls, include_extras=True)
     allowed = [f.name for f in fields(cls)]  # type: ignore[arg-type]
     for key, value in data.items():
         if key not in allowed:
             hint = near(str(key), allowed, "remove the key").replace("mean ", f"mean {where}.")
-            faults.found.append(
-                UserError(_dotted(where, str(key)), value, f"keys {', '.join(allowed)}", hint)
-            )
+            known = f"keys {', '.join(allowed)}" if allowed else "no keys"
+            faults.found.append(UserError(_dotted(where, str(key)), value, known, hint))
         elif isinstance(value, bool) and "bool" not in words(kinds[key]):
             # pydantic reads true as 1; nobody means a batch size of true.
             faults.found.append(_wrong(where, key, value, kinds[key]))
@@ -96,11 +94,8 @@ def _fits(value: Any, kind: Any) -> bool:
         return len(value) == len(parts) and all(map(_fits, value, parts))
     if origin is tuple or kind is NoneType:
         return value is None and kind is NoneType
-    return (
-        isinstance(value, int | float)
-        if kind is float
-        else not isinstance(kind, type) or isinstance(value, kind)
-    )
+    kinds = (int, float) if kind is float else kind
+    return not isinstance(kind, type) or isinstance(value, kinds)
 
 
 def _holds(value: Any, bound: Any) -> bool:
@@ -125,17 +120,13 @@ def target(data: Mapping[str, Any], kind: type[T], where: str) -> tuple[type[T],
         module, _, name = path.rpartition(".")
         cls = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
-        allowed = "the import path of a class"
+        hint = f"check conf/{where}/*.yaml ({error})"
         raise UserError(
-            f"{where}._target_", data.get("_target_"), allowed, f"check conf/{where}/*.yaml"
+            f"{where}._target_", data.get("_target_"), "the import path of a class", hint
         ) from error
     if not (isinstance(cls, type) and issubclass(cls, kind)):
-        raise UserError(
-            f"{where}._target_",
-            path,
-            f"a subclass of {kind.__module__}.{kind.__name__}",
-            "see CONTRIBUTING.md",
-        )
+        allowed = f"a subclass of {kind.__module__}.{kind.__name__}"
+        raise UserError(f"{where}._target_", path, allowed, "see CONTRIBUTING.md")
     return cls, {key: value for key, value in data.items() if key != "_target_"}
 
 
@@ -213,21 +204,8 @@ def words(kind: Any) -> str:
 
 def _bounded(plain: str, bounds: tuple[Any, ...]) -> str:
     """``a whole number from 1 up``, ``a number from 0 to 1``, ``a number above 0``."""
-    plain = plain.replace("finite ", "")
-    low = next(
-        (
-            f"from {b.ge:g}" if isinstance(b, Ge) else f"above {b.gt:g}"
-            for b in bounds
-            if isinstance(b, Ge | Gt)
-        ),
-        "",
-    )
-    high = next(
-        (f"{b.le:g}" if isinstance(b, Le) else f"below {b.lt:g}" for b in bounds if isinstance(b, Le | Lt)),
-        "",
-    )
-    if not low and not high:
-        return plain
-    if low and high:
-        return f"{plain} {low} to {high}"
-    return f"{plain} {low} up" if low.startswith("from") else f"{plain} {low or high}"
+    text = {type(bound): getattr(bound, type(bound).__name__.lower(), None) for bound in bounds}
+    low = f"from {text[Ge]:g}" if Ge in text else f"above {text[Gt]:g}" if Gt in text else ""
+    high = f"{text[Le]:g}" if Le in text else f"below {text[Lt]:g}" if Lt in text else ""
+    middle = ("to" if high else "up") if low.startswith("from") else "and" if low and high else ""
+    return " ".join(filter(None, [plain.replace("finite ", ""), low, middle, high]))

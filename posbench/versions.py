@@ -1,4 +1,5 @@
-"""Is the installed transformers one that posbench supports? The range is stated once, in pyproject.toml."""
+"""Which versions are installed, and whether posbench supports them; the ranges are stated once, in
+pyproject.toml."""
 
 from importlib.metadata import PackageNotFoundError, requires, version
 
@@ -7,23 +8,28 @@ from packaging.requirements import Requirement
 from posbench.errors import UserError
 
 
+def _needed() -> list[Requirement]:
+    """What the package metadata asks for, without extras; nothing in a checkout that was never installed."""
+    try:
+        lines = [Requirement(line) for line in requires("posbench") or ()]
+    except PackageNotFoundError:
+        return []
+    return [line for line in lines if "extra" not in str(line.marker)]
+
+
+def installed() -> dict[str, str]:
+    """Versions of what posbench needs, for the record of a run."""
+    return {requirement.name: version(requirement.name) for requirement in _needed()}
+
+
 def check() -> None:
     """Refuse an unsupported transformers before its import fails in a place that says nothing.
 
     Raises:
         UserError: The installed version lies outside the range in posbench's package metadata.
     """
-    try:
-        needed = [Requirement(line) for line in requires("posbench") or ()]
-    except PackageNotFoundError:
-        return  # a checkout that was never installed has no metadata
-    for requirement in needed:
-        if requirement.name == "transformers":
-            installed = version("transformers")
-            if not requirement.specifier.contains(installed, prereleases=True):
-                raise UserError(
-                    "transformers",
-                    installed,
-                    f"version {requirement.specifier}",
-                    f"pip install '{requirement}'",
-                )
+    for requirement in _needed():
+        found = version(requirement.name) if requirement.name == "transformers" else ""
+        if found and not requirement.specifier.contains(found, prereleases=True):
+            hint = f"pip install '{requirement}'"
+            raise UserError("transformers", found, f"version {requirement.specifier}", hint)

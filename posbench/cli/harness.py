@@ -8,6 +8,7 @@ once, padded on the left, and its continuations follow on its cache, as the toke
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 from collections.abc import Mapping, Sequence
@@ -24,7 +25,7 @@ from lm_eval.utils import simple_parse_args_string
 from tqdm import tqdm
 
 from posbench import paths
-from posbench.errors import UserError, choices, near
+from posbench.errors import UserError, choices, renamed
 from posbench.files.atomic import digest
 from posbench.methods import Method
 from posbench.model.encode import CHAT_TEMPLATES
@@ -56,8 +57,8 @@ class Harness:
         max_batch_size: Where ``auto`` starts.
         max_length: Tokens per context and continuation; longer ones lose their beginning. None: the context
             window.
-        add_bos_token: Whether prompts begin with the beginning-of-sequence token; None leaves it to the
-            tokenizer.
+        add_bos_token: Whether prompts begin with the beginning-of-sequence token; None: as the tokenizer
+            does.
         prefix_token_id: Token that stands before a continuation without a context.
         logits_cache: Whether requests with the same context share its forward.
         think_end_token: See the harness.
@@ -84,13 +85,11 @@ class Harness:
 def configured(
     pretrained: str, method: str, settings: Mapping[str, Any], config_dir: str | None = None
 ) -> Config:
-    """The checked config of a model and a method, from the same files and by the same rules as the
-    ``posbench`` command.
+    """The checked config of a model and a method, composed and checked as the ``posbench`` command does.
 
     Args:
         pretrained: A name in ``conf/model``, a directory, or a hub id.
-        method: A name in ``conf/method``, or several joined by ``+``, the outermost first; constants come
-            from the model's file unless ``settings`` gives them.
+        method: A name in ``conf/method``, or several joined by ``+``, the outermost first.
         settings: Fields of the method (of several: ``parts.<name>.<field>``), and the keys of ``MODEL_KEYS``
             and ``RUNTIME_KEYS``.
         config_dir: A folder with the user's own YAML files.
@@ -100,39 +99,30 @@ def configured(
     """
     folders = [paths.CONF, *([Path(config_dir).expanduser().absolute()] if config_dir else [])]
     if not folders[-1].is_dir():
-        raise UserError(
-            "model_args.config_dir", config_dir, "a folder with your YAML files", "check the path"
-        )
-    listed = pretrained in choices(*(folder / "model" for folder in folders))
+        hint = "check the path"
+        raise UserError("model_args.config_dir", config_dir, "a folder with your YAML files", hint)
     # Commas separate the arguments, so a list of methods comes with plus signs.
     asked = f"method=[{method.replace('+', ',')}]" if "+" in method else f"method={method}"
-    named = [f"model.path={pretrained}", f"model.name={Path(pretrained).name}"]
-    args = [f"model={pretrained}"] if listed else ["model=hf", *named]
+    named = ["model=hf", f"model.path={pretrained}", f"model.name={Path(pretrained).name}"]
+    listed = pretrained in choices(*(folder / "model" for folder in folders))
+    args = [f"model={pretrained}"] if listed else named
     args += [asked, "stages=[evaluate]", *(["--config-dir", str(folders[-1])] if config_dir else [])]
-    raw = composed(*args).raw
     groups = dict.fromkeys(RUNTIME_KEYS, "runtime") | dict.fromkeys(MODEL_KEYS, "model")
-    parts = {f"parts.{n}.": part for n, part in raw["method"].get("parts", {}).items()} or {"": raw["method"]}
-    groups |= {
-        f"{w}{k}": "method" for w, part in parts.items() for k in part if k not in ("_target_", "name")
-    }
-    for key, value in settings.items():
-        if key not in groups:
-            known = ["pretrained", "method", "config_dir", *groups, *(f.name for f in fields(Harness))]
-            hint = near(key, known, "remove the key")
-            raise UserError(f"model_args.{key}", value, f"keys {', '.join(known)}", hint)
-        *way, last = f"{groups[key]}.{key}".split(".")
-        node = raw
-        for step in way:
-            node = node[step]
-        node[last] = _listed(value)
-    return check(raw, [f"{groups[key]}.{key}" for key in settings])
+    args += [f"{groups.get(key, 'method')}.{key}={_spelled(value)}" for key, value in settings.items()]
+    with renamed("method.", "model_args."):
+        made = composed(*args)
+        return check(made.raw, made.typed)
 
 
-def _listed(value: Any) -> Any:
-    """``2:5`` as the list [2, 5]: a string of arguments is split at its commas before it comes here."""
-    if isinstance(value, str) and re.fullmatch(r"\d+(:\d+)+", value):
-        return [int(part) for part in value.split(":")]
-    return value
+def _spelled(value: Any) -> str:
+    """A value as an override; ``2:5`` is the list [2, 5], for a string of arguments is split at its
+    commas."""
+    if value is None or isinstance(value, bool | dict):
+        return json.dumps(value)
+    if re.fullmatch(r"\d+(:\d+)+", str(value)):
+        return f"[{str(value).replace(':', ',')}]"
+    quoted = str(value).replace("\\", "\\\\").replace("'", "\\'")
+    return f"'{quoted}'" if isinstance(value, str) else str(value)
 
 
 @register_model("posbench")
@@ -144,13 +134,9 @@ class PosbenchLM(HFLM):  # type: ignore[misc]
     are the harness's own.
 
     Args:
-        pretrained: A name in ``conf/model``, a directory, or a hub id.
-        method: A name in ``conf/method``, or several joined by ``+``: ``layer_scaling+scale_channel``.
-            Constants come from the model's file unless given here.
-        config_dir: A folder with the user's own YAML files.
-        **settings: Fields of the method (of several: ``parts.<name>.<field>``), of :class:`Harness`, and the
-            keys of ``MODEL_KEYS`` and ``RUNTIME_KEYS``. A list is written with colons where commas separate
-            the arguments: ``layers=1:3`` is the YAML's ``[1, 3]``.
+        pretrained: See :func:`configured`; also for ``method`` and ``config_dir``.
+        **settings: Those of :func:`configured`, and fields of :class:`Harness`. A list is written with colons
+            where commas separate the arguments: ``layers=1:3`` is the YAML's ``[1, 3]``.
 
     Raises:
         UserError: Something in the arguments does not fit; see :func:`configured`.
@@ -166,9 +152,8 @@ class PosbenchLM(HFLM):  # type: ignore[misc]
         model, runtime = self.posbench.model, self.posbench.runtime
         if threads(self.posbench):
             torch.set_num_threads(threads(self.posbench) or 1)
-        self.lm = load(
-            model, device=runtime.device, device_map=runtime.device_map, max_memory=runtime.max_memory
-        )
+        where = {name: getattr(runtime, name) for name in RUNTIME_KEYS}
+        self.lm = load(model, **where)
         self.method: Method = self.posbench.choice.build(hint=self.posbench.missing)
         self.method.check(self.lm)
         if self.lm.tokenizer is not None and model.chat_template in CHAT_TEMPLATES:
@@ -197,12 +182,9 @@ class PosbenchLM(HFLM):  # type: ignore[misc]
             # What the harness says when nobody said anything: the first GPU where there is one, as auto.
             del flags["device"]
         if "pretrained" not in arg_dict:
-            raise UserError(
-                "model_args.pretrained",
-                None,
-                "a name in conf/model, a directory or a hub id",
-                "--model_args pretrained=tiny,method=scale_channel",
-            )
+            allowed = "a name in conf/model, a directory or a hub id"
+            hint = "--model_args pretrained=tiny,method=scale_channel"
+            raise UserError("model_args.pretrained", None, allowed, hint)
         return cls(**(flags | arg_dict))
 
     def get_model_info(self) -> dict[str, Any]:
@@ -222,12 +204,9 @@ class PosbenchLM(HFLM):  # type: ignore[misc]
         if answers is not None:
             owner = answers.get(_OWNER)
             if owner != self.identity and (owner is not None or len(answers)):
-                raise UserError(
-                    "--use_cache",
-                    str(answers.filename),
-                    "a new file, or one that this model, method and version of posbench filled",
-                    "give each method a file of its own: the harness does not tell their answers apart",
-                )
+                allowed = "a new file, or one that this model, method and version of posbench filled"
+                hint = "give each method a file of its own: the harness does not tell their answers apart"
+                raise UserError("--use_cache", str(answers.filename), allowed, hint)
             answers[_OWNER] = self.identity
         super().set_cache_hook(cache_hook)
 
@@ -243,19 +222,15 @@ class PosbenchLM(HFLM):  # type: ignore[misc]
             UserError: The method treats the last prompt token apart, and a whole text has no prompt.
         """
         if self.method.needs_prompt:
-            raise UserError(
-                "method",
-                self.posbench.choice.name,
-                "for log-likelihoods of whole texts (perplexity): methods that treat all tokens alike",
-                "leave out tasks of output_type loglikelihood_rolling, or set last=all",
-            )
+            allowed = "for log-likelihoods of whole texts (perplexity): methods that treat all tokens alike"
+            hint = "leave out tasks of output_type loglikelihood_rolling, or set last=all"
+            raise UserError("method", self.posbench.choice.name, allowed, hint)
         return super().loglikelihood_rolling(requests, disable_tqdm=disable_tqdm)
 
     def _loglikelihood_tokens(
         self, requests: Sequence[Request], disable_tqdm: bool = False, override_bs: int | None = None
     ) -> list[tuple[float, bool]]:
-        """Log-likelihood in nats and greediness per request; one forward per context, then its continuations
-        on the cache.
+        """Log-likelihood in nats and greediness per request: a forward per context, then its continuations.
 
         Raises:
             UserError: A task's continuation is empty, or longer than the model reads.
@@ -265,24 +240,16 @@ class PosbenchLM(HFLM):  # type: ignore[misc]
         cut = 0
         for number, (_, context, continuation) in enumerate(requests):
             if not 0 < len(continuation) <= self.max_length:
-                raise UserError(
-                    "continuation",
-                    f"{len(continuation)} tokens",
-                    f"1 to {self.max_length} tokens (max_length)",
-                    "mend the task's choices",
-                )
+                length, allowed = f"{len(continuation)} tokens", f"1 to {self.max_length} tokens (max_length)"
+                raise UserError("continuation", length, allowed, "correct the task's choices")
             # The last token of a continuation is predicted and never read.
             kept = context[-(self.max_length + 1 - len(continuation)) :]
             cut += len(kept) < len(context)
             asked.setdefault(tuple(kept) if self.logits_cache else number, []).append(number)
             contexts.append(kept)
         if cut:
-            log.warning(
-                "%d of %d requests exceed %d tokens and lost their beginning",
-                cut,
-                len(requests),
-                self.max_length,
-            )
+            said = "%d of %d requests exceed %d tokens and lost their beginning"
+            log.warning(said, cut, len(requests), self.max_length)
         groups = list(asked.values())
         lengths = [max(len(contexts[n]) + len(requests[n][2]) for n in group) for group in groups]
         found: list[tuple[float, bool]] = [(0.0, False)] * len(requests)
@@ -294,9 +261,8 @@ class PosbenchLM(HFLM):  # type: ignore[misc]
             for batch in batches(lengths, int(size) if requests else 1):
                 prompts = [contexts[groups[i][0]] for i in batch]
                 tokens = [[requests[n][2] for n in groups[i]] for i in batch]
-                for i, answers in zip(
-                    batch, self.lm.continuations(prompts, tokens, batch_size=len(batch)), strict=True
-                ):
+                told = self.lm.continuations(prompts, tokens, batch_size=len(batch))
+                for i, answers in zip(batch, told, strict=True):
                     for n, answer in zip(groups[i], answers, strict=True):
                         found[n] = answer
                         # Windows of a rolling request have no text of their own; their sum is cached instead.

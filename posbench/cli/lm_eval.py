@@ -15,10 +15,8 @@ def command(args: list[str]) -> int:
 
         import posbench.cli.harness  # noqa: F401
     except ModuleNotFoundError as error:
-        allowed = "lm-eval 0.4.13 or newer beside posbench"
-        raise UserError(
-            "lm_eval", f"no module {error.name}", allowed, "pip install 'posbench[lm_eval]'"
-        ) from error
+        allowed, hint = "lm-eval 0.4.13 or newer with posbench", "pip install 'posbench[lm_eval]'"
+        raise UserError("lm_eval", f"no module {error.name}", allowed, hint) from error
     before, sys.argv = sys.argv, ["posbench lm_eval", *args]
     try:
         cli_evaluate()

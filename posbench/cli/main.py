@@ -68,15 +68,10 @@ def _verbs() -> dict[str, Callable[[list[str]], int]]:
     # Help and version do without the libraries that verbs need.
     from posbench.cli import docs, lm_eval, verbs
 
-    return {
-        "ls": verbs.ls,
-        "fetch": verbs.fetch,
-        "validate": verbs.validate,
-        "report": verbs.report,
-        "rescore": verbs.rescore,
-        "docs": docs.docs,
-        "lm_eval": lm_eval.command,
+    own = {
+        verb.__name__: verb for verb in (verbs.ls, verbs.fetch, verbs.validate, verbs.report, verbs.rescore)
     }
+    return {**own, "docs": docs.docs, "lm_eval": lm_eval.command}
 
 
 def _run(args: list[str]) -> int:
@@ -128,8 +123,8 @@ def _job(composed: Any, command: str) -> None:
 
 
 def _show_config(args: list[str]) -> int:
-    """Print the whole config of ``--cfg job``, defaults filled in and resolved; Hydra prints its own for
-    other choices."""
+    """Print the whole config of ``--cfg job``, defaults filled in and resolved; Hydra prints other
+    choices."""
     import yaml
 
     from posbench.pipeline.compose import compose
@@ -146,7 +141,3 @@ def _show_config(args: list[str]) -> int:
 def run() -> None:
     """Entry point of the ``posbench`` command."""
     sys.exit(main())
-
-
-if __name__ == "__main__":
-    run()

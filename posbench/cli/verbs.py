@@ -38,11 +38,8 @@ def ls(args: list[str]) -> int:
         raise UserError("ls", " ".join(args), ", ".join(kinds), "posbench ls models")
     for kind in args or kinds:
         if kind == "families":
-            _table(
-                kind,
-                ("name", "model_type", "positions"),
-                [[f.name, ", ".join(f.model_types), f.position] for f in FAMILIES],
-            )
+            facts = [[f.name, ", ".join(f.model_types), f.position] for f in FAMILIES]
+            _table(kind, ("name", "model_type", "positions"), facts)
             continue
         experiments = kind == "experiments"
         folders = [paths.EXPERIMENTS] if experiments else [root / KINDS[kind] for root in (paths.CONF, *own)]

@@ -17,9 +17,8 @@ Row = dict[str, Any]
 
 def digest(data: Any, length: int = 8) -> str:
     """Short hash of plain data, the same for equal content: 0 and 0.0 are equal, a tuple and a list too."""
-    return hashlib.sha256(json.dumps(_canonical(data), sort_keys=True, default=str).encode()).hexdigest()[
-        :length
-    ]
+    text = json.dumps(_canonical(data), sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:length]
 
 
 def _canonical(data: Any) -> Any:
@@ -54,8 +53,6 @@ def rounded(values: Any, digits: int = 6) -> Any:
     """Numbers in nested lists or an array, with so many significant digits: what rows in files hold."""
     if hasattr(values, "tolist"):
         values = values.tolist()
-    return (
-        [rounded(value, digits) for value in values]
-        if isinstance(values, list)
-        else float(f"{values:.{digits}g}")
-    )
+    if isinstance(values, list):
+        return [rounded(value, digits) for value in values]
+    return float(f"{values:.{digits}g}")

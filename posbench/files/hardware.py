@@ -13,7 +13,7 @@ def hardware() -> str:
     if info.is_file():
         lines = [line for line in info.read_text().splitlines() if line.startswith("model name")]
         name = lines[0].split(":", 1)[1].strip() if lines else name
+    threads = torch.get_num_threads()
+    parts = [f"{name}, {threads} thread{'s' * (threads > 1)}"]
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    return f"{name}, {torch.get_num_threads()} thread{'s' * (torch.get_num_threads() > 1)}" + (
-        f"; {', '.join(gpus)}" if gpus else ""
-    )
+    return "; ".join([*parts, ", ".join(gpus)] if gpus else parts)

@@ -74,8 +74,7 @@ class Source:
 
 @dataclass(frozen=True)
 class File:
-    """One line of :func:`listing`: a file's name, its size in bytes (None if unknown), and whether it is on
-    this machine."""
+    """A file's name, its size in bytes (None if unknown), and whether it is on this machine."""
 
     name: str
     size: int | None
@@ -85,17 +84,15 @@ class File:
 def checkpoint(path: str, revision: str | None = None) -> Source:
     """The source of a model: an embedded one, a local directory, or a hub id."""
     resolved = paths.model_path(path)
-    local = Path(resolved).is_dir() or resolved.startswith(("/", "."))
-    return Source(
-        kind="path" if local else "model", id=path, field="model.path", files=CHECKPOINT, revision=revision
-    )
+    kind: Any = "path" if Path(resolved).is_dir() or resolved.startswith(("/", ".")) else "model"
+    return Source(kind=kind, id=path, field="model.path", files=CHECKPOINT, revision=revision)
 
 
 def local(source: Source) -> Path:
     """The folder (repository) or file (URL, path) on this machine.
 
-    What is complete in the cache is used as it is and no network is touched; :func:`fetch` looks for
-    something newer.
+    What is complete in the cache is used without touching the network; :func:`fetch` looks for something
+    newer.
 
     Raises:
         UserError: It is not here and cannot be downloaded, or its content is not what it was.
@@ -105,12 +102,9 @@ def local(source: Source) -> Path:
         listing(source)
         here = _download(source)
     if source.sha256 and (found := hashlib.sha256(here.read_bytes()).hexdigest()) != source.sha256:
-        raise UserError(
-            source.field,
-            f"{here} with sha256 {found[:12]}",
-            f"the content of {source.id} with sha256 {source.sha256[:12]}",
-            f"delete that file and run posbench fetch again, or set {source.field} to a copy of your own",
-        )
+        allowed = f"the content of {source.id} with sha256 {source.sha256[:12]}"
+        hint = f"delete that file and run posbench fetch again, or set {source.field} to a copy of your own"
+        raise UserError(source.field, f"{here} with sha256 {found[:12]}", allowed, hint)
     return here
 
 
@@ -134,12 +128,9 @@ def cached(source: Source) -> Path | None:
     except ValueError as error:
         raise _refused(source, error) from error
     # A cache filled by other programs has no list of files: look at what loading needs.
-    whole = (
-        not lacking(folder)
-        if source.kind == "model"
-        else all((folder / name).is_file() for name in source.files)
-    )
-    return folder if whole else None
+    if source.kind == "model":
+        return None if lacking(folder) else folder
+    return folder if all((folder / name).is_file() for name in source.files) else None
 
 
 def lacking(folder: Path) -> str:
@@ -161,8 +152,7 @@ def lacking(folder: Path) -> str:
 
 
 def listing(source: Source) -> tuple[str, list[File]]:
-    """The commit (hub repositories only, else empty) and the files, asked from the hub or the server where
-    there is one.
+    """The commit (hub repositories only, else empty) and the files, asked from the hub or server.
 
     Raises:
         UserError: It does not exist, is not complete, or cannot be reached.
@@ -177,9 +167,12 @@ def listing(source: Source) -> tuple[str, list[File]]:
                 size = answer.headers.get("Content-Length")
             return "", [File(_url_file(source.id).name, int(size) if size else None, False)]
         # Without the timeout the client would retry for half a minute where there is no network.
-        info = HfApi().repo_info(
-            source.id, repo_type=source.kind, revision=source.revision, timeout=10, files_metadata=True
-        )
+        asked: dict[str, Any] = {
+            "repo_type": source.kind,
+            "revision": source.revision,
+            "files_metadata": True,
+        }
+        info = HfApi().repo_info(source.id, timeout=10, **asked)
     except FAILURES as error:
         raise _refused(source, error) from error
     sha, files = str(info.sha), []
@@ -191,12 +184,9 @@ def listing(source: Source) -> tuple[str, list[File]]:
     wanted = source.files if source.kind == "dataset" else ("config.json", "model*.safetensors")
     gone = [pattern for pattern in wanted if not any(fnmatch(name, pattern) for name in names)]
     if gone:
-        raise UserError(
-            source.field,
-            source.id,
-            f"a repository with {gone[0]} (commit {sha[:12]} has none)",
-            "name a revision that has it (some repositories keep safetensors under refs/pr/N), or another repository",
-        )
+        allowed = f"a repository with {gone[0]} (commit {sha[:12]} has none)"
+        hint = "name a revision that has it (some keep safetensors under refs/pr/N), or another repository"
+        raise UserError(source.field, source.id, allowed, hint)
     return sha, sorted(files, key=lambda file: file.name)
 
 
@@ -225,17 +215,13 @@ def fetch(sources: Iterable[Source], *, dry_run: bool, console: Console) -> None
                 problems.append(error)
                 table.add_row(source.field.partition(".")[0], source.id, "", "", "missing")
                 continue
-            reason = type(error.__cause__).__name__
-            console.print(
-                f"{source.id}: not reachable ({reason}), but a complete copy is cached", soft_wrap=True
-            )
+            said = f"{source.id}: not reachable ({type(error.__cause__).__name__}), but a complete copy is cached"
+            console.print(said, soft_wrap=True)
             sha, files = "" if source.kind == "url" else here.name, _on_disk(source, here)
         if sha:
             commits[source] = sha
         for file in files:
-            tokenizer = source.files == CHECKPOINT and any(
-                fnmatch(file.name, pattern) for pattern in TOKENIZER
-            )
+            tokenizer = source.files == CHECKPOINT and any(fnmatch(file.name, part) for part in TOKENIZER)
             what = "tokenizer" if tokenizer else source.field.partition(".")[0]
             state = "missing" if not file.here else "here" if source.kind == "path" else "cached"
             table.add_row(what, source.id, file.name, "?" if file.size is None else decimal(file.size), state)
@@ -264,13 +250,11 @@ def fetch(sources: Iterable[Source], *, dry_run: bool, console: Console) -> None
 
 def _wanted(source: Source) -> dict[str, Any]:
     """Arguments that select the files of a repository in the hub's client, where * also matches a slash."""
-    ignore = ["*/*"] if source.kind == "model" else None
-    return {
-        "repo_type": source.kind,
-        "revision": source.revision,
+    patterns = {
         "allow_patterns": list(source.files),
-        "ignore_patterns": ignore,
+        "ignore_patterns": ["*/*"] if source.kind == "model" else None,
     }
+    return {"repo_type": source.kind, "revision": source.revision, **patterns}
 
 
 def _matches(source: Source, name: str) -> bool:
@@ -308,11 +292,8 @@ def _download(source: Source) -> Path:
 def _url_file(url: str) -> Path:
     """Where a URL is cached: two URLs that end in the same name stay apart."""
     cache = Path(os.environ.get("POSBENCH_CACHE", "~/.cache/posbench")).expanduser()
-    return (
-        cache
-        / hashlib.sha256(url.encode()).hexdigest()[:12]
-        / (url.rstrip("/").rpartition("/")[2] or "index")
-    )
+    name = url.rstrip("/").rpartition("/")[2] or "index"
+    return cache / hashlib.sha256(url.encode()).hexdigest()[:12] / name
 
 
 def _refused(source: Source, error: Exception) -> UserError:
@@ -323,16 +304,10 @@ def _refused(source: Source, error: Exception) -> UserError:
         "url": "a reachable URL",
         "path": "a file on this machine",
     }["model" if source.files == CHECKPOINT else source.kind]
-    field, value, reason = (
-        source.field,
-        source.id,
-        (str(error).strip().splitlines() or [type(error).__name__])[0][:200],
-    )
-    own = (
-        f"set {field}=DIR to a local checkpoint"
-        if source.files == CHECKPOINT
-        else f"set {field} to a copy on this machine"
-    )
+    field, value = source.field, source.id
+    reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+    whole = source.files == CHECKPOINT
+    own = f"set {field}=DIR to a local checkpoint" if whole else f"set {field} to a copy on this machine"
     page = f"https://huggingface.co/{'datasets/' if source.kind == 'dataset' else ''}{source.id}"
     if isinstance(error, GatedRepoError):
         hint = f"accept its licence at {page}, then `hf auth login` (or set HF_TOKEN)"

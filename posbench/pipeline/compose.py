@@ -1,8 +1,8 @@
 """Composing a config: the one way from ``key=value`` arguments and YAML files to plain data.
 
 Groups are chosen as Hydra does. Every other key is laid over the defaults of the class that its group names,
-so that YAML files hold only what differs; what the model's file says of a method, task or study comes in
-between, unless the user or the experiment set that key.
+so that YAML files hold only what differs; what the model's file says of a method, task, search or study comes
+in between, unless the user or the experiment set that key.
 """
 
 from __future__ import annotations
@@ -99,14 +99,8 @@ def compose(args: Sequence[str], each: Callable[[Composed], None]) -> list[dict[
         except UserError as error:
             # Hydra would print a line of its own about an exception, and a sweep goes on.
             problems.append(error)
-            record = {
-                "overrides": typed,
-                "multirun": multirun,
-                "folder": None,
-                "status": 2,
-                "error": str(error),
-            }
-            leave(number, record)
+            facts = {"overrides": typed, "multirun": multirun, "folder": None}
+            leave(number, {**facts, "status": 2, "error": str(error)})
             return
         each(made)
 
@@ -165,7 +159,7 @@ def _hydra_at(records: str) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _Request:
-    """What is handed to Hydra: the primary config, further flags, overrides; keys set by the experiment; as
+    """What Hydra gets: primary config, further flags, overrides; what the experiment set; overrides as
     typed."""
 
     config: str
@@ -181,20 +175,15 @@ def _flags(args: Sequence[str]) -> Any:
     complaint = io.StringIO()
     try:
         with redirect_stderr(complaint):
-            known, unknown = get_args_parser().parse_known_intermixed_args(
-                [a for a in args if a != "--version"]
-            )
+            known, unknown = get_args_parser().parse_known_intermixed_args(list(args))
     except SystemExit as error:
         reason = complaint.getvalue().strip().splitlines()[-1].split("error: ")[-1]
         raise UserError("flag", " ".join(args), "Hydra's flags", f"posbench --help ({reason})") from error
     modes = [known.run, known.multirun, known.cfg, known.info, known.shell_completion]
     if unknown:
         raise UserError("flag", unknown[0], "key=value and Hydra's flags", "posbench --help")
-    if (
-        sum(map(bool, modes)) > 1
-        or known.experimental_rerun
-        or (known.resolve and not (known.cfg or known.help))
-    ):
+    alone = known.resolve and not (known.cfg or known.help)
+    if sum(map(bool, modes)) > 1 or known.experimental_rerun or alone:
         allowed = "one of -m, --cfg job [--resolve], --info"
         raise UserError("flag", " ".join(args), allowed, "to run again, repeat the command")
     return known
@@ -232,9 +221,8 @@ def _parsed(overrides: Sequence[str]) -> list[Override]:
     except HydraException as error:
         reason = " ".join(str(error).split())[:160]
         text = str(getattr(error, "override", None) or " ".join(overrides))
-        raise UserError(
-            text.split("=")[0], text, "key=value, a list as [a,b]", f"correct it ({reason})"
-        ) from error
+        hint = f"correct it ({reason})"
+        raise UserError(text.split("=")[0], text, "key=value, a list as [a,b]", hint) from error
 
 
 def _experiment(name: str) -> dict[str, Any]:
@@ -275,9 +263,7 @@ def _check(override: Override, folders: Sequence[Path], multirun: bool) -> None:
             for number, part in enumerate(parts):
                 if (part not in there and part != "null") or part in parts[:number]:
                     hint = near(part, there, f"posbench ls {PLURALS[key]}")
-                    allowed = (
-                        ", ".join(there) if not listed else f"a list of different ones of: {', '.join(there)}"
-                    )
+                    allowed = ("a list of different ones of: " if listed else "") + ", ".join(there)
                     raise UserError(key, name, allowed, hint)
 
 
@@ -289,27 +275,22 @@ def _values(override: Override) -> list[str]:
 
 
 def _rewritten(override: Override, folders: Sequence[Path]) -> str:
-    """An override for Hydra: a list of methods as the name of a stored config, any other key as one that may
-    be new."""
+    """An override for Hydra: a list of methods as the name of a stored config, a key as one that may be
+    new."""
     line = str(override.input_line)
     key, _, value = line.partition("=")
     if key == "method":
         return "method=" + re.sub(r"\[([^\[\]]*)\]", lambda m: _store(m[1].split(",")), value)
     bare = key.lstrip("+~")
-    return (
-        f"++{bare}={value}"
-        if "." in bare and not key.startswith("~") and bare.split(".")[0] in GROUPS
-        else line
-    )
+    inside = "." in bare and bare.split(".")[0] in GROUPS and not key.startswith("~")
+    return f"++{bare}={value}" if inside else line
 
 
 def _store(names: Iterable[str]) -> str:
     """Store the config of a list of methods, one inside the other; its name."""
     parts = [name.strip() for name in names]
-    node = {
-        "defaults": [*(f"{name}@parts.{name}" for name in parts), "_self_"],
-        "_target_": "posbench.methods.composed.Composed",
-    }
+    composed = "posbench.methods.composed.Composed"
+    node = {"defaults": [*(f"{name}@parts.{name}" for name in parts), "_self_"], "_target_": composed}
     ConfigStore.instance().store(group="method", name="-".join(parts), node=node)
     return "-".join(parts)
 
@@ -329,24 +310,22 @@ def _filled(
     """The plain data of a composed config."""
     keys = tuple(o.split("=", 1)[0].lstrip("+~") for o in typed)
     raw: Any = OmegaConf.to_container(config, resolve=False)
-    for group in GROUPS:
-        if isinstance(raw.get(group), dict):
-            raw[group] = {"name": chosen.get(group), **raw[group]} if group != "runtime" else raw[group]
-    blocks = _blocks(raw["model"], folders) if isinstance(raw.get("model"), dict) else {}
-    known = {f for f in defaults(ModelConfig) if f != "blocks"}
-    if isinstance(raw.get("model"), dict):
-        raw["model"] = {**{k: v for k, v in defaults(ModelConfig).items() if k in known}, **raw["model"]}
-    if isinstance(raw.get("runtime"), dict):
-        raw["runtime"] = {**defaults(Runtime), **raw["runtime"]}
+    there = [group for group in GROUPS if isinstance(raw.get(group), dict)]
+    blocks = _blocks(raw["model"], folders) if "model" in there else {}
     kept = {*keys, *request.set_by_experiment}
-    for group in ("task", "method", "search", "study"):
-        if isinstance(raw.get(group), dict):
+    known = {k: v for k, v in defaults(ModelConfig).items() if k != "blocks"}
+    for group in there:
+        if group == "runtime":
+            raw[group] = {**defaults(Runtime), **raw[group]}
+            continue
+        raw[group] = {"name": chosen.get(group), **raw[group]}
+        if group == "model":
+            raw[group] = {**known, **raw[group]}
+        else:
             _fill(raw[group], group, blocks, kept)
-    plain = _resolved(raw)
-    spelled = tuple(
-        request.spelled.get(o.split("=")[0], o.split("=")[0]) + o[len(o.split("=")[0]) :] for o in typed
-    )
-    return Composed(raw=plain, typed=keys, overrides=spelled, number=number, multirun=multirun)
+    parts = [override.partition("=") for override in typed]
+    spelled = tuple(request.spelled.get(key, key) + sign + value for key, sign, value in parts)
+    return Composed(raw=_resolved(raw), typed=keys, overrides=spelled, number=number, multirun=multirun)
 
 
 def _blocks(model: Mapping[str, Any], folders: Sequence[Path]) -> dict[str, dict[str, Any]]:
@@ -367,13 +346,12 @@ def _blocks(model: Mapping[str, Any], folders: Sequence[Path]) -> dict[str, dict
 
 
 def _fill(node: dict[str, Any], where: str, blocks: Mapping[str, Mapping[str, Any]], kept: set[str]) -> None:
-    """Lay a node over the model's block of its name, and that over the defaults of its class; likewise nodes
-    inside it."""
+    """Lay a node over the model's block of its name, and that over its class's defaults; likewise inside
+    it."""
     if "_target_" not in node:
         return
     cls, given = target(node, object, where)
-    # Choices that share a class share its module's block: an exhaustive search takes that of the channel
-    # search.
+    # Choices of one class share its module's block: an exhaustive search takes that of the channel search.
     names = str(given.get("name") or where.rpartition(".")[2]), cls.__module__.rpartition(".")[2]
     block = next((blocks[name] for name in names if name in blocks), {})
     fields = defaults(cls)
@@ -383,11 +361,11 @@ def _fill(node: dict[str, Any], where: str, blocks: Mapping[str, Mapping[str, An
     for key, value in fields.items():
         node.setdefault(key, value)
     for key, value in node.items():
-        for name, part in (
-            value.items() if isinstance(value, dict) and "_target_" not in value else ((None, value),)
-        ):
+        nested = isinstance(value, dict) and "_target_" not in value
+        inside = {f"{key}.{name}": part for name, part in value.items()} if nested else {key: value}
+        for name, part in inside.items():
             if isinstance(part, dict):
-                _fill(part, f"{where}.{key}" + (f".{name}" if name else ""), blocks, kept)
+                _fill(part, f"{where}.{name}", blocks, kept)
 
 
 def _resolved(raw: Mapping[str, Any]) -> dict[str, Any]:

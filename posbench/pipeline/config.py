@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
@@ -36,7 +36,7 @@ class Experiment:
         grid: Values by key, swept unless the user types the key.
         reference: The paper's numbers.
         claims: What the paper reads off the figure, where it prints no numbers.
-        needs_weights: Whether it says nothing without a real checkpoint; ``make figures`` leaves it out.
+        needs_weights: Whether it says nothing without a real checkpoint.
     """
 
     name: str
@@ -110,11 +110,8 @@ class Config:
         reference = self.experiment.reference if self.experiment else None
         if reference is None:
             return [], ""
-        other = [
-            f"{key}={getattr(self.task, key, None)} (paper {value})"
-            for key, value in reference.setting.items()
-            if getattr(self.task, key, None) != value
-        ]
+        here = {key: getattr(self.task, key, None) for key in reference.setting}
+        other = [f"{k}={here[k]} (paper {v})" for k, v in reference.setting.items() if here[k] != v]
         if other:
             return [], f"This run has {', '.join(other)}: the paper's numbers do not apply to it."
         return [row for row in reference.rows() if row["task"] == self.task.name], ""
@@ -134,30 +131,27 @@ def check(raw: Mapping[str, Any], typed: Sequence[str] = ()) -> Config:
     for key in sorted(set(data) - {*TOP, "typed"}):
         raise UserError(key, data[key], ", ".join(TOP), "remove it")
     typed = [*typed, *data.pop("typed", ())]
-    with faults.collecting():
-        made["study"] = _study(data, typed)
-    kinds = {"task": Task, "search": Search}
-    for group, kind in kinds.items():
+    given: Any = data.get
+    parts: dict[str, Callable[[], Any]] = {
+        "study": lambda: _study(data, typed),
+        "task": lambda: instantiate(given("task"), Task, "task"),  # type: ignore[type-abstract]
+        "search": lambda: instantiate(given("search"), Search, "search"),  # type: ignore[type-abstract]
+        "model": lambda: _model(given("model")),
+        "choice": lambda: MethodChoice.of(given("method"), typed),
+        "runtime": lambda: build(Runtime, given("runtime") or {}, "runtime"),
+        "experiment": lambda: (
+            build(Experiment, given("experiment"), "experiment") if given("experiment") else None
+        ),
+    }
+    for name, make in parts.items():
         with faults.collecting():
-            made[group] = instantiate(data.get(group), kind, group)  # type: ignore[type-abstract,arg-type]
-    with faults.collecting():
-        made["model"] = _model(data.get("model"))
-    with faults.collecting():
-        made["choice"] = MethodChoice.of(data.get("method"), typed)  # type: ignore[arg-type]
-    with faults.collecting():
-        made["runtime"] = build(Runtime, data.get("runtime") or {}, "runtime")
-    with faults.collecting():
-        given = data.get("experiment")
-        made["experiment"] = build(Experiment, given, "experiment") if given else None
+            made[name] = make()
     faults.raise_any()
     stages, target = _stages(data, made, typed)
     config = Config(**made, stages=stages, target=target, raw=_record(data, made, stages, typed))
-    with faults.collecting():
-        _names(config)
-    with faults.collecting():
-        trial(config)
-    with faults.collecting():
-        config.reference()
+    for look in (_names, trial, Config.reference):
+        with faults.collecting():
+            look(config)
     faults.raise_any()
     return config
 
@@ -189,8 +183,7 @@ def _model(data: Any) -> ModelConfig:
 
 
 def _study(data: dict[str, Any], typed: Sequence[str]) -> Study | None:
-    """The study of a config; sets ``stages`` and ``method`` to what a study runs where the user typed
-    neither."""
+    """The study of a config; sets ``stages`` and ``method`` to what it runs where the user typed neither."""
     stages = data.get("stages") or []
     if data.get("study") is None:
         if "study" in stages:
@@ -256,11 +249,7 @@ def _record(
 
 def _names(config: Config) -> None:
     """Refuse names that are no folder names."""
-    for where, text in (
-        ("model", config.model.name),
-        ("task", config.task.name),
-        ("method", config.choice.name),
-        ("study", config.study_name or "none"),
-    ):
+    names = {"model": config.model.name, "task": config.task.name, "method": config.choice.name}
+    for where, text in {**names, "study": config.study_name or "none"}.items():
         if not re.fullmatch(r"\w[\w.-]*", str(text)):
             raise UserError(f"{where}.name", text, "letters, digits, . _ -", f"set {where}.name=...")

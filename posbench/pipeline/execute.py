@@ -81,20 +81,9 @@ def execute(config: Config, *, command: str, console: Console) -> Path:
 
 def prepared(config: Config, who: Mapping[str, Any], console: Console) -> Run:
     """The run that stages receive, without its folder."""
-    return Run(
-        model=config.model,
-        task=config.task,
-        choice=config.choice,
-        target=config.target,
-        runtime=config.runtime,
-        raw=config.raw,
-        stages=config.stages,
-        reference=config.reference()[0],
-        console=console,
-        identity=who,
-        missing=config.missing,
-        standins=config.standins,
-    )
+    same = ("model", "task", "choice", "target", "runtime", "raw", "stages", "missing", "standins")
+    given: dict[str, Any] = {name: getattr(config, name) for name in same}
+    return Run(**given, reference=config.reference()[0], console=console, identity=who)
 
 
 def preflight(config: Config, run: Run) -> None:
@@ -106,9 +95,8 @@ def preflight(config: Config, run: Run) -> None:
         UserError: The checkpoint, a channel, layers, a file or a prompt does not fit.
     """
     if config.stages == ("report",):
-        raise UserError(
-            "stages", ["report"], "report after another stage", "posbench report DIR redraws a run"
-        )
+        hint = "posbench report DIR redraws a run"
+        raise UserError("stages", ["report"], "report after another stage", hint)
     if config.uses_model:
         run.trial().check(run.lm)
     if config.study:
@@ -128,8 +116,7 @@ def preflight(config: Config, run: Run) -> None:
 
 
 def _check_overflow(lm: LM, ids: list[int]) -> None:
-    """Refuse float16 where it overflows on the longest prompt: the answers would be noise, and nothing else
-    would say so.
+    """Refuse float16 where it overflows on the longest prompt: the answers would be noise, without a word.
 
     Raises:
         UserError: The next-token logits are not finite.

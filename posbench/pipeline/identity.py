@@ -1,5 +1,5 @@
-"""What tells runs apart: everything that can move a number, and nothing else; and the record of where a run
-was made."""
+"""What tells runs apart: all that can move a number, and nothing else; and the record of where a run was
+made."""
 
 from __future__ import annotations
 
@@ -9,48 +9,24 @@ import platform
 import subprocess
 from collections.abc import Mapping
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import posbench
-from posbench import paths
+from posbench import paths, versions
 from posbench.files import sources
 from posbench.files.atomic import digest
 from posbench.files.hardware import hardware
 from posbench.model.load import ModelConfig, torch_device
 from posbench.pipeline.config import Config
 
-PACKAGES = (
-    "torch",
-    "transformers",
-    "tokenizers",
-    "accelerate",
-    "hydra-core",
-    "omegaconf",
-    "numpy",
-    "scipy",
-    "pandas",
-)
-PACKAGES += ("matplotlib",)
-NUMBERS = (
-    "tasks",
-    "stats",
-    "theory",
-    "model",
-    "methods",
-    "perturbations",
-    "measure",
-    "run",
-    "search",
-    "studies",
-)
-NUMBERS += ("embedded", "pipeline/stages", "schema.py", "files/atomic.py")
+NUMBERS = "tasks stats theory model methods perturbations measure run search studies embedded"
+NUMBERS += " pipeline/stages schema.py files/atomic.py"
 """Parts of the package that can move a number: a changed figure, page or message starts no new version."""
 
 
 def identity(config: Config) -> dict[str, Any]:
-    """What, beside the method and the task, can move a number: weights, kernel, precision, batch size, device
+    """What, beside method and task, can move a number: code, weights, kernel, precision, batch size, device
     kind."""
     model, runtime = config.model, config.runtime
     found: dict[str, Any] = {"code": source_digest(config), "device": torch_device(runtime.device).type}
@@ -81,31 +57,24 @@ def version_key(config: Config, who: Mapping[str, Any]) -> dict[str, Any]:
 def run_name(config: Config, who: Mapping[str, Any]) -> str:
     """Folder of a run: what it is, and a hash of what moves its numbers."""
     runtime = config.runtime
-    moves = {
-        "identity": who,
-        "measured": [runtime.intervene_examples, runtime.resamples],
-        "typed": config.raw["typed"],
-    }
+    measured = [runtime.intervene_examples, runtime.resamples]
+    moves = {"identity": who, "measured": measured, "typed": config.raw["typed"]}
     moves |= {key: config.raw[key] for key in ("method", "study", "search") if key in config.raw}
-    parts = (
-        [config.model.name, config.study_name, config.choice.name]
-        if config.uses_model
-        else [config.study_name]
-    )
+    parts = [config.study_name]
+    if config.uses_model:
+        parts = [config.model.name, config.study_name, config.choice.name]
     return "__".join([*filter(None, parts), digest(moves)])
 
 
 def fingerprint(model: ModelConfig) -> str:
-    """Identity of a checkpoint: content of a local folder's small files and edges of its weights, or hub id
-    and commit."""
+    """Identity of a checkpoint: a local folder's small files and the edges of its weights, or hub id and
+    commit."""
     source = sources.checkpoint(model.path, model.revision)
     if source.kind == "model":
         return f"{source.id}@{sources.commit(source)}"
     folder = sources.local(source)
-    total = hashlib.sha256()
-    for file in sorted(
-        p for p in folder.iterdir() if p.is_file() and p.suffix != ".md" and not p.name.startswith(".")
-    ):
+    total, files = hashlib.sha256(), [p for p in folder.iterdir() if p.is_file() and p.suffix != ".md"]
+    for file in sorted(p for p in files if not p.name.startswith(".")):
         total.update(f"{file.name} {file.stat().st_size}".encode())
         with open(file, "rb") as stream:
             total.update(stream.read(1 << 20))
@@ -116,16 +85,15 @@ def fingerprint(model: ModelConfig) -> str:
 
 
 def source_digest(config: Config) -> str:
-    """Hash of the code that can move a number, the user's own included: results of two codes never meet in
-    one folder."""
+    """Hash of the code that can move a number, the user's own included: two codes never meet in one
+    folder."""
     total = hashlib.sha256()
     parts = [config.task, config.search, *([config.study] if config.study else [])]
     own = {inspect.getsourcefile(cls) for cls in (*config.choice.classes, *map(type, parts))}
     files = {Path(file).resolve() for file in own if file}
-    for name in NUMBERS:
-        files |= (
-            {*(paths.PACKAGE / name).rglob("*.py")} if not name.endswith(".py") else {paths.PACKAGE / name}
-        )
+    for name in NUMBERS.split():
+        part = paths.PACKAGE / name
+        files |= {part} if part.is_file() else set(part.rglob("*.py"))
     for file in sorted(files):
         name = file.relative_to(paths.PACKAGE).as_posix() if file.is_relative_to(paths.PACKAGE) else file.name
         total.update(name.encode() + file.read_bytes())
@@ -140,7 +108,7 @@ def provenance(config: Config, command: str, who: Mapping[str, Any]) -> dict[str
         "posbench": posbench.__version__,
         "git": _git(),
         "python": platform.python_version(),
-        "packages": {name: _version(name) for name in PACKAGES},
+        "packages": versions.installed(),
         "hardware": hardware(),
         "identity": dict(who),
     }
@@ -149,13 +117,6 @@ def provenance(config: Config, command: str, who: Mapping[str, Any]) -> dict[str
     if config.uses_task:
         facts["task"] = {name: getattr(config.task, name) for name in ("version", "source", "licence")}
     return facts
-
-
-def _version(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
 
 
 def _git() -> str | None:

@@ -28,18 +28,12 @@ def answers(run: Run, file: str, name: str, method: Method, encoded: Mapping[str
     with method.applied(run.lm) as lm:
 
         def compute(batch: Sequence[Example]) -> list[Row]:
-            return [
-                {
-                    "subset": e.subset,
-                    "gold_position": e.gold_position,
-                    "cluster": e.cluster,
-                    **reply,
-                    "scores": task.score(e, str(reply["output"])),
-                    "tokens": len(encoded[e.id].ids),
-                    "dropped": encoded[e.id].dropped,
-                }
-                for e, reply in zip(batch, replies(lm, task, batch, encoded), strict=True)
-            ]
+            rows = []
+            for e, reply in zip(batch, replies(lm, task, batch, encoded), strict=True):
+                origin = {"subset": e.subset, "gold_position": e.gold_position, "cluster": e.cluster}
+                size = {"tokens": len(encoded[e.id].ids), "dropped": encoded[e.id].dropped}
+                rows.append({**origin, **reply, "scores": task.score(e, str(reply["output"])), **size})
+            return rows
 
         order = run.plan(run.evaluation, encoded)
         return run.complete(file, f"evaluate {name}", order, lambda e: {"method": name, "id": e.id}, compute)
@@ -53,13 +47,8 @@ def compared(run: Run, file: str, methods: Mapping[str, Method]) -> pd.DataFrame
     """
     encoded, metric = run.encode(run.evaluation), run.task.metric
     rows = [row for name, method in methods.items() for row in answers(run, file, name, method, encoded)]
-    kept = [
-        {
-            **{column: row[column] for column in ("method", "id", "gold_position")},
-            "cluster": row["cluster"] or row["id"],
-            "score": row["scores"][metric],
-        }
-        for row in rows
-        if row["scores"]
-    ]
-    return pd.DataFrame(kept)
+    columns = ["method", "id", "gold_position", "cluster", "score"]
+    kept = [r for r in rows if r["scores"]]
+    own = ((r["cluster"] or r["id"], r["scores"][metric]) for r in kept)
+    values = [(r["method"], r["id"], r["gold_position"], *rest) for r, rest in zip(kept, own, strict=True)]
+    return pd.DataFrame(values, columns=columns)

@@ -50,7 +50,7 @@ class RunDir:
 
     def append(self, name: str, rows: Iterable[Mapping[str, Any]]) -> None:
         """Append rows, each with a checksum, in one flushed write."""
-        lines = "".join(json.dumps({**row, "sum": _sum(row)}, ensure_ascii=False) + "\n" for row in rows)
+        lines = _lines(rows)
         with open(self.path / name, "ab+") as stream:
             if stream.tell():
                 stream.seek(-1, os.SEEK_END)
@@ -67,10 +67,7 @@ class RunDir:
         kept = [row for row in rows if "error" not in row]
         if damaged or len(kept) < len(rows):
             log.warning("%s: dropped %d damaged and %d errored rows", file, damaged, len(rows) - len(kept))
-            write_text(
-                file,
-                "".join(json.dumps({**row, "sum": _sum(row)}, ensure_ascii=False) + "\n" for row in kept),
-            )
+            write_text(file, _lines(kept))
 
     # Stages
 
@@ -94,11 +91,9 @@ class RunDir:
         """Another run of the same version that finished a stage under the same key: its files may be
         copied."""
         for folder in sorted(self.path.parent.iterdir()):
-            other = RunDir(folder)
-            if folder != self.path and (folder / "status.json").is_file():
-                known = other.stage(stage)
-                if known.get("key") == key and known.get("done"):
-                    return other
+            known = RunDir(folder).stage(stage) if folder != self.path else {}
+            if known.get("key") == key and known.get("done"):
+                return RunDir(folder)
         return None
 
 
@@ -130,16 +125,8 @@ def claim(
     """Claim ``outputs/suite/vNNN/name`` for this process.
 
     The version folder is the newest whose key equals ``version_key``, else a new one: what lies in one
-    version was scored on the same examples by the same code. A new run folder appears at once with its config
-    and provenance.
-
-    Args:
-        outputs: Root folder.
-        suite: Experiment or task name.
-        version_key: Plain data; a change starts a new version.
-        name: Folder of this run; carries the hash of its config.
-        config: Written to ``config.yaml``.
-        provenance: Written to ``provenance.json`` when the folder is made.
+    version was scored on the same examples by the same code. A new run folder appears at once, with
+    ``config.yaml`` and ``provenance.json``.
 
     Raises:
         UserError: Another process owns the folder, or it cannot be written.
@@ -176,9 +163,8 @@ def owned(folder: Path) -> Iterator[None]:
     try:
         lock.acquire(timeout=0)
     except Timeout as error:
-        raise UserError(
-            "run folder", str(folder), "one process at a time", "wait for the other run, or stop it"
-        ) from error
+        hint = "wait for the other run, or stop it"
+        raise UserError("run folder", str(folder), "one process at a time", hint) from error
     try:
         yield
     finally:
@@ -192,22 +178,14 @@ def open_run(folder: Path) -> RunDir:
         UserError: It is no run folder.
     """
     if not (folder / "config.yaml").is_file():
-        raise UserError(
-            "DIR",
-            str(folder),
-            "a run folder (it holds config.yaml)",
-            "posbench prints the folder of each run",
-        )
+        allowed, hint = "a run folder (it holds config.yaml)", "posbench prints the folder of each run"
+        raise UserError("DIR", str(folder), allowed, hint)
     return RunDir(folder)
 
 
 def _unusable(outputs: Path, error: OSError) -> UserError:
-    return UserError(
-        "runtime.outputs",
-        str(outputs),
-        "a folder that can be written",
-        f"set runtime.outputs=DIR ({error.strerror or error})",
-    )
+    hint = f"set runtime.outputs=DIR ({error.strerror or error})"
+    return UserError("runtime.outputs", str(outputs), "a folder that can be written", hint)
 
 
 def _versions(suite: Path) -> list[int]:
@@ -219,9 +197,8 @@ def _known_version(suite: Path, key: Mapping[str, Any]) -> Path | None:
     """The newest version folder with this key."""
     for number in reversed(_versions(suite)):
         folder = suite / f"v{number:03d}"
-        if (folder / "version.json").is_file() and json.loads(
-            (folder / "version.json").read_text()
-        ) == _plain(key):
+        file = folder / "version.json"
+        if file.is_file() and json.loads(file.read_text()) == _plain(key):
             return folder
     return None
 
@@ -253,7 +230,13 @@ def _sum(row: Mapping[str, Any]) -> str:
     return digest({k: v for k, v in row.items() if k != "sum"})
 
 
+def _lines(rows: Iterable[Mapping[str, Any]]) -> str:
+    """Rows as JSON lines, each with its checksum."""
+    return "".join(json.dumps({**row, "sum": _sum(row)}, ensure_ascii=False) + "\n" for row in rows)
+
+
 def _read_rows(file: Path) -> tuple[list[Row], int]:
+    """The whole rows of a JSON-lines file, and how many lines are torn or damaged."""
     if not file.is_file():
         return [], 0
     rows, damaged = [], 0

@@ -17,13 +17,11 @@ class Runtime:
     Attributes:
         device: ``auto`` (a GPU where there is one), ``cpu``, ``cuda``, ``cuda:1`` ...
         device_map: Shards the model's layers over all visible GPUs, then memory, then disk; None puts all on
-            ``device``. ``auto`` and ``balanced`` share evenly, ``balanced_low_0`` spares the first GPU,
-            ``sequential`` fills in order.
+            ``device``. ``auto`` and ``balanced`` share evenly, ``balanced_low_0`` spares the first GPU.
         max_memory: For ``device_map``: memory per GPU number and ``cpu``, such as ``{0: 70GiB, cpu:
             100GiB}``.
         batch_size: Prompts per forward at most (moves rounding, so it is part of a run's identity).
-        batch_tokens: Tokens per forward at most, padding and reply counted; None: no such limit. Out of
-            memory halves a batch.
+        batch_tokens: Tokens per forward at most, padding and reply counted; None: no limit.
         threads: CPU threads; None takes the model's, or leaves torch's choice.
         outputs: Folder that receives the runs.
         intervene_examples: Examples per gold position whose attention is measured.
@@ -46,13 +44,11 @@ class Runtime:
             hint = "set runtime.device=auto, and choose GPUs with CUDA_VISIBLE_DEVICES"
             raise UserError("runtime.device_map", self.device_map, allowed, hint)
         memory = self.max_memory or {}
-        sound = all(
-            (isinstance(place, int) or place == "cpu") and re.fullmatch(r"\d+(\.\d+)?[KMG]i?B", size)
-            for place, size in memory.items()
-        )
-        if memory and not (self.device_map and sound):
+        places = all(isinstance(place, int) or place == "cpu" for place in memory)
+        sizes = all(re.fullmatch(r"\d+(\.\d+)?[KMG]i?B", size) for size in memory.values())
+        if memory and not (self.device_map and places and sizes):
             allowed = (
-                "null, or with a runtime.device_map: GPU numbers and cpu, each with a size in KiB, MiB or GiB"
+                "null, or with runtime.device_map: GPU numbers and cpu, each with a size in KiB, MiB or GiB"
             )
             hint = "set runtime.device_map=auto runtime.max_memory={0:70GiB,cpu:100GiB}"
             raise UserError("runtime.max_memory", memory, allowed, hint)

@@ -20,8 +20,7 @@ FILE = "predictions.jsonl"
 
 
 def run(config: Config, run: Run) -> None:
-    """Generate or choose, score, and write ``predictions.jsonl``, ``metrics.csv``, ``subsets.csv`` and
-    ``prompts.json``.
+    """Generate or choose, score, and write predictions.jsonl, metrics.csv, subsets.csv and prompts.json.
 
     The unmodified model's rows are copied from another run of the same version where one has them.
     """
@@ -41,9 +40,8 @@ def run(config: Config, run: Run) -> None:
             write_text(path, text)
             run.console.print(f"for the leaderboard: {path}", soft_wrap=True)
     if not write_metrics(task, run.model.name, run.runtime.resamples, run.out, rows):
-        run.console.print(
-            f"evaluate: {task.name} publishes no answers for these examples, so nothing is scored"
-        )
+        said = f"evaluate: {task.name} publishes no answers for these examples, so nothing is scored"
+        run.console.print(said)
 
 
 def _prompts(examples: Sequence[Example], encoded: Mapping[str, Encoded]) -> dict[str, Any]:
@@ -60,8 +58,7 @@ def _prompts(examples: Sequence[Example], encoded: Mapping[str, Encoded]) -> dic
 
 
 def write_metrics(task: Task, model: str, resamples: int, out: RunDir, rows: Sequence[Row]) -> bool:
-    """Tabulate scored rows into ``metrics.csv`` and ``subsets.csv``; False, and no file, where no row has a
-    score."""
+    """Tabulate scored rows into metrics.csv and subsets.csv; False, and no file, where no row has a score."""
     order = {name: i for i, name in enumerate(dict.fromkeys(row["method"] for row in rows))}
     ordered = sorted(rows, key=lambda r: (order[r["method"]], r["id"]))
     if not any(row["scores"] for row in ordered):
