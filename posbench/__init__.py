@@ -3,7 +3,7 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+from posbench.versions import __version__
 
 if TYPE_CHECKING:
     from posbench import methods as methods

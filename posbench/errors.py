@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -73,6 +74,12 @@ class Faults:
         """
         if self.found:
             raise self.found[0] if len(self.found) == 1 else SeveralErrors(self.found)
+
+
+def complain(error: UserError) -> None:
+    """Print each fault of an error as one line on stderr."""
+    for fault in error.faults:
+        print(f"posbench: {fault}", file=sys.stderr)
 
 
 @contextmanager

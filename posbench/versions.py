@@ -7,6 +7,8 @@ from packaging.requirements import Requirement
 
 from posbench.errors import UserError
 
+__version__ = "0.1.0"
+
 
 def _needed() -> list[Requirement]:
     """What the package metadata asks for, without extras; nothing in a checkout that was never installed."""

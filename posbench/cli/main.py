@@ -8,8 +8,8 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from posbench import __version__, versions
-from posbench.errors import UserError
+from posbench import versions
+from posbench.errors import UserError, complain
 
 HELP = """posbench finds, explains and removes position bias in language models.
 
@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(HELP)
             return 0
         if args and args[0] == "--version":
-            print(f"posbench {__version__}")
+            print(f"posbench {versions.__version__}")
             return 0
         versions.check()
         verb = _verbs().get(args[0]) if args else None
@@ -56,12 +56,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("posbench: stopped; the same command resumes", file=sys.stderr)
         return 130
-
-
-def complain(error: UserError) -> None:
-    """Print each fault of an error as one line."""
-    for fault in error.faults:
-        print(f"posbench: {fault}", file=sys.stderr)
 
 
 def _verbs() -> dict[str, Callable[[list[str]], int]]:

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from posbench import paths
-from posbench.errors import UserError, choices
+from posbench.errors import UserError, choices, complain
 from posbench.files import sources
 from posbench.model.families import FAMILIES
 from posbench.pipeline.compose import GROUPS, PLURALS, Composed, compose
@@ -99,8 +99,6 @@ def fetch(args: list[str]) -> int:
 
 def validate(args: list[str]) -> int:
     """Compose and check configs; without arguments, every choice of every group and every experiment."""
-    from posbench.cli.main import complain
-
     jobs = [args] if args else _every()
     status = 0
     for job in jobs:

@@ -12,7 +12,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import posbench
 from posbench import paths, versions
 from posbench.files import sources
 from posbench.files.atomic import digest
@@ -48,7 +47,7 @@ def threads(config: Config) -> int | None:
 
 def version_key(config: Config, who: Mapping[str, Any]) -> dict[str, Any]:
     """What runs of one version folder share: code and examples."""
-    key = {"posbench": posbench.__version__, "code": who["code"]}
+    key = {"posbench": versions.__version__, "code": who["code"]}
     if config.uses_task:
         key |= {"task": config.raw["task"], "task_version": config.task.version}
     return key
@@ -105,7 +104,7 @@ def provenance(config: Config, command: str, who: Mapping[str, Any]) -> dict[str
     facts: dict[str, Any] = {
         "command": command,
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
-        "posbench": posbench.__version__,
+        "posbench": versions.__version__,
         "git": _git(),
         "python": platform.python_version(),
         "packages": versions.installed(),

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import pandas as pd
 import yaml
 
-import posbench
+from posbench import versions
 from posbench.errors import UserError
 from posbench.files.atomic import digest, write_bytes, write_text
 from posbench.methods import Method
@@ -112,6 +112,6 @@ class Search(ABC):
         """
         assert run.target is not None
         among = f" in the list {run.choice.name}" if run.choice.parts else ""
-        source = f"posbench {posbench.__version__} {how}{among}; run {run.out.path.name}"
+        source = f"posbench {versions.__version__} {how}{among}; run {run.out.path.name}"
         data = {run.target.name: {**block, "source": source}}
         write_text(run.out.path / FOUND, yaml.safe_dump(data, sort_keys=False, width=1000))
