@@ -41,8 +41,8 @@ def ls(args: list[str]) -> int:
             facts = [[f.name, ", ".join(f.model_types), f.position] for f in FAMILIES]
             _table(kind, ("name", "model_type", "positions"), facts)
             continue
-        experiments = kind == "experiments"
-        folders = [paths.EXPERIMENTS] if experiments else [root / KINDS[kind] for root in (paths.CONF, *own)]
+        folders = [root / KINDS.get(kind, "experiment") for root in (paths.CONF, *own)]
+        folders[0] = folders[0] if kind in KINDS else paths.EXPERIMENTS
         columns = TASK_COLUMNS if kind == "tasks" else ("what",)
         rows = []
         for name in choices(*folders):

@@ -82,6 +82,8 @@ def compose(args: Sequence[str], each: Callable[[Composed], None]) -> list[dict[
     folders = [paths.CONF, *([Path(known.config_dir).expanduser().absolute()] if known.config_dir else [])]
     if not folders[-1].is_dir():
         raise UserError("--config-dir", known.config_dir, "a folder with your YAML files", "check the path")
+    # Modules lie beside the YAML files that name them.
+    sys.path += [str(folder) for folder in folders[1:] if str(folder) not in sys.path]
     request = _request(known.overrides, folders, bool(known.multirun))
     flags = [a for a in args if a not in known.overrides]
     if request.multirun and not (known.multirun or known.cfg or known.info):
@@ -196,11 +198,14 @@ def _request(overrides: Sequence[str], folders: Sequence[Path], multirun: bool) 
     path = [f"file://{folder}" for folder in folders[1:]]
     config, flags, experiment = "config", list[str](), dict[str, Any]()
     if names:
-        config, flags = names[-1], ["--config-dir", str(paths.EXPERIMENTS)]
-        experiment = _experiment(config)
+        file = _experiment(names[-1], [paths.EXPERIMENTS, *(folder / "experiment" for folder in folders[1:])])
+        config, experiment = file.stem, dict(yaml.safe_load(file.read_text()))
         # The last --config-dir wins, so the user's own goes on the search path.
         parsed = [o for o in parsed if o.key_or_group != "hydra.searchpath"]
+        flags = ["--config-dir", str(file.parent)]
         flags += [f"hydra.searchpath=[{','.join(path)}]"] if path else []
+        table = file.parent / str(((experiment.get("experiment") or {}).get("reference") or {}).get("file"))
+        flags += [f"experiment.reference.file={table}"] if table.is_file() else []
     typed = {o.key_or_group for o in parsed}
     grid = (experiment.get("experiment") or {}).get("grid") or {}
     swept = {key: values for key, values in grid.items() if key not in typed}
@@ -225,13 +230,13 @@ def _parsed(overrides: Sequence[str]) -> list[Override]:
         raise UserError(text.split("=")[0], text, "key=value, a list as [a,b]", hint) from error
 
 
-def _experiment(name: str) -> dict[str, Any]:
-    file = paths.EXPERIMENTS / f"{name}.yaml"
-    if not file.is_file():
-        there = choices(paths.EXPERIMENTS)
-        hint = near(name, there, "posbench ls experiments")
-        raise UserError("experiment", name, ", ".join(there) or "none yet", hint)
-    return dict(yaml.safe_load(file.read_text()))
+def _experiment(name: str, folders: Sequence[Path]) -> Path:
+    """The file of an experiment: posbench's, or one of the user's own ``experiment/`` folder."""
+    for folder in folders:
+        if (folder / f"{name}.yaml").is_file():
+            return folder / f"{name}.yaml"
+    there = choices(*folders)
+    raise UserError("experiment", name, ", ".join(there), near(name, there, "posbench ls experiments"))
 
 
 def _spell(value: Any) -> str:

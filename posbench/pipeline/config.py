@@ -146,10 +146,16 @@ def check(raw: Mapping[str, Any], typed: Sequence[str] = ()) -> Config:
     for name, make in parts.items():
         with faults.collecting():
             made[name] = make()
+    config = None
+    if {"model", "choice", "search"} <= set(made):
+        with faults.collecting():
+            stages, target = _stages(data, made, typed)
+            every = {**dict.fromkeys(parts), **made}
+            config = Config(**every, stages=stages, target=target, raw=_record(data, every, stages, typed))
+            trial(config)
     faults.raise_any()
-    stages, target = _stages(data, made, typed)
-    config = Config(**made, stages=stages, target=target, raw=_record(data, made, stages, typed))
-    for look in (_names, trial, Config.reference):
+    assert config is not None, "it is made unless there is a fault"
+    for look in (_names, Config.reference):
         with faults.collecting():
             look(config)
     faults.raise_any()

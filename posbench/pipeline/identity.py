@@ -87,7 +87,8 @@ def source_digest(config: Config) -> str:
     """Hash of the code that can move a number, the user's own included: two codes never meet in one
     folder."""
     total = hashlib.sha256()
-    parts = [config.task, config.search, *([config.study] if config.study else [])]
+    searching = "search" in config.stages
+    parts = [*[config.task] * config.uses_task, *[config.search] * searching, *filter(None, [config.study])]
     own = {inspect.getsourcefile(cls) for cls in (*config.choice.classes, *map(type, parts))}
     files = {Path(file).resolve() for file in own if file}
     for name in NUMBERS.split():

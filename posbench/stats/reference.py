@@ -15,7 +15,7 @@ def table(file: str, *columns: str) -> pd.DataFrame:
     """A table of ``experiments/reference``, every cell as printed.
 
     Args:
-        file: Its name.
+        file: Its name, or the path of a table of the user's own.
         columns: Columns that it must have.
 
     Raises:

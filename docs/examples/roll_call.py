@@ -1,0 +1,68 @@
+"""A task: find the word that stands behind a given one."""
+
+import random
+from dataclasses import dataclass
+from typing import ClassVar
+
+from posbench.schema import Count, Several, Whole
+from posbench.tasks import Example, Task
+from posbench.tasks.items import gold_indices, joined
+from posbench.tasks.kv_retrieval import WORDS
+
+
+@dataclass(frozen=True, kw_only=True)
+class RollCall(Task):
+    """Names with their places, the one that is asked for moved over gold positions; generated, no files.
+
+    Args:
+        names: Names in a prompt.
+        positions: Gold positions: 0-based indices, or shares such as ``"50%"``.
+        examples_per_position: Questions at each.
+        seed: Seed of the draws.
+
+    Score: 1 if the place occurs in the reply.
+    """
+
+    version: ClassVar[str] = "1"
+    metric: ClassVar[str] = "accuracy"
+    source: ClassVar[str] = "generated"
+    licence: ClassVar[str] = "none needed"
+    size: ClassVar[str] = "as many as you ask for"
+
+    name: str = "roll_call"
+    max_new_tokens: Count = 1
+    names: Several = 16
+    positions: tuple[int | str, ...] = ("0%", "50%", "100%")
+    examples_per_position: Count = 10
+    seed: Whole = 0
+
+    @property
+    def items(self):
+        """Names in a prompt."""
+        return self.names
+
+    def examples(self, split):
+        """A context of its own for every question; calibration draws from another stream."""
+        return [
+            self._draw(f"{position}-{number}", split, position)
+            for position in gold_indices("positions", self.positions, "names", self.names)
+            for number in range(self.examples_per_position)
+        ]
+
+    def _draw(self, name, split, position):
+        rng = random.Random(f"roll_call {self.seed} {split} {name}")
+        people, places = rng.sample(WORDS, self.names), rng.sample(WORDS, self.names)
+        told = [f'"{who}": "{where}"' for who, where in zip(people, places, strict=True)]
+        # The character span of every item lets posbench measure the attention to it.
+        prompt, spans = joined("Json data: {", told, ", ", f'}} The value of key "{people[position]}" is "')
+        return Example(
+            id=f"{split} {name}",
+            prompt=prompt,
+            answers=(places[position],),
+            gold_position=position,
+            items=tuple(spans),
+        )
+
+    def score(self, example, text):
+        """1 if the place occurs in the reply."""
+        return {"accuracy": float(example.answers[0] in text)}

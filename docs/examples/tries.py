@@ -1,0 +1,47 @@
+"""A search: try a few strengths of the method of damp.py on calibration prompts."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import pandas as pd
+from damp import Damp
+
+from posbench.files.atomic import write_csv
+from posbench.plots.section import Section
+from posbench.schema import Share
+from posbench.search.base import Search
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tries(Search):
+    """The strength with the lowest answer loss.
+
+    Attributes:
+        strengths: What is tried.
+    """
+
+    serves: ClassVar = Damp
+    finds: ClassVar = {"strength": 0.5}
+
+    strengths: tuple[Share, ...] = (0.1, 0.25, 0.5)
+
+    def search(self, run):
+        """Write ``search.csv``, a row for each strength, and the best one as ``found.yaml``."""
+        examples = run.task.examples("calibration")
+        prompts, answers = [e.prompt for e in examples], [e.answers[0] for e in examples]
+        rows = []
+        for strength in self.strengths:
+            with run.whole(run.target.build({"strength": strength})).applied(run.lm) as lm:
+                rows.append({"strength": strength, "loss": float(lm.answer_loss(prompts, answers).mean())})
+        write_csv(run.out.path / "search.csv", pd.DataFrame(rows))
+        best = min(rows, key=lambda row: row["loss"])
+        self.write_found(run, best, f"tries of {len(rows)} strengths on {len(examples)} prompts")
+
+    def told(self, block):
+        """What was found, in one line."""
+        return f"strength {block['strength']:g} (loss {block['loss']:.3f})"
+
+    def sections(self, read):
+        """Its part of the report, from the files alone."""
+        rows = [[f"{row.strength:g}", f"{row.loss:.3f}"] for row in read("search").itertuples()]
+        return [Section("Search", "Answer loss by strength.", ["strength", "loss"], rows)]
