@@ -97,16 +97,13 @@ def configured(
     Raises:
         UserError: Unknown name, key or value.
     """
-    folders = [paths.CONF, *([Path(config_dir).expanduser().absolute()] if config_dir else [])]
-    if not folders[-1].is_dir():
-        hint = "check the path"
-        raise UserError("model_args.config_dir", config_dir, "a folder with your YAML files", hint)
+    folders = paths.config_folders(config_dir, "model_args.config_dir")
     # Commas separate the arguments, so a list of methods comes with plus signs.
     asked = f"method=[{method.replace('+', ',')}]" if "+" in method else f"method={method}"
     named = ["model=hf", f"model.path={pretrained}", f"model.name={Path(pretrained).name}"]
     listed = pretrained in choices(*(folder / "model" for folder in folders))
     args = [f"model={pretrained}"] if listed else named
-    args += [asked, "stages=[evaluate]", *(["--config-dir", str(folders[-1])] if config_dir else [])]
+    args += [asked, "stages=[evaluate]", *(["--config-dir", config_dir] if config_dir else [])]
     groups = dict.fromkeys(RUNTIME_KEYS, "runtime") | dict.fromkeys(MODEL_KEYS, "model")
     args += [f"{groups.get(key, 'method')}.{key}={_spelled(value)}" for key, value in settings.items()]
     with renamed("method.", "model_args."):

@@ -30,10 +30,13 @@ KINDS = {plural: group for group, plural in PLURALS.items()}
 
 def ls(args: list[str]) -> int:
     """List the choices of each group, the experiments and the families."""
-    kinds, own = [*KINDS, "experiments", "families"], list[Path]()
+    kinds, own = [*KINDS, "experiments", "families"], None
+    args = [
+        part for arg in args for part in (arg.split("=", 1) if arg.startswith("--config-dir=") else [arg])
+    ]
     if "--config-dir" in args[:-1]:
         at = args.index("--config-dir")
-        own, args = [Path(args[at + 1])], args[:at] + args[at + 2 :]
+        own, args = args[at + 1], args[:at] + args[at + 2 :]
     if len(args) > 1 or (args and args[0] not in kinds):
         raise UserError("ls", " ".join(args), ", ".join(kinds), "posbench ls models")
     for kind in args or kinds:
@@ -41,7 +44,7 @@ def ls(args: list[str]) -> int:
             facts = [[f.name, ", ".join(f.model_types), f.position] for f in FAMILIES]
             _table(kind, ("name", "model_type", "positions"), facts)
             continue
-        folders = [root / KINDS.get(kind, "experiment") for root in (paths.CONF, *own)]
+        folders = [root / KINDS.get(kind, "experiment") for root in paths.config_folders(own)]
         folders[0] = folders[0] if kind in KINDS else paths.EXPERIMENTS
         columns = TASK_COLUMNS if kind == "tasks" else ("what",)
         rows = []

@@ -79,11 +79,7 @@ def compose(args: Sequence[str], each: Callable[[Composed], None]) -> list[dict[
         UserError: An argument or a YAML file is wrong.
     """
     known = _flags(args)
-    folders = [paths.CONF, *([Path(known.config_dir).expanduser().absolute()] if known.config_dir else [])]
-    if not folders[-1].is_dir():
-        raise UserError("--config-dir", known.config_dir, "a folder with your YAML files", "check the path")
-    # Modules lie beside the YAML files that name them.
-    sys.path += [str(folder) for folder in folders[1:] if str(folder) not in sys.path]
+    folders = paths.config_folders(known.config_dir)
     request = _request(known.overrides, folders, bool(known.multirun))
     flags = [a for a in args if a not in known.overrides]
     if request.multirun and not (known.multirun or known.cfg or known.info):

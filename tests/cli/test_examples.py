@@ -1,0 +1,140 @@
+"""A method, a task, a study, a search and an experiment of one's own: two files each, in a folder outside the package."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pandas as pd
+import pytest
+import yaml
+
+from tests.conftest import run_folders
+
+EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
+SMALL = [
+    "task=roll_call",
+    "task.names=8",
+    "task.examples_per_position=4",
+    "runtime.intervene_examples=2",
+    "runtime.resamples=100",
+]
+
+
+@pytest.fixture(scope="module")
+def own(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The examples, copied to a folder of one's own."""
+    return f"--config-dir={shutil.copytree(EXAMPLES, tmp_path_factory.mktemp('own') / 'files')}"
+
+
+def folder(outputs: Path) -> Path:
+    (found,) = run_folders(outputs)
+    return found
+
+
+def test_each_is_a_module_and_a_yaml() -> None:
+    for group, module in {
+        "method": "damp",
+        "task": "roll_call",
+        "study": "first_item",
+        "search": "tries",
+    }.items():
+        (file,) = (EXAMPLES / group).glob("*.yaml")
+        assert yaml.safe_load(file.read_text())["_target_"].startswith(f"{module}.")
+        assert (EXAMPLES / f"{module}.py").is_file()
+
+
+def test_they_are_listed_and_valid(own: str, posbench) -> None:
+    for kind, name in (
+        ("methods", "damp"),
+        ("tasks", "roll_call"),
+        ("studies", "first_item"),
+        ("experiments", "damp_table"),
+    ):
+        assert name in posbench("ls", kind, own, verb=True).out
+    assert posbench("validate", own, "experiment=damp_table", verb=True).status == 0
+
+
+def test_search_intervene_evaluate_report(own: str, posbench, outputs: Path) -> None:
+    assert (
+        posbench(
+            own, "method=damp", "search=tries", "stages=[search,intervene,evaluate,report]", *SMALL
+        ).status
+        == 0
+    )
+    run = folder(outputs)
+    tried = pd.read_csv(run / "search.csv")
+    best = tried.loc[tried["loss"].idxmin(), "strength"]
+    assert yaml.safe_load((run / "found.yaml").read_text())["damp"]["strength"] == best
+    assert json.loads((run / "method.json").read_text())["strength"] == best
+    assert set(pd.read_csv(run / "metrics.csv", dtype=str)["method"]) == {"none", "damp"}
+    assert set(pd.read_csv(run / "attention.csv", dtype=str)["method"]) == {"none", "damp"}
+    assert "Answer loss by strength." in (run / "report.html").read_text()
+    again = posbench(own, "method=damp", "search=tries", "stages=[search,intervene,evaluate,report]", *SMALL)
+    assert "finished before" in again.out and len(run_folders(outputs)) == 1
+
+
+@pytest.mark.parametrize(("typed", "strength"), [([], 0.25), (["method.strength=0.5"], 0.5)])
+def test_the_constant_of_the_model_unless_typed(
+    own: str, typed: list[str], strength: float, posbench, outputs: Path
+) -> None:
+    assert posbench(own, "model=tiny_damped", "method=damp", "stages=[evaluate]", *SMALL, *typed).status == 0
+    found = json.loads((folder(outputs) / "method.json").read_text())
+    assert found["strength"] == strength
+    # The source is that of the constants that ran.
+    assert found.get("source") == (None if typed else "tried by hand")
+
+
+def test_without_the_constant_it_is_refused_in_one_line(own: str, posbench) -> None:
+    result = posbench(own, "method=damp", "stages=[evaluate]", *SMALL)
+    assert result.status == 2 and "method.strength = None" in result.err and len(result.err.splitlines()) == 1
+
+
+def test_in_a_list_of_methods(own: str, posbench, outputs: Path) -> None:
+    given = [
+        "model=tiny_damped",
+        "method=[damp,scale_channel]",
+        "method.parts.scale_channel.factor=0",
+        "stages=[evaluate]",
+    ]
+    assert posbench(own, *given, *SMALL).status == 0
+    parts = json.loads((folder(outputs) / "method.json").read_text())["parts"]
+    assert parts["damp"]["strength"] == 0.25 and parts["scale_channel"]["factor"] == 0
+
+
+def test_the_study_under_a_method(own: str, posbench, outputs: Path) -> None:
+    result = posbench(own, "study=first_item", "model=tiny_damped", "method=damp", "study.examples=3", *SMALL)
+    assert result.status == 0 and "the first item gets more than its share" in result.out.replace("\n", " ")
+    run = folder(outputs)
+    table, total = pd.read_csv(run / "first_item.csv"), pd.read_csv(run / "first_item_total.csv")
+    assert total["value"].item() == pytest.approx((table["share"] * table["n"]).sum() / table["n"].sum())
+    assert (run / "figures" / "first_item.png").is_file() and "first_item" in (
+        run / "report.html"
+    ).read_text()
+
+
+def test_the_experiment_sweeps_and_stands_beside_the_paper(own: str, posbench, outputs: Path) -> None:
+    assert posbench(own, "experiment=damp_table", *SMALL[2:]).status == 0
+    runs = [json.loads((f / "method.json").read_text())["strength"] for f in run_folders(outputs)]
+    assert sorted(runs) == [0.1, 0.3]
+    (page,) = outputs.glob("damp_table/v*/sweep__*/report.html")
+    assert "61.5" in page.read_text() and "a paper, Table 1" in page.read_text()
+
+
+def test_faults_in_files_of_ones_own_are_told_together(own: str, posbench) -> None:
+    result = posbench(
+        own,
+        "method=damp",
+        "method.strength=2",
+        "task=roll_call",
+        "task.names=1",
+        "study=first_item",
+        "study.examples=0",
+    )
+    assert result.status == 2
+    assert [line.split(" ")[1] for line in result.err.splitlines()] == [
+        "study.examples",
+        "task.names",
+        "method.strength",
+    ]
