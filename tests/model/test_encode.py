@@ -1,4 +1,4 @@
-"""From an example to tokens: templates, the beginning of sequence, truncation, stop texts, choices."""
+"""From an example to tokens: templates, the beginning of sequence, truncation."""
 
 from __future__ import annotations
 
@@ -8,19 +8,16 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from hydra.utils import get_class
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 import posbench
 from posbench import paths
 from posbench.errors import UserError
-from posbench.methods import ScaleChannel, Unmodified
-from posbench.model.hooks import fork
-from posbench.model.lm import LM, batches
-from posbench.schema import build
-from posbench.tasks import KVRetrieval
-from tests.cli import test_tasks
+from posbench.model.lm import LM
+from posbench.schema import build, target
+from posbench.tasks import Task
+from tests.cli import task_files
 from tests.models import BUILDERS
 
 LLAMA2 = (
@@ -52,11 +49,6 @@ def characters(bos: bool = True) -> PreTrainedTokenizerFast:
     )
 
 
-@pytest.fixture(scope="module")
-def tiny() -> LM:
-    return posbench.load("tiny")
-
-
 def reader(
     template: str | None = None, chat_template: str = "auto", bos: bool = True, window: int = 4096
 ) -> LM:
@@ -69,52 +61,65 @@ def reader(
     return lm
 
 
-@pytest.mark.parametrize(
-    ("template", "name", "system", "wanted"),
-    [
-        (None, "auto", "", "Why?A:"),
-        (None, "auto", "Be brief.", "Be brief.\n\nWhy?A:"),
-        (LLAMA2, "auto", "", "<s>[INST] Why? [/INST]A:"),
-        (LLAMA2, "auto", "Be brief.", "<s>[INST] <<SYS>>\nBe brief.\n<</SYS>>\n\nWhy? [/INST]A:"),
-        (LLAMA2, "none", "Be brief.", "Be brief.\n\nWhy?A:"),
-        (
-            CHATML,
-            "auto",
-            "Be brief.",
-            "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nWhy?<|im_end|>\n<|im_start|>assistant\nA:",
-        ),
-        (
-            GEMMA,
-            "auto",
-            "Be brief.",
-            "<s><start_of_turn>user\nBe brief.\n\nWhy?<end_of_turn>\n<start_of_turn>model\nA:",
-        ),
-        (
-            None,
-            "vicuna",
-            "",
-            "A chat between a curious user and an artificial intelligence assistant. The assistant gives helpful, detailed, "
-            "and polite answers to the user's questions. USER: Why? ASSISTANT:A:",
-        ),
-        (LLAMA2, "vicuna", "Be brief.", "Be brief. USER: Why? ASSISTANT:A:"),
-    ],
+BARE = "{prompt}{prefill}", "{system}\n\n{prompt}{prefill}"
+VICUNA = (
+    "A chat between a curious user and an artificial intelligence assistant. The assistant gives helpful, "
+    "detailed, and polite answers to the user's questions. USER: {prompt} ASSISTANT:{prefill}",
+    "{system} USER: {prompt} ASSISTANT:{prefill}",
 )
+TEMPLATES: dict[str, tuple[str | None, str, tuple[str, str]]] = {
+    "bare": (None, "auto", BARE),
+    "switched off": (LLAMA2, "none", BARE),
+    "llama2": (
+        LLAMA2,
+        "auto",
+        (
+            "<s>[INST] {prompt} [/INST]{prefill}",
+            "<s>[INST] <<SYS>>\n{system}\n<</SYS>>\n\n{prompt} [/INST]{prefill}",
+        ),
+    ),
+    "chatml": (
+        CHATML,
+        "auto",
+        (
+            "<|im_start|>user\n{prompt}<|im_end|>\n<|im_start|>assistant\n{prefill}",
+            "<|im_start|>system\n{system}<|im_end|>\n"
+            "<|im_start|>user\n{prompt}<|im_end|>\n<|im_start|>assistant\n{prefill}",
+        ),
+    ),
+    "no system role": (
+        GEMMA,
+        "auto",
+        (
+            "<s><start_of_turn>user\n{prompt}<end_of_turn>\n<start_of_turn>model\n{prefill}",
+            "<s><start_of_turn>user\n{system}\n\n{prompt}<end_of_turn>\n<start_of_turn>model\n{prefill}",
+        ),
+    ),
+    "vicuna": (None, "vicuna", VICUNA),
+    "vicuna over the tokenizer's own": (LLAMA2, "vicuna", VICUNA),
+}
+"""Template of the tokenizer, model.chat_template, and what they make of a prompt without and with a system message."""
+
+
+def wanted(patterns: tuple[str, str], prompt: str, system: str, prefill: str) -> str:
+    return patterns[bool(system)].format(prompt=prompt, system=system, prefill=prefill)
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize("system", ["", "Be brief."])
 @pytest.mark.parametrize("bos", [True, False])
-def test_templates_and_the_beginning_of_sequence(
-    template: str, name: str, system: str, wanted: str, bos: bool
-) -> None:
-    lm = reader(template, name, bos)
-    assert lm.render("Why?", system=system, prefill="A:") == wanted
+def test_templates_and_the_beginning_of_sequence(name: str, system: str, bos: bool) -> None:
+    template, chosen, patterns = TEMPLATES[name]
+    lm, text = reader(template, chosen, bos), wanted(patterns, "Why?", system, "A:")
+    assert lm.render("Why?", system=system, prefill="A:") == text
     encoded = lm.encode("Why?", system=system, prefill="A:")
-    assert encoded.text == wanted
+    assert encoded.text == text
     spelt = lm.tokenizer.decode(encoded.ids)  # type: ignore[union-attr]
-    assert spelt.replace(" ", "") == ("<s>" * (bos and not wanted.startswith("<s>")) + wanted).replace(
-        " ", ""
-    )
-    assert encoded.ids.count(0) == int(bos or wanted.startswith("<s>")), (
-        "the beginning of sequence exactly once"
-    )
-    at = [wanted_span for wanted_span in encoded.offsets if wanted_span != (0, 0)]
+    begun = "<s>" * (bos and not text.startswith("<s>")) + text
+    assert spelt.replace(" ", "") == begun.replace(" ", "")
+    once = "the beginning of sequence exactly once"
+    assert encoded.ids.count(0) == int(bos or text.startswith("<s>")), once
+    at = [span for span in encoded.offsets if span != (0, 0)]
     assert at == [(i, i + 1) for i in range(4)], "offsets count characters of the task's prompt"
     assert lm.render("Why?", chat=False) == "Why?"
 
@@ -175,170 +180,39 @@ def test_document_truncation_keeps_the_question(kind: Any) -> None:
         lm.encode(prompt, truncation=kind, document=span, reserve=30)
 
 
-def test_stop_texts_and_shortest_replies() -> None:
-    lm = reader()
-    # A random model would also say specials and tokens that the tokenizer has not got.
-    others = torch.tensor([i for i in range(lm.model.config.vocab_size) if not 3 <= i < len(lm.tokenizer)])  # type: ignore[arg-type]
-    lm.model.lm_head.register_forward_hook(lambda _, __, logits: logits.index_fill(-1, others, -1e9))
-    prompts = [lm.encode(text).ids for text in ("Tell me", "And what about this?", "x")]
-    full = lm.generate(prompts, max_new_tokens=8)
-    assert all(len(text) == 8 for text in full)
-    letters = sorted(set("".join(full)))
-    for stop in (*letters, full[0][2:4], full[1][1:4]):
-        wanted = [text.split(stop, 1)[0] for text in full]
-        assert lm.generate(prompts, max_new_tokens=8, stop=[stop]) == wanted
-    both = (full[0][4], full[2][3:6])
-    wanted = [min((text.split(stop, 1)[0] for stop in both), key=len) for text in full]
-    assert lm.generate(prompts, max_new_tokens=8, stop=both) == wanted
-    assert lm.generate(prompts[:1], max_new_tokens=8, stop=[full[0][0]]) == [""], "a reply may be empty"
-    longer = lm.generate(prompts[:1], max_new_tokens=8, stop=[full[0][0]], min_new_tokens=1)[0]
-    assert longer and longer[0] != full[0][0]
-
-
-def test_a_stop_text_that_the_tokenizer_cannot_spell_never_comes(tiny: LM) -> None:
-    rows = [
-        tiny.encode(e.prompt).ids
-        for e in KVRetrieval(
-            pairs=8, positions=(0, 7), examples_per_position=1, prompt="compact", records="words"
-        ).examples("evaluation")
-    ]
-    assert tiny.generate(rows, max_new_tokens=3, stop=["\n", "Question:"]) == tiny.generate(
-        rows, max_new_tokens=3
-    )
-
-
-def test_the_checkpoints_own_generation_settings_are_not_consulted(tiny: LM) -> None:
-    prompt = KVRetrieval(
-        pairs=8, positions=(0,), examples_per_position=1, prompt="compact", records="words"
-    ).examples("evaluation")
-    rows = [tiny.encode(prompt[0].prompt).ids]
-    plain = tiny.generate(rows, max_new_tokens=5)
-    config = tiny.model.generation_config
-    before = config.to_dict()
-    config.update(do_sample=True, temperature=9.0, num_beams=1, repetition_penalty=5.0, max_length=7)
-    try:
-        assert [tiny.generate(rows, max_new_tokens=5) for _ in range(3)] == [plain] * 3
-    finally:
-        config.update(**before)
-    assert tiny.generate(rows, max_new_tokens=5, repetition_penalty=1e6) != plain
-
-
-METHODS = {"none": Unmodified(), "scaled": ScaleChannel(channel=3, factor=-1.0, layers=(0, 1))}
-
-
-@pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
-@pytest.mark.parametrize("family", ["llama", "mistral-window", "qwen2"])
-def test_choices_on_one_prefill_equal_one_forward_each(family: str, method: Any) -> None:
-    torch.manual_seed(1)
-    model = BUILDERS[family]().double()
-    lm = posbench.load(model)
-    vocabulary = model.config.vocab_size
-    prompts = [torch.randint(5, vocabulary, (n,)).tolist() for n in (9, 14, 5)]
-    choices = [
-        [torch.randint(5, vocabulary, (n,)).tolist() for n in lengths]
-        for lengths in ((1, 3, 2), (2,), (1, 1, 4))
-    ]
-    forwards = []
-    with method.applied(lm), torch.inference_mode():
-        handle = model.register_forward_pre_hook(lambda *_: forwards.append(1))
-        found = lm.continuations(prompts, choices, batch_size=2)
-        handle.remove()
-        for prompt, row, got in zip(prompts, choices, found, strict=True):
-            assert len(got) == len(row)
-            for choice, (total, greedy) in zip(row, got, strict=True):
-                # Independent: the prompt again for each choice, fed token by token on its own cache.
-                out = lm.model(input_ids=torch.tensor([prompt]), use_cache=True)
-                logits = out.logits[0, -1]
-                want, best = 0.0, True
-                for token in choice:
-                    want += float(logits.log_softmax(-1)[token])
-                    best &= int(logits.argmax()) == token
-                    out = lm.model(
-                        input_ids=torch.tensor([[token]]),
-                        past_key_values=fork(out.past_key_values),
-                        use_cache=True,
-                    )
-                    logits = out.logits[0, -1]
-                assert total == pytest.approx(want, abs=2e-5) and greedy is best
-
-
-def test_batches_hold_a_budget_of_tokens() -> None:
-    lengths = [10, 3, 3, 8, 2, 30, 9]
-    plan = batches(lengths, 3, tokens=20)
-    assert plan == [[5], [0, 6], [3, 1], [2, 4]]
-    for group in plan:
-        assert len(group) == 1 or len(group) * max(lengths[i] for i in group) <= 20
-    assert sorted(i for group in plan for i in group) == list(range(7))
-    assert batches(lengths, 3) == [[5, 0, 6], [3, 1, 2], [4]]
-
-
-def _bare(system: str, prompt: str, prefill: str) -> str:
-    return (system + "\n\n" if system else "") + prompt + prefill
-
-
-TEMPLATES: dict[str, tuple[str | None, str, Any]] = {
-    "bare": (None, "auto", _bare),
-    "llama2": (
-        LLAMA2,
-        "auto",
-        lambda system, prompt, prefill: (
-            "<s>[INST] "
-            + (f"<<SYS>>\n{system}\n<</SYS>>\n\n" if system else "")
-            + prompt
-            + " [/INST]"
-            + prefill
-        ),
-    ),
-    "chatml": (
-        CHATML,
-        "auto",
-        lambda system, prompt, prefill: (
-            (f"<|im_start|>system\n{system}<|im_end|>\n" if system else "")
-            + f"<|im_start|>user\n{prompt}<|im_end|>\n<|im_start|>assistant\n"
-            + prefill
-        ),
-    ),
-    "no system role": (
-        GEMMA,
-        "auto",
-        lambda system, prompt, prefill: (
-            "<s><start_of_turn>user\n"
-            + _bare(system, prompt, "")
-            + "<end_of_turn>\n<start_of_turn>model\n"
-            + prefill
-        ),
-    ),
-    "vicuna": (
-        None,
-        "vicuna",
-        lambda system, prompt, prefill: (
-            (
-                system
-                or "A chat between a curious user and an artificial intelligence assistant. The assistant gives helpful, "
-                "detailed, and polite answers to the user's questions."
-            )
-            + f" USER: {prompt} ASSISTANT:"
-            + prefill
-        ),
-    ),
-}
-
-
 @pytest.mark.parametrize("template", TEMPLATES)
-@pytest.mark.parametrize("name", test_tasks.TASKS)
+@pytest.mark.parametrize("name", task_files.TASKS)
 def test_every_task_in_every_kind_of_template(name: str, template: str, tmp_path: Path) -> None:
     """The prompts themselves are held character by character in each task's own tests."""
-    text, chosen, wanted = TEMPLATES[template]
+    text, chosen, patterns = TEMPLATES[template]
     lm = reader(text, chosen)
-    fields = dict(o.removeprefix("task.").split("=", 1) for o in test_tasks.TASKS[name][0](tmp_path))
-    values = {key: yaml.safe_load(value) for key, value in fields.items()}
-    task = build(
-        get_class(yaml.safe_load((paths.CONF / f"task/{name}.yaml").read_text())["_target_"]), values, "task"
-    )
+    fields = dict(o.removeprefix("task.").split("=", 1) for o in task_files.TASKS[name][0](tmp_path))
+    cls, _ = target(yaml.safe_load((paths.CONF / f"task/{name}.yaml").read_text()), Task, "task")
+    task = build(cls, {key: yaml.safe_load(value) for key, value in fields.items()}, "task")
     seen = set()
     for e in task.evaluation():
         rendered = lm.render(e.prompt, chat=e.chat, system=e.system, prefill=e.prefill)
-        assert rendered == (wanted if e.chat else _bare)(e.system, e.prompt, e.prefill)
+        assert rendered == wanted(patterns if e.chat else BARE, e.prompt, e.system, e.prefill)
         seen.add(e.chat)
     # LongBench leaves the template out for six data sets, and so do the exams.
     assert seen == {"longbench": {True, False}, "mmlu": {False}, "ceval": {False}}.get(name, {True})
+
+
+PROMPT = 'Json data: {"bal": "kop", "dip": "gel", "mop": "nap"} The value of key "dip" is "'
+
+
+def test_prompts_over_the_window_are_refused_or_cut_in_the_middle(tiny: LM) -> None:
+    ids = tiny.encode(PROMPT).ids
+    lm = posbench.load("tiny", context_window=len(ids) - 3)
+    with pytest.raises(UserError, match=f"at most {len(ids) - 4} tokens"):
+        lm.encode(PROMPT, reserve=1)
+    cut, half = lm.encode(PROMPT, reserve=1, truncation="middle"), (len(ids) - 4) // 2
+    assert cut.ids == ids[:half] + ids[-half:], "LongBench keeps the whole half of each end"
+    assert cut.dropped == len(ids) - 2 * half and len(cut.offsets) == len(cut.ids)
+
+
+def test_offsets_of_longer_tokens_point_into_the_prompt() -> None:
+    lm = posbench.load("tiny", chat_template="auto")
+    lm.tokenizer.chat_template = "{% for m in messages %}bal bap {{ m['content'] }}{% endfor %}"  # type: ignore[union-attr]
+    assert lm.render(PROMPT) == "bal bap " + PROMPT
+    assert "".join(PROMPT[a:b] for a, b in lm.encode(PROMPT).offsets if b > a) == PROMPT

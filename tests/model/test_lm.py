@@ -1,52 +1,31 @@
-"""Encoding, batching, generation and attention rows."""
+"""Batches, generation, losses, choices and attention rows of a language model."""
 
-import numpy as np
 import pytest
 import torch
 
 import posbench
 from posbench.errors import UserError
-from posbench.methods import ScaleChannel
+from posbench.methods import ScaleChannel, Unmodified
+from posbench.model.hooks import fork
 from posbench.model.lm import batches
-from posbench.pipeline.stages.intervene import attention_to_items
 from posbench.tasks import KVRetrieval
-from tests.models import VOCABULARY, build
+from tests.model.test_encode import reader
+from tests.models import BUILDERS, VOCABULARY, build
 
 SMALL = dict(
     prompt="compact", records="words", pairs=6, examples_per_position=2, max_new_tokens=1, positions=(0, 3, 5)
 )
+METHODS = {"none": Unmodified(), "scaled": ScaleChannel(channel=3, factor=-1.0, layers=(0, 1))}
 
 
-@pytest.fixture(scope="module")
-def tiny():
-    return posbench.load("tiny")
-
-
-def test_batches_hold_every_prompt_once_longest_first():
-    lengths = [5, 9, 2, 9, 7]
-    plan = batches(lengths, 2)
-    assert plan == [[1, 3], [4, 0], [2]]
-
-
-@pytest.mark.parametrize("name", ["llama", "mistral-window", "qwen2"])
-def test_last_attention_equals_full_eager_attention(name):
-    lm = posbench.load(build(name))
-    ids = torch.randint(1, VOCABULARY, (3, 30))
-    mask = torch.ones_like(ids)
-    mask[0, :11] = 0
-    positions = (mask.cumsum(-1) - 1).clamp(min=0)
-    call = dict(input_ids=ids, attention_mask=mask, position_ids=positions)
-    kernel = lm.model.config._attn_implementation
-    with torch.no_grad():
-        with lm.last_attention() as rows:
-            inside = lm.model(**call).logits
-        assert lm.model.config._attn_implementation == kernel
-        assert torch.equal(lm.model(**call).logits, inside)
-        lm.model.set_attn_implementation("eager")
-        full = lm.model(**call, output_attentions=True).attentions
-    for layer, weights in enumerate(full):
-        torch.testing.assert_close(rows[layer], weights[:, :, -1], atol=1e-6, rtol=1e-5)
-        torch.testing.assert_close(rows[layer].sum(-1), torch.ones(3, weights.shape[1]))
+def test_batches_are_of_similar_length_longest_first_and_hold_a_budget_of_tokens():
+    assert batches([5, 9, 2, 9, 7], 2) == [[1, 3], [4, 0], [2]]
+    lengths = [10, 3, 3, 8, 2, 30, 9]
+    assert batches(lengths, 3) == [[5, 0, 6], [3, 1, 2], [4]]
+    plan = batches(lengths, 3, tokens=20)
+    assert plan == [[5], [0, 6], [3, 1], [2, 4]]
+    for group in plan:
+        assert len(group) == 1 or len(group) * max(lengths[i] for i in group) <= 20
 
 
 def test_last_attention_sees_the_scaled_queries_and_keys():
@@ -73,24 +52,6 @@ def test_last_attention_sees_the_scaled_queries_and_keys():
     torch.testing.assert_close(rows[2], expected, atol=1e-6, rtol=1e-5)
 
 
-def test_attention_to_items_is_the_mean_over_each_pairs_tokens(tiny):
-    examples = KVRetrieval(**SMALL).examples("evaluation")[:2]
-    encoded = [tiny.encode(e.prompt) for e in examples]
-    found = attention_to_items(tiny, encoded, examples)
-    with torch.no_grad():
-        tiny.model.set_attn_implementation("eager")
-        full = tiny.model(torch.tensor([e.ids for e in encoded]), output_attentions=True).attentions
-        tiny.model.set_attn_implementation("sdpa")
-    for row, (code, example) in enumerate(zip(encoded, examples, strict=True)):
-        for item, (start, end) in enumerate(example.items):
-            tokens = [i for i, (a, b) in enumerate(code.offsets) if a < end and b > start]
-            text = example.prompt[start:end]
-            assert text.startswith('"') and text.count('"') == 4 and tokens
-            for layer, weights in enumerate(full):
-                expected = np.mean([weights[row, :, -1, t].mean().item() for t in tokens])
-                assert found[row, layer, item].item() == pytest.approx(expected, abs=1e-6)
-
-
 def test_generation_does_not_depend_on_the_batch(tiny):
     prompts = [
         e.prompt
@@ -103,41 +64,42 @@ def test_generation_does_not_depend_on_the_batch(tiny):
 
 
 def test_generation_is_greedy_whatever_the_checkpoint_says(tiny):
-    prompt = KVRetrieval(**SMALL).examples("evaluation")[0].prompt
-    before = tiny.model.generation_config
-    expected = tiny.generate([prompt], max_new_tokens=3)
-    sampling = type(before)(do_sample=True, temperature=50.0, max_new_tokens=1)
-    tiny.model.generation_config = sampling
+    prompts = [KVRetrieval(**SMALL).examples("evaluation")[0].prompt]
+    plain, before = tiny.generate(prompts, max_new_tokens=5), tiny.model.generation_config
+    sampling = {"do_sample": True, "temperature": 50.0, "repetition_penalty": 5.0, "max_length": 7}
+    tiny.model.generation_config = type(before)(**sampling)
     try:
-        assert tiny.generate([prompt], max_new_tokens=3) == expected
-        assert tiny.model.generation_config is sampling
+        assert [tiny.generate(prompts, max_new_tokens=5) for _ in range(3)] == [plain] * 3
+        assert tiny.model.generation_config.temperature == 50
     finally:
         tiny.model.generation_config = before
+    assert tiny.generate(prompts, max_new_tokens=5, repetition_penalty=1e6) != plain
 
 
-def test_prompts_over_the_window_are_refused_or_cut_in_the_middle(tiny):
-    lm = posbench.load("tiny", context_window=20)
-    prompt = KVRetrieval(**SMALL).examples("evaluation")[0].prompt
-    ids = tiny.encode(prompt).ids
-    with pytest.raises(UserError, match="at most 19 tokens"):
-        lm.encode(prompt, reserve=1)
-    cut = lm.encode(prompt, reserve=1, truncation="middle")
-    assert cut.ids == ids[:9] + ids[-9:]  # LongBench keeps int(19 / 2) tokens of each end
-    assert cut.dropped == len(ids) - 18
-    assert len(cut.offsets) == len(cut.ids)
+def test_stop_texts_and_shortest_replies():
+    lm = reader()
+    # A random model would also say specials and tokens that the tokenizer has not got.
+    others = torch.tensor([i for i in range(lm.model.config.vocab_size) if not 3 <= i < len(lm.tokenizer)])
+    lm.model.lm_head.register_forward_hook(lambda _, __, logits: logits.index_fill(-1, others, -1e9))
+    prompts = [lm.encode(text).ids for text in ("Tell me", "And what about this?", "x")]
+    full = lm.generate(prompts, max_new_tokens=8)
+    assert all(len(text) == 8 for text in full)
+    letters = sorted(set("".join(full)))
+    for stop in (*letters, full[0][2:4], full[1][1:4]):
+        wanted = [text.split(stop, 1)[0] for text in full]
+        assert lm.generate(prompts, max_new_tokens=8, stop=[stop]) == wanted
+    both = (full[0][4], full[2][3:6])
+    wanted = [min((text.split(stop, 1)[0] for stop in both), key=len) for text in full]
+    assert lm.generate(prompts, max_new_tokens=8, stop=both) == wanted
+    assert lm.generate(prompts[:1], max_new_tokens=8, stop=[full[0][0]]) == [""], "a reply may be empty"
+    longer = lm.generate(prompts[:1], max_new_tokens=8, stop=[full[0][0]], min_new_tokens=1)[0]
+    assert longer and longer[0] != full[0][0]
 
 
-def test_chat_template_is_applied_by_rule_and_offsets_point_into_the_prompt(tiny):
-    lm = posbench.load("tiny")
-    lm.chat_template = "auto"
-    lm.tokenizer.chat_template = "{% for m in messages %}bal bap {{ m['content'] }}{% endfor %}"
-    prompt = KVRetrieval(**SMALL).examples("evaluation")[0].prompt
-    assert lm.render(prompt) == "bal bap " + prompt
-    encoded = lm.encode(prompt)
-    spans = [prompt[a:b] for a, b in encoded.offsets if b > a]
-    assert "".join(spans) == prompt
-    lm.chat_template = "none"
-    assert lm.render(prompt) == prompt
+def test_a_stop_text_that_the_tokenizer_cannot_spell_never_comes(tiny):
+    rows = [tiny.encode(e.prompt).ids for e in KVRetrieval(**SMALL).examples("evaluation")[:2]]
+    plain = tiny.generate(rows, max_new_tokens=3)
+    assert tiny.generate(rows, max_new_tokens=3, stop=["\n", "Question:"]) == plain
 
 
 def test_answer_loss_is_the_cross_entropy_of_the_answer(tiny):
@@ -150,7 +112,33 @@ def test_answer_loss_is_the_cross_entropy_of_the_answer(tiny):
         assert loss.item() == pytest.approx(-logits.log_softmax(-1)[answer[0]].item(), abs=1e-4)
 
 
-def test_a_model_without_tokenizer_says_so():
-    lm = posbench.load(build("llama"))
+@pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
+@pytest.mark.parametrize("family", ["llama", "mistral-window", "qwen2"])
+def test_choices_on_one_prefill_equal_one_forward_each(family, method):
+    torch.manual_seed(1)
+    model = BUILDERS[family]().double()
+    lm = posbench.load(model)
+    draw = lambda n: torch.randint(5, model.config.vocab_size, (n,)).tolist()  # noqa: E731
+    prompts = [draw(n) for n in (9, 14, 5)]
+    choices = [[draw(n) for n in lengths] for lengths in ((1, 3, 2), (2,), (1, 1, 4))]
+    with method.applied(lm), torch.inference_mode():
+        found = lm.continuations(prompts, choices, batch_size=2)
+        for prompt, row, got in zip(prompts, choices, found, strict=True):
+            assert len(got) == len(row)
+            for choice, (total, greedy) in zip(row, got, strict=True):
+                # Independent: the prompt again for each choice, fed token by token on its own cache.
+                out = lm.model(input_ids=torch.tensor([prompt]), use_cache=True)
+                want, best = 0.0, True
+                for token in choice:
+                    want += float(out.logits[0, -1].log_softmax(-1)[token])
+                    best &= int(out.logits[0, -1].argmax()) == token
+                    given = {"past_key_values": fork(out.past_key_values), "use_cache": True}
+                    out = lm.model(input_ids=torch.tensor([[token]]), **given)
+                assert total == pytest.approx(want, abs=2e-5) and greedy is best
+
+
+def test_what_needs_a_tokenizer_or_a_list_says_so(tiny):
     with pytest.raises(UserError, match="tokenizer"):
-        lm.generate(["text"], max_new_tokens=1)
+        posbench.load(build("llama")).generate(["text"], max_new_tokens=1)
+    with pytest.raises(TypeError, match=r"pass \[text\]"):
+        tiny.generate("text", max_new_tokens=1)
