@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 import posbench
-from posbench.measure.losses import candidate_losses
 from posbench.methods import ScaleChannel
 from posbench.model import families
 from posbench.model.hooks import replaced
@@ -291,25 +290,3 @@ def test_the_last_row_of_attention_equals_the_full_matrix(name):
         assert (row - full[layer][:, :, -1]).abs().max() < 1e-5
         assert row.sum(-1).sub(1).abs().max() < 1e-5
         assert (row * (1 - mask[:, None])).abs().max() == 0
-
-
-@pytest.mark.parametrize(
-    "name", ["llama-gqa", "mistral-window", "qwen3", "gemma3", "mpt", "mpt-clip", "falcon", "phi3", "olmo2"]
-)
-def test_one_prefill_serves_all_candidates_to_the_bit(name):
-    lm = posbench.load(build(name))
-    ids, mask = prompts(padded=True)
-    pairs = [(row[m.bool()].tolist(), [3, 1, 4]) for row, m in zip(ids[:2], mask[:2], strict=True)]
-    candidates = [
-        ScaleChannel(channel=c, factor=f, layers=layers)
-        for c in (3, 9)
-        for f in (0.0, -1.0)
-        for layers in ((0, 1), (1, 3))
-    ]
-    together = candidate_losses(lm, pairs, candidates)
-    inputs, targets = lm.pad_with_answers(pairs)
-    for candidate, losses in zip(candidates, together[1:], strict=True):
-        with torch.no_grad(), replace(candidate, last=3).applied(lm):
-            alone = lm.answer_nats(lm.model(**inputs, logits_to_keep=3).logits, targets)
-        assert torch.equal(alone.double(), torch.tensor(losses))
-        assert not torch.equal(alone.double(), torch.tensor(together[0]))
