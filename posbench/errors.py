@@ -85,14 +85,20 @@ def complain(error: UserError) -> None:
 @contextmanager
 def renamed(own: str, shown: str) -> Iterator[None]:
     """Let the errors of a block name ``shown`` where they would name ``own``, in all their parts."""
+
+    def told(fault: UserError) -> UserError:
+        if fault.field.startswith(shown):
+            return fault
+        field, allowed, hint = (t.replace(own, shown) for t in (fault.field, fault.allowed, fault.hint))
+        return UserError(field, fault.value, allowed, hint)
+
     try:
         yield
     except UserError as error:
-        if error.field.startswith(shown):
+        found = [told(fault) for fault in error.faults]
+        if found[0] is error:
             raise
-        texts = (text.replace(own, shown) for text in (error.field, error.allowed, error.hint))
-        field, allowed, hint = texts
-        raise UserError(field, error.value, allowed, hint) from error
+        raise found[0] if len(found) == 1 else SeveralErrors(found) from error
 
 
 def choices(*folders: Path) -> list[str]:

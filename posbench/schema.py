@@ -174,8 +174,8 @@ def required(cls: type[Any]) -> set[str]:
 
 
 def _wrong(where: str, name: str, value: Any, kind: Any, reason: str = "") -> UserError:
-    # "input should be ..." says once more what the annotation says.
-    told = "" if not reason or reason.startswith("input should be") else f" ({reason})"
+    # These say once more what the annotation says.
+    told = "" if not reason or reason.startswith(("input should be", "tuple should have")) else f" ({reason})"
     hint = f"set {_dotted(where, name)}=...{told}"
     return UserError(_dotted(where, name), value, words(kind), hint)
 
@@ -203,9 +203,12 @@ def words(kind: Any) -> str:
 
 
 def _bounded(plain: str, bounds: tuple[Any, ...]) -> str:
-    """``a whole number from 1 up``, ``a number from 0 to 1``, ``a number above 0``."""
+    """``a whole number from 1 up``, ``a number from 0 to 1``, ``a list [...] of at least 1: text``."""
+    if isinstance(bounds[0], MinLen):
+        return plain.replace(" of:", f" of at least {bounds[0].min_length}:")
     text = {type(bound): getattr(bound, type(bound).__name__.lower(), None) for bound in bounds}
     low = f"from {text[Ge]:g}" if Ge in text else f"above {text[Gt]:g}" if Gt in text else ""
-    high = f"{text[Le]:g}" if Le in text else f"below {text[Lt]:g}" if Lt in text else ""
+    up = "" if Ge in text else "up to "
+    high = f"{up}{text[Le]:g}" if Le in text else f"below {text[Lt]:g}" if Lt in text else ""
     middle = ("to" if high else "up") if low.startswith("from") else "and" if low and high else ""
     return " ".join(filter(None, [plain.replace("finite ", ""), low, middle, high]))

@@ -11,12 +11,12 @@ __version__ = "0.1.0"
 
 
 def _needed() -> list[Requirement]:
-    """What the package metadata asks for, without extras; nothing in a checkout that was never installed."""
+    """What the package metadata asks for here, without extras; nothing in a checkout that was never installed."""
     try:
         lines = [Requirement(line) for line in requires("posbench") or ()]
     except PackageNotFoundError:
         return []
-    return [line for line in lines if "extra" not in str(line.marker)]
+    return [line for line in lines if not line.marker or line.marker.evaluate({"extra": ""})]
 
 
 def installed() -> dict[str, str]:

@@ -3,13 +3,13 @@
 import os
 
 os.environ["HF_HUB_OFFLINE"] = "1"
-# Models this small gain nothing from a second thread, and lose much when test processes compete for the
-# cores.
+# Models this small gain nothing from a second thread, and lose much when test processes share the cores.
 os.environ["OMP_NUM_THREADS"] = "1"
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -50,6 +50,14 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     LlamaForCausalLM(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
+
+
+@pytest.fixture(scope="session")
+def tiny() -> Any:
+    """The embedded model; a test that changes it changes it back."""
+    import posbench
+
+    return posbench.load("tiny")
 
 
 @pytest.fixture(scope="session")
@@ -107,3 +115,12 @@ def posbench(outputs: Path, capsys: pytest.CaptureFixture[str]) -> Callable[...,
 def run_folders(outputs: Path) -> list[Path]:
     """The run folders of an outputs folder, sweeps excluded."""
     return sorted(p.parent for p in outputs.glob("*/v*/*/config.yaml"))
+
+
+def config_of(*overrides: str) -> Any:
+    """The checked config of a command line."""
+    from posbench.pipeline.compose import composed
+    from posbench.pipeline.config import check
+
+    made = composed(*overrides)
+    return check(made.raw, made.typed)

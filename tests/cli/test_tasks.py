@@ -17,7 +17,7 @@ from posbench.errors import choices
 from posbench.model.lm import LM
 from posbench.pipeline.stages import evaluate
 from tests.conftest import Result, run_folders
-from tests.unit import test_exams, test_leval_closed, test_longbench, test_loogle, test_zero_scrolls
+from tests.cli.task_files import TASKS, _mmlu
 
 DATA = Path(__file__).parents[1] / "data"
 METHOD = ["method.channel=3", "method.factor=-1.0", "method.layers=[0,1]"]
@@ -58,71 +58,6 @@ def reader(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def _mmlu(_: Path) -> list[str]:
-    return [f"task.path={DATA / 'mmlu'}", "task.subjects=[abstract_algebra,moral_disputes]", "task.limit=2"]
-
-
-def _ceval(folder: Path) -> list[str]:
-    test_exams.write_ceval(folder)
-    return [f"task.path={folder}", "task.subjects=[law]", "task.limit=1"]
-
-
-def _leval(folder: Path) -> list[str]:
-    test_leval_closed.write(folder)
-    return [f"task.path={folder}", "task.limit=1"]
-
-
-def _longbench(folder: Path) -> list[str]:
-    for task in ("qasper", "samsum", "lcc", "trec", "passage_count"):
-        test_longbench.write(folder, task, *(test_longbench.row(task, _id=str(i)) for i in range(3)))
-    (folder / "multi_news.jsonl").write_bytes((DATA / "longbench/multi_news.jsonl").read_bytes())
-    names = "qasper,samsum,lcc,trec,passage_count,multi_news"
-    return [f"task.path={folder}", f"task.tasks=[{names}]", "task.limit=1", "task.max_prompt_tokens=400"]
-
-
-def _loogle(folder: Path) -> list[str]:
-    file = test_loogle.write(
-        folder / "longdep_qa.jsonl", [test_loogle.FIRST, test_loogle.OTHER], [test_loogle.SECOND]
-    )
-    return [f"task.path={file}", "task.limit=2"]
-
-
-def _zero_scrolls(folder: Path) -> list[str]:
-    for subset in ("gov_report", "qasper", "space_digest"):
-        test_zero_scrolls.write(
-            folder, subset, *(test_zero_scrolls.row(subset, id=f"q{i}", pid=f"q{i}_0") for i in range(2))
-        )
-    return [f"task.path={folder}", "task.subsets=[gov_report,qasper,space_digest]", "task.limit=1"]
-
-
-def _nq(_: Path) -> list[str]:
-    file = DATA / "nq_multidoc/nq-open-20_total_documents_gold_at_0.first3.jsonl"
-    return [
-        f"task.path={file}",
-        "task.documents=3",
-        "task.positions=[0,1,2]",
-        "task.examples_per_position=2",
-        "task.limit=1",
-        "task.calibration_examples=1",
-    ]
-
-
-def _kv(_: Path) -> list[str]:
-    file = DATA / "kv_retrieval/kv-retrieval-75_keys.first3.jsonl"
-    return [f"task.path={file}", "task.pairs=10", "task.examples_per_position=2", "task.limit=1"]
-
-
-TASKS: dict[str, tuple[Callable[[Path], list[str]], int]] = {
-    "ceval": (_ceval, 1),
-    "kv_retrieval": (_kv, 5),
-    "leval_closed": (_leval, 5),
-    "longbench": (_longbench, 6),
-    "loogle_timeline_reorder": (_loogle, 2),
-    "mmlu": (_mmlu, 4),
-    "nq_multidoc": (_nq, 3),
-    "zero_scrolls": (_zero_scrolls, 3),
-}
-"""Per task the files it gets, and how many examples its limit leaves."""
 POSITIONS = {"kv_retrieval", "nq_multidoc"}
 
 

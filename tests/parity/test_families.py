@@ -13,8 +13,6 @@ import posbench
 from posbench.methods import ScaleChannel
 from posbench.model import families
 from posbench.model.hooks import replaced
-from posbench.search import Candidate
-from posbench.search.channel_run import candidate_losses
 from tests.models import BUILDERS, VOCABULARY, attentions, build
 
 PROMPT, STEPS = 33, 12
@@ -195,7 +193,7 @@ def test_a_wrong_family_row_does_not_go_unnoticed(name, mutation, monkeypatch):
     model, _ = exact(name, True)
     rows = tuple(replace(f, **mutation) if f is families.family_of(model) else f for f in families.FAMILIES)
     assert rows != families.FAMILIES
-    monkeypatch.setattr(arch, "FAMILIES", rows)
+    monkeypatch.setattr(families, "FAMILIES", rows)
     method = ScaleChannel(channel=(0, 5, 17, 41), factor=-1.0, layers=(0, 3))
     try:
         prompt, generated, _ = errors(model, method, padded=True, steps=2)
@@ -271,9 +269,13 @@ def test_the_last_row_of_attention_equals_the_full_matrix(name):
     ids, mask = prompts(padded=True)
     with torch.no_grad():
         kernel = model.config._attn_implementation
+        outside = lm.logits(ids, mask)
         with lm.last_attention() as rows:
-            lm.logits(ids, mask)
+            inside = lm.logits(ids, mask)
         assert model.config._attn_implementation == kernel
+        # Families without the interface run another kernel inside.
+        rounding = 0 if families.family_of(model).interface else EXACT
+        assert (inside - outside)[mask.bool()].abs().max() <= rounding
         if families.family_of(model).interface:
             model.set_attn_implementation("eager")
         else:
@@ -288,23 +290,3 @@ def test_the_last_row_of_attention_equals_the_full_matrix(name):
         assert (row - full[layer][:, :, -1]).abs().max() < 1e-5
         assert row.sum(-1).sub(1).abs().max() < 1e-5
         assert (row * (1 - mask[:, None])).abs().max() == 0
-
-
-@pytest.mark.parametrize(
-    "name", ["llama-gqa", "mistral-window", "qwen3", "gemma3", "mpt", "mpt-clip", "falcon", "phi3", "olmo2"]
-)
-def test_one_prefill_serves_all_candidates_to_the_bit(name):
-    lm = posbench.load(build(name))
-    ids, mask = prompts(padded=True)
-    pairs = [(row[m.bool()].tolist(), [3, 1, 4]) for row, m in zip(ids[:2], mask[:2], strict=True)]
-    candidates = [Candidate(c, f, layers) for c in (3, 9) for f in (0.0, -1.0) for layers in ((0, 1), (1, 3))]
-    together = candidate_losses(lm, pairs, candidates)
-    inputs, targets = lm.pad_with_answers(pairs)
-    for candidate, losses in zip(candidates, together[1:], strict=True):
-        method = ScaleChannel(
-            channel=candidate.channel, factor=candidate.factor, layers=candidate.layers, last=3
-        )
-        with torch.no_grad(), method.applied(lm):
-            alone = lm.answer_nats(lm.model(**inputs, logits_to_keep=3).logits, targets)
-        assert torch.equal(alone.double(), torch.tensor(losses))
-        assert not torch.equal(alone.double(), torch.tensor(together[0]))

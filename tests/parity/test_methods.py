@@ -2,19 +2,15 @@
 
 import pytest
 import torch
-import yaml
 
 import posbench
 from posbench import paths
-from posbench.cli.main import _hydra
-from posbench.errors import UserError
-from posbench.model import families
-from posbench.model import rope
-from posbench.pipeline.config import check, plain
+from posbench.errors import UserError, choices
+from posbench.methods.choice import MethodChoice
+from posbench.model import families, rope
+from posbench.pipeline.compose import compose
 from tests.models import BUILDERS, build
 
-GIVEN = {"layer_scaling": ["method.points=[[0,1.2],[1.5,1.8],[3,1.4]]"], "moice": ["method.weights=uniform"]}
-"""Parameters that no published or found block of the embedded model gives."""
 ROTATES = {"position_interpolation", "layer_scaling", "ms_poe", "moice", "attention_buckets"}
 BY_HAND, PLAIN = {"ms_poe", "moice"}, {"moice", "attention_buckets"}
 """Methods of rotary embeddings; those that rotate in attention, and those that need a base."""
@@ -29,21 +25,24 @@ def applies(name, lm) -> bool:
     )
 
 
-def method(name: str):
-    """The method as `posbench model=tiny method=<name>` builds it."""
-    built = []
-    _hydra(
-        ["model=tiny", f"method={name}", "stages=[evaluate]", *GIVEN.get(name, [])],
-        lambda config: built.append(check(plain(config)).method()),
+def all_methods():
+    """The methods as `posbench model=tiny method=NAME` builds them."""
+    found = {}
+    compose(
+        ["-m", "model=tiny", f"method={','.join(choices(paths.CONF / 'method'))}"],
+        lambda made: found.__setitem__(made.raw["method"]["name"], MethodChoice.of(made.raw["method"]).build()),
     )
-    return built[0]
+    return found
+
+
+METHODS = all_methods()
 
 
 @pytest.mark.parametrize("family", ["tiny", *BUILDERS])
-@pytest.mark.parametrize("name", sorted(file.stem for file in (paths.CONF / "method").glob("*.yaml")))
+@pytest.mark.parametrize("name", METHODS)
 def test_identity_and_restoration(name, family):
     lm = posbench.load("tiny" if family == "tiny" else build(family))
-    found = method(name)
+    found = METHODS[name]
     torch.manual_seed(0)
     ids = torch.randint(6, 60, (2, 40))
     mask = torch.ones_like(ids)
@@ -63,8 +62,3 @@ def test_identity_and_restoration(name, family):
     for key, module in lm.model.named_modules():
         assert not module._forward_pre_hooks and not module._forward_hooks, key
         assert set(vars(module)) == set(attributes[key]), key
-
-
-@pytest.mark.parametrize("name", sorted(file.stem for file in (paths.CONF / "method").glob("*.yaml")))
-def test_the_file_is_named_as_the_method(name):
-    assert yaml.safe_load((paths.CONF / "method" / f"{name}.yaml").read_text())["name"] == name

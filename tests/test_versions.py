@@ -15,7 +15,7 @@ from posbench import versions
 from posbench.cli.main import main
 from posbench.errors import UserError
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 DEPENDENCIES = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
 (SUPPORTED,) = (
     Requirement(line).specifier for line in DEPENDENCIES if Requirement(line).name == "transformers"
@@ -24,7 +24,7 @@ DEPENDENCIES = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["
 
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch):
-    """Pretend that a version of transformers is installed beside this checkout's metadata."""
+    """Pretend that packages of that version are installed, and that the metadata are those of this checkout."""
 
     def pretend(number: str) -> None:
         monkeypatch.setattr(versions, "requires", lambda name: DEPENDENCIES)
@@ -74,3 +74,12 @@ def test_a_checkout_without_metadata_is_not_checked(installed, monkeypatch: pyte
     installed("4.0.0")
     monkeypatch.setattr(versions, "requires", missing)
     versions.check()
+    assert versions.installed() == {}
+
+
+def test_a_run_records_what_posbench_needs_here_without_extras(installed, monkeypatch: pytest.MonkeyPatch) -> None:
+    installed("7.0")
+    assert versions.installed() == {Requirement(line).name: "7.0" for line in DEPENDENCIES}
+    lines = ["numpy>=2.0", "lm-eval>=0.4.13; extra == 'lm_eval'", "tomli; python_version < '3'"]
+    monkeypatch.setattr(versions, "requires", lambda name: lines)
+    assert versions.installed() == {"numpy": "7.0"}

@@ -2,15 +2,13 @@
 
 from dataclasses import replace
 
-import pandas as pd
 import pytest
 import yaml
 
 from posbench import paths
 from posbench.errors import UserError
-from posbench.report import tables
 from posbench.schema import build
-from posbench.stats.reference import Reference
+from posbench.stats.reference import Reference, table
 
 
 def _of(experiment: str) -> Reference:
@@ -24,7 +22,7 @@ def reference() -> Reference:
 
 
 def test_rows_of_table_1(reference):
-    cells = {(r["model"], r["method"], r["position"]): r["value"] for r in reference.rows()}
+    cells = {(r["model"], r["method"], r["gold_position"]): r["value"] for r in reference.rows()}
     # Typed off Table 1 of the paper, not off the CSV.
     assert cells["llama2_7b", "none", "25%"] == pytest.approx(0.246)
     assert cells["llama2_7b", "scale_channel", "all"] == pytest.approx(0.638)
@@ -37,18 +35,23 @@ def test_rows_of_table_1(reference):
 def test_a_table_of_several_tasks():
     rows = _of("yu2025_table3").rows()
     cells = {(r["model"], r["method"], r["task"], r["metric"]): r["value"] for r in rows}
-    assert len(rows) == len(cells) == 3 * 2 * 2 and {r["position"] for r in rows} == {"all"}
+    assert len(rows) == len(cells) == 3 * 2 * 2 and {r["gold_position"] for r in rows} == {"all"}
     # Typed off Table 3 of the paper.
     assert cells["qwen1_5_7b", "scale_channel", "mmlu", "accuracy"] == pytest.approx(0.6143)
     assert cells["mistral7b", "none", "loogle_timeline_reorder", "exact_order"] == pytest.approx(0.1875)
-    # Table 4 of LPES.
+    # Tables 4 and 2 of LPES; data sets of a benchmark stand in the place of a position.
     lpes = {(r["model"], r["method"], r["task"]): r["value"] for r in _of("lpes_table4").rows()}
     assert len(lpes) == 8 and lpes["stablebeluga_7b", "none", "ceval"] == pytest.approx(0.3478)
     assert lpes["vicuna_7b", "layer_scaling", "mmlu"] == pytest.approx(0.49)
+    rows = _of("lpes_table2").rows()
+    subsets = {(r["model"], r["method"], r["gold_position"]): r["value"] for r in rows}
+    assert subsets["vicuna_7b", "none", "gov_report"] == pytest.approx(0.1844)
+    assert subsets["vicuna_7b", "none", "all"] == pytest.approx(0.1691)
+    assert {r["task"] for r in rows} == {"zero_scrolls"}
 
 
 def test_a_table_at_every_tenth_of_the_prompt():
-    cells = {(r["model"], r["method"], r["position"]): r["value"] for r in _of("lpes_table16").rows()}
+    cells = {(r["model"], r["method"], r["gold_position"]): r["value"] for r in _of("lpes_table16").rows()}
     assert len(cells) == 2 * 12
     # Typed off Table 16 of LPES.
     assert cells["vicuna_13b", "layer_scaling", "20%"] == pytest.approx(0.694)
@@ -71,30 +74,10 @@ def test_a_name_that_the_table_lacks_is_refused(reference, field, value, named):
         replace(reference, **{field: value}).rows()
 
 
-def test_a_table_of_data_sets_is_compared_with_the_subsets():
-    rows = _of("lpes_table2").rows()
-    cells = {(r["model"], r["method"], r["position"]): r["value"] for r in rows}
-    # Typed off Table 2 of LPES.
-    assert cells["vicuna_7b", "none", "gov_report"] == pytest.approx(0.1844)
-    assert cells["vicuna_7b", "none", "all"] == pytest.approx(0.1691) and {r["task"] for r in rows} == {
-        "zero_scrolls"
-    }
-    common = {
-        "model": "vicuna_7b",
-        "method": "none",
-        "task": "zero_scrolls",
-        "metric": "score",
-        "n": 20,
-        "seed": 0,
-    }
-    whole = pd.DataFrame(
-        [{**common, "position": "all", "depth": None, "value": 0.2, "ci_low": 0.18, "ci_high": 0.22}]
-    )
-    one = {**common, "subset": "gov_report", "kind": "subset", "value": 0.19, "ci_low": 0.17, "ci_high": 0.21}
-    parts = pd.DataFrame(
-        [one, {**common, "subset": "all", "kind": "average", "value": 0.2, "ci_low": 0.0, "ci_high": 1.0}]
-    )
-    table = tables.compare_with_reference(tables.with_subsets(whole, parts), rows)
-    found = table[table["ours"].notna()].set_index("position")
-    assert list(found.index) == ["gov_report", "all"]
-    assert found.loc["gov_report", "verdict"] == "agrees" and found.loc["all", "verdict"] == "differs"
+def test_a_table_is_read_as_printed_and_must_have_its_columns():
+    printed = table("yu2025_table4_parameters.csv", "model", "value")
+    assert "1,081" in set(printed["value"]) and printed.map(type).eq(str).all().all()
+    with pytest.raises(UserError, match=r"absent\.csv.*columns model"):
+        table("absent.csv", "model")
+    with pytest.raises(UserError, match="columns model, nonsense"):
+        table("yu2025_table4_parameters.csv", "model", "nonsense")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +13,14 @@ import torch
 import posbench
 from posbench.cli.main import main
 from posbench.errors import UserError
+from posbench.measure.items import attention_to_items
+from posbench.measure.losses import candidate_losses
+from posbench.measure.states import Strings, average_states
 from posbench.methods import ScaleChannel
 from posbench.model.lm import LM
 from posbench.model.load import load
-from posbench.pipeline import execute as runner
-from posbench.pipeline.stages.intervene import attention_to_items
-from posbench.search import ChannelSearch
-from posbench.search.channel_run import average_states, candidate_losses, random_strings
+from posbench.pipeline.execute import _check_overflow
+from posbench.search.channel import ChannelSearch
 from posbench.tasks import KVRetrieval
 from posbench.tasks.kv_retrieval import WORDS
 from tests.models import VOCABULARY, build
@@ -54,9 +54,9 @@ def _everything(lm: LM) -> dict[str, Any]:
     """What the stages compute, with and without the method."""
     examples = TASK.examples("evaluation")
     encoded = [lm.encode(e.prompt) for e in examples]
-    out: dict[str, Any] = {"averages": average_states(lm, SEARCH)}
+    out: dict[str, Any] = dict(average_states(lm, SEARCH.drawn))
     pairs = [lm.answer_ids(e.prompt, e.answers[0]) for e in examples]
-    found = SEARCH.statistics(out["averages"])
+    found = SEARCH.statistics(out)
     out["losses"] = candidate_losses(lm, pairs, SEARCH.ask(found, [(1, 2)], 5))
     for name, factor in (("plain", 1.0), ("scaled", -1.0)):
         with ScaleChannel(channel=5, factor=factor, layers=(1, 3)).applied(lm):
@@ -87,9 +87,7 @@ def test_sharded_and_offloaded_models_give_the_same_numbers(
         if isinstance(value, list):
             assert found[key] == value, key
         else:
-            torch.testing.assert_close(
-                found[key], value, atol=1e-5, rtol=1e-5, msg=lambda text: f"{key}: {text}"
-            )
+            assert np.allclose(found[key], value, atol=1e-5, rtol=1e-5), key
     # The method does something here, or the comparison would prove nothing.
     assert not np.allclose(plain["scaled attention"], plain["plain attention"], atol=1e-3)
 
@@ -134,11 +132,11 @@ def test_averages_of_a_low_precision_model_are_summed_in_full(checkpoint: Path) 
     """Against a float64 mean of the hidden states that transformers returns; a bfloat16 sum would be off by
     1e-2."""
     lm = load(checkpoint, dtype="bfloat16")
-    search = replace(SEARCH, strings=64, batch_size=8)
-    found = average_states(lm, search)["residual"]
+    strings = Strings(count=64, length=40, alphabet="tokens")
+    found = average_states(lm, strings)["residual"]
     states = [
         torch.stack(lm.model(torch.tensor(rows), output_hidden_states=True).hidden_states).double().sum(1)
-        for rows in np.array(random_strings(lm, search)).reshape(8, 8, -1).tolist()
+        for rows in np.array(strings.draw(lm)).reshape(8, 8, -1).tolist()
     ]
     expected = torch.stack(states).sum(0) / 64
     assert found.dtype == np.float32
@@ -149,13 +147,13 @@ def test_float16_that_overflows_is_refused() -> None:
     model = build("llama", dtype=torch.float16)
     lm = posbench.load(model)
     ids = list(range(1, min(20, VOCABULARY)))
-    runner._check_overflow(lm, ids)
+    _check_overflow(lm, ids)
     with torch.no_grad():
         model.model.layers[1].mlp.down_proj.weight.mul_(1e4)
         model.model.layers[1].mlp.up_proj.weight.mul_(1e2)
     with pytest.raises(UserError, match=r"model\.dtype = 'float16': allowed: bfloat16"):
-        runner._check_overflow(lm, ids)
-    runner._check_overflow(posbench.load(model.to(torch.bfloat16)), ids)
+        _check_overflow(lm, ids)
+    _check_overflow(posbench.load(model.to(torch.bfloat16)), ids)
     assert not torch.isfinite(lm.model.to(torch.float16)(torch.tensor([ids])).logits).all()
 
 

@@ -43,7 +43,7 @@ def test_architectures_outside_the_shape_are_refused_with_the_reason(kind, reaso
 
 
 def test_an_unknown_architecture_is_sent_to_the_table():
-    with pytest.raises(UserError, match=r"add a row to posbench/arch\.py"):
+    with pytest.raises(UserError, match=r"add a row to posbench/model/families\.py"):
         families.family_of_type("gpt2")
 
 

@@ -1,45 +1,20 @@
-"""Files that are whole or absent, rows with checksums, and version folders."""
+"""Rows with checksums, and version folders that one process owns."""
 
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from posbench.errors import UserError
-from posbench.files.atomic import write_bytes, write_csv, write_text
-from posbench.run import folder as record
+from posbench.run import folder
 from posbench.run.folder import RunDir, claim, find, open_run
 
 ROWS: list[dict[str, Any]] = [{"id": str(i), "output": f"Grüße\u2028{i}\n", "score": i / 3} for i in range(4)]
-
-
-def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = tmp_path / "table.csv"
-    write_text(file, "old")
-
-    def full(_: int) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(OSError, match="No space"):
-        write_text(file, "new")
-    assert file.read_text() == "old"
-    monkeypatch.undo()
-    write_bytes(file, b"new")
-    assert file.read_text() == "new" and [p.name for p in tmp_path.iterdir()] == ["table.csv"]
-
-
-def test_csv_bytes_do_not_depend_on_rounding_noise(tmp_path: Path) -> None:
-    for name, value in (("a", 0.1 + 0.2), ("b", 0.3)):
-        write_csv(tmp_path / name, pd.DataFrame({"x": [value, float("nan")], "y": ["é", ""]}))
-    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes() == "x,y\n0.3,é\n,\n".encode()
 
 
 def test_rows_come_back(tmp_path: Path) -> None:
@@ -80,7 +55,7 @@ def test_a_torn_line_never_swallows_the_next(cut: int, tmp_path: Path) -> None:
     assert run.rows("rows.jsonl") == [ROWS[0], *([ROWS[1]] if cut == 1 else []), *ROWS[2:]]
 
 
-def test_mending_drops_damage_and_errors(tmp_path: Path) -> None:
+def test_repair_drops_damage_and_errors(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     run.append("rows.jsonl", [*ROWS[:2], {"id": "9", "error": "out of memory"}])
     file = tmp_path / "rows.jsonl"
@@ -131,7 +106,7 @@ def test_a_kill_while_the_folder_is_made_leaves_nothing_in_the_way(
     def killed(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(record, "write_text", killed)
+    monkeypatch.setattr(folder, "write_text", killed)
     with pytest.raises(KeyboardInterrupt), _claim(tmp_path, 1):
         pass
     monkeypatch.undo()

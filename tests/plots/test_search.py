@@ -1,11 +1,11 @@
-"""The figures of the curve search show the numbers they are given."""
+"""The figures of the searches for scales show the numbers they are given."""
 
 import numpy as np
 import pandas as pd
 import pytest
 
 from posbench.errors import UserError
-from posbench.plots import search as curve_plots
+from posbench.plots.search import convergence, curve_figure
 
 GENERATIONS = pd.DataFrame(
     {"generation": [0, 1, 2], "best": [0.5, 0.6, 0.75], "mean": [0.4, 0.5, 0.7], "unmodified": 0.55}
@@ -34,7 +34,7 @@ SEARCH = pd.DataFrame(
 
 
 def test_convergence_draws_best_mean_and_the_unmodified_model():
-    (axes,) = curve_plots.convergence(GENERATIONS).axes
+    (axes,) = convergence(GENERATIONS).axes
     drawn = {line.get_label(): line.get_ydata() for line in axes.lines}
     np.testing.assert_allclose(drawn["best"], [50, 60, 75])
     np.testing.assert_allclose(drawn["mean of the parents"], [40, 50, 70])
@@ -43,23 +43,23 @@ def test_convergence_draws_best_mean_and_the_unmodified_model():
 
 def test_several_searches_are_averaged_per_setting():
     several = pd.concat([GENERATIONS.assign(search="4", best=b, unmodified=np.nan) for b in (0.2, 0.4)])
-    (axes,) = curve_plots.convergence(several).axes
+    (axes,) = convergence(several).axes
     assert [line.get_label() for line in axes.lines] == ["4"]
     np.testing.assert_allclose(axes.lines[0].get_ydata(), [30, 30, 30])
 
 
 def test_curve_has_points_scales_and_accuracies():
-    left, middle, right = curve_plots.curve(PARTS, SEARCH).axes
+    left, middle, right = curve_figure(PARTS, SEARCH).axes
     np.testing.assert_allclose(left.lines[1].get_xydata(), [[0, 1], [3, 2]])
     np.testing.assert_allclose(middle.lines[0].get_xydata(), [[0, 1], [1, 2]])
     np.testing.assert_allclose(
         [bar.get_height() for bar in right.patches], [90, 30, 100, 77, 100, 80, 90, 89]
     )
-    assert len(curve_plots.curve(PARTS[PARTS["part"] == "layer"], SEARCH).axes) == 2
+    assert len(curve_figure(PARTS[PARTS["part"] == "layer"], SEARCH).axes) == 2
 
 
 def test_missing_columns_are_named():
     with pytest.raises(UserError, match="columns missing: mean"):
-        curve_plots.convergence(GENERATIONS.drop(columns="mean"))
+        convergence(GENERATIONS.drop(columns="mean"))
     with pytest.raises(UserError, match="columns missing: fitness"):
-        curve_plots.curve(PARTS, SEARCH.drop(columns="fitness"))
+        curve_figure(PARTS, SEARCH.drop(columns="fitness"))

@@ -1,4 +1,4 @@
-"""What a sweep says of the lean of a model, against run folders whose lean is known."""
+"""What a sweep says of how a model follows a number, against run folders in which that is known."""
 
 from __future__ import annotations
 
@@ -9,18 +9,20 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
-from scipy.stats import spearmanr
 
 from posbench.files.atomic import write_csv
-from posbench.plots import sweep as sweep_plots
-from posbench.plots.sweep import CENTRE, LEAN, SPREAD
-from posbench.report import page as report
-from posbench.report.trend import rank_correlation, trends
+from posbench.plots.sweep import CENTRE, HALVES, SPREAD, trend
+from posbench.report.sweep import render_sweep
+from posbench.report.trend import trends
 from posbench.run.folder import RunDir
-from tests.unit.test_plots import attention, metrics, sweep
+from tests.frames import attention, metrics, sweep
 
 NUMBERS = [-2.0, -1.0, 0.0, 1.0, 2.0]
 POSITIONS, PROMPTS = 4, 40
+TARGETS = {
+    "scale_channel": "posbench.methods.scale_channel.ScaleChannel",
+    "position_interpolation": "posbench.methods.position_interpolation.PositionInterpolation",
+}
 
 
 def _runs(folder: Path, strength: float, method: str = "scale_channel") -> list[tuple[dict[str, str], Path]]:
@@ -33,7 +35,7 @@ def _runs(folder: Path, strength: float, method: str = "scale_channel") -> list[
         config = {
             "model": {"name": "m"},
             "task": {"name": "kv"},
-            "method": {"name": method},
+            "method": {"name": method, "_target_": TARGETS[method]},
             "runtime": {"resamples": 300},
         }
         (path / "config.yaml").write_text(json.dumps(config))
@@ -41,14 +43,14 @@ def _runs(folder: Path, strength: float, method: str = "scale_channel") -> list[
         write_csv(path / "metrics.csv", metrics())
         rng, depth = np.random.default_rng(int(10 * number) + 200), np.linspace(-1, 1, POSITIONS)
         weights, scores = list[dict[str, Any]](), list[dict[str, Any]]()
-        for name, lean in (("none", 0.0), (method, strength * number)):
+        for name, side in (("none", 0.0), (method, strength * number)):
             for i in range(PROMPTS):
                 position, row = i % POSITIONS, {"method": name, "id": str(i)}
-                # Layer 1 is the stronger one in attention.csv; layer 0 leans the other way and must not be
+                # Layer 1 is the stronger one in attention.csv; layer 0 prefers the other side and must not be
                 # read.
-                layers = [np.exp(lean * depth), np.exp(-lean * depth + 0.2 * rng.normal(size=POSITIONS))]
+                layers = [np.exp(side * depth), np.exp(-side * depth + 0.2 * rng.normal(size=POSITIONS))]
                 weights.append({**row, "attention": [list(layer) for layer in layers]})
-                right = float(rng.random() < 0.5 - 0.2 * lean * depth[position])
+                right = float(rng.random() < 0.5 - 0.2 * side * depth[position])
                 scores.append(
                     {**row, "gold_position": position, "cluster": "", "scores": {"accuracy": right}}
                 )
@@ -58,8 +60,8 @@ def _runs(folder: Path, strength: float, method: str = "scale_channel") -> list[
     return runs
 
 
-def test_a_planted_lean_is_found_and_its_absence_too(tmp_path: Path) -> None:
-    for name, strength in (("lean", 1.0), ("control", 0.0)):
+def test_a_planted_trend_is_found_and_its_absence_too(tmp_path: Path) -> None:
+    for name, strength in (("planted", 1.0), ("control", 0.0)):
         rows, findings = trends(_runs(tmp_path / name, strength), ["method.factor"])
         first, second, _, peak = findings.itertuples()
         if strength:
@@ -72,10 +74,14 @@ def test_a_planted_lean_is_found_and_its_absence_too(tmp_path: Path) -> None:
             np.testing.assert_allclose(centres[NUMBERS].astype(float), wanted, atol=0.02)
         else:
             assert first.verdict == second.verdict == "does not hold"
-            assert first.low < 0 < first.high and second.low < 0 < second.high
-        assert peak.low <= peak.value <= peak.high and peak.value in NUMBERS and "C7" in peak.claim
-        assert (rows["low"] <= rows["value"]).all() and (rows["value"] <= rows["high"]).all()
-        assert set(rows["number"]) == {*NUMBERS, "none"} and set(rows["statistic"]) == {CENTRE, LEAN, SPREAD}
+            assert first.ci_low < 0 < first.ci_high and second.ci_low < 0 < second.ci_high
+        assert peak.ci_low <= peak.value <= peak.ci_high and peak.value in NUMBERS and "C7" in peak.claim
+        assert (rows["ci_low"] <= rows["value"]).all() and (rows["value"] <= rows["ci_high"]).all()
+        assert set(rows["number"]) == {*NUMBERS, "none"} and set(rows["statistic"]) == {
+            CENTRE,
+            HALVES,
+            SPREAD,
+        }
 
 
 def test_the_rows_are_those_of_the_prompts(tmp_path: Path) -> None:
@@ -87,8 +93,8 @@ def test_the_rows_are_those_of_the_prompts(tmp_path: Path) -> None:
         np.mean([r["scores"]["accuracy"] for r in scores if r["gold_position"] == p])
         for p in range(POSITIONS)
     ]
-    lean = rows[(rows["statistic"] == LEAN) & (rows["number"] == number)].iloc[0]
-    assert lean.value == pytest.approx(np.mean(means[:2]) - np.mean(means[2:])) and lean.n == PROMPTS
+    halves = rows[(rows["statistic"] == HALVES) & (rows["number"] == number)].iloc[0]
+    assert halves.value == pytest.approx(np.mean(means[:2]) - np.mean(means[2:])) and halves.n == PROMPTS
     spread = rows[(rows["statistic"] == SPREAD) & (rows["number"] == number)].iloc[0]
     # Noise of the means, from the binomial law, is what the plain variance has too much.
     noise = np.mean([m * (1 - m) / (PROMPTS // POSITIONS) for m in means])
@@ -105,8 +111,8 @@ def test_another_method_has_no_claim_about_the_direction_and_few_numbers_make_no
         list(findings["verdict"][:2]) == ["holds", "holds"]
         and findings["value"][0] > 0 > findings["value"][1]
     )
-    # The lean is as strong at 2 as at -2, so the spread over positions follows no number of the five.
-    assert findings["verdict"][2] == "does not hold" and findings["low"][2] <= 0 <= findings["high"][2]
+    # One side is preferred as strongly at 2 as at -2, so the spread over positions follows no number of the five.
+    assert findings["verdict"][2] == "does not hold" and findings["ci_low"][2] <= 0 <= findings["ci_high"][2]
     for few, axes in ((runs[:2], ["method.factor"]), (runs, ["task.seed"]), (runs, [])):
         rows, findings = trends(few, axes)
         assert rows.empty and findings.empty
@@ -118,22 +124,15 @@ def test_a_factor_that_amplifies_the_bias_is_seen_from_zero_up(tmp_path: Path) -
     assert "amplifies" in spread["claim"] and spread["value"] == 1.0 and spread["verdict"] == "holds"
 
 
-def test_rank_correlation_is_scipys() -> None:
-    values = np.random.default_rng(0).integers(0, 4, size=(20, 7)).astype(float)
-    wanted = [spearmanr(row, np.arange(7)).statistic for row in values]
-    np.testing.assert_allclose(rank_correlation(values, np.arange(7.0)), wanted)
-    assert rank_correlation(np.ones(7), np.arange(7.0)) == 0
-
-
-def test_the_page_of_a_sweep_shows_the_lean(tmp_path: Path) -> None:
+def test_the_page_of_a_sweep_shows_the_trend(tmp_path: Path) -> None:
     rows, findings = trends(_runs(tmp_path / "runs", 1.0), ["method.factor"])
     write_csv(tmp_path / "trend.csv", rows)
     write_csv(tmp_path / "findings.csv", findings)
     sweep(NUMBERS).to_csv(tmp_path / "summary.csv", index=False)
-    page = report.render_sweep(tmp_path).read_text()
-    assert "<h2>Lean</h2>" in page and "Figure 6a" in page and (tmp_path / "figures" / "trend.pdf").is_file()
-    panels = sweep_plots.trend(pd.read_csv(tmp_path / "trend.csv", keep_default_na=False)).axes
-    for axes, name, scale in zip(panels, (CENTRE, LEAN, SPREAD), (1, 100, 100), strict=True):
+    page = render_sweep(tmp_path).read_text()
+    assert "<h2>Trend</h2>" in page and "Figure 6a" in page and (tmp_path / "figures" / "trend.pdf").is_file()
+    panels = trend(pd.read_csv(tmp_path / "trend.csv", keep_default_na=False)).axes
+    for axes, name, scale in zip(panels, (CENTRE, HALVES, SPREAD), (1, 100, 100), strict=True):
         (line,) = [one for one in axes.lines if len(one.get_xdata()) == len(NUMBERS)]
         wanted = (
             rows[(rows["statistic"] == name) & (rows["number"] != "none")]

@@ -21,14 +21,13 @@ from transformers import (
     SmolLM3ForCausalLM,
 )
 
-import posbench
 from posbench import paths
 from posbench.errors import UserError, choices
 from posbench.methods import ScaleChannel
 from posbench.model import families
-from posbench.model import load as checkpoint
-from posbench.studies.cost.latency import Reprojection
+from posbench.model.load import load, model_config, with_blocks
 from tests.models import BUILDERS, LAYERS, SHAPE, VOCABULARY, build
+from tests.parity.test_families import errors
 
 TABLE4 = pd.read_csv(paths.EXPERIMENTS / "reference/yu2025_table4_parameters.csv", dtype=str)
 FILES = {
@@ -51,25 +50,26 @@ def test_the_table_has_these_models() -> None:
 def test_published_constants_are_those_of_table_4(printed: str) -> None:
     name, path = FILES[printed]
     row = TABLE4[TABLE4["model"] == printed].set_index("metric")["value"]
-    config = checkpoint.model_config(name)
-    assert config.path == path and config.scale_channel is not None
-    assert config.scale_channel["channel"] == int(row["channel_index"].replace(",", ""))
-    assert config.scale_channel["factor"] == float(row["scale_factor"])
-    assert config.scale_channel["layers"] == [int(layer) for layer in row["applied_layers"].split("~")]
-    assert "Yu et al. 2025, Table 4" in config.scale_channel["source"]
+    config = model_config(name)
+    block = config.blocks["scale_channel"]
+    assert config.path == path and block["channel"] == int(row["channel_index"].replace(",", ""))
+    assert block["factor"] == float(row["scale_factor"])
+    assert block["layers"] == [int(layer) for layer in row["applied_layers"].split("~")]
+    assert "Yu et al. 2025, Table 4" in block["source"]
 
 
 @pytest.mark.parametrize("name", choices(paths.CONF / "model"))
 def test_every_constant_says_where_it_comes_from(name: str) -> None:
     data = yaml.safe_load((paths.CONF / "model" / f"{name}.yaml").read_text())
-    assert data["source"]
-    for block in checkpoint.with_blocks(data)["blocks"].values():
-        assert block["source"]
-    if data["scale_channel"]:
-        assert set(data["scale_channel"]) == {"channel", "factor", "layers", "source"}
+    blocks = with_blocks(data)["blocks"]
+    assert data["source"] and all(
+        blocks[method]["source"] for method in choices(paths.CONF / "method") if method in blocks
+    )
+    if "scale_channel" in blocks:
+        assert set(blocks["scale_channel"]) == {"channel", "factor", "layers", "source"}
     # The paper prints a channel of TinyLlama-NoPE, but no factor; LPES prints no control points of any model.
     known = {name for name, _ in FILES.values()} | {"tiny", "tiny_b", "tiny_nope", "tiny_alibi"}
-    assert bool(data["scale_channel"]) == (name in known)
+    assert ("scale_channel" in blocks) == (name in known)
 
 
 # Models without position embeddings
@@ -114,33 +114,22 @@ def test_without_rope_a_llama_equals_an_architecture_that_has_none() -> None:
 
 
 def test_scale_channel_on_a_model_without_rope() -> None:
-    model, (ids, _) = build("llama-gqa"), _positions()
+    model = build("llama-gqa")
     families.remove_rope(model)
-    lm = posbench.load(model)
-    found = []
-    for cls in (ScaleChannel, Reprojection):
-        with torch.no_grad(), cls(channel=(5, 9), factor=-1.0, layers=(1, 3)).applied(lm):
-            out = lm.model.generate(
-                ids,
-                attention_mask=torch.ones_like(ids),
-                max_new_tokens=4,
-                do_sample=False,
-                return_dict_in_generate=True,
-                output_logits=True,
-            )
-        found.append(torch.stack(out.logits))
-    assert (found[0] - found[1]).abs().max() < 5e-5
+    method = ScaleChannel(channel=(5, 9), factor=-1.0, layers=(1, 3))
+    prompt, generated, effect = errors(model, method, padded=True, steps=4)
+    assert max(prompt, generated) < 5e-5 and effect > 0.01
 
 
 def test_a_checkpoint_without_rope_is_loaded_so(checkpoint: Path) -> None:
     ids, shuffled = _positions()
     ids = ids % 20
     for rope, equal in (("none", True), ("checkpoint", False)):
-        model = posbench.load(checkpoint, rope=rope, device="cpu").model
+        model = load(checkpoint, rope=rope, device="cpu").model
         with torch.no_grad():
             same = torch.equal(model(ids).logits, model(ids, position_ids=shuffled).logits)
         assert same == equal, rope
-    assert posbench.model.load.model_config("tinyllama_nope").rope == "none"
+    assert model_config("tinyllama_nope").rope == "none"
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,63 @@
+"""Averages of hidden states against those that transformers returns."""
+
+import numpy as np
+import pytest
+import torch
+
+import posbench
+from posbench.errors import UserError
+from posbench.measure.states import Strings, average_states
+from tests.model.test_encode import reader
+from tests.models import LAYERS, VOCABULARY, build
+
+
+class Words:
+    """The little of a tokenizer that random token strings need."""
+
+    all_special_ids = (0,)
+    pad_token_id = 0
+
+    def __len__(self) -> int:
+        return VOCABULARY
+
+
+@pytest.fixture
+def lm():
+    lm = posbench.load(build("qwen2"))
+    lm.tokenizer = Words()
+    return lm
+
+
+def test_averages_equal_stored_hidden_states(lm):
+    strings = Strings(count=10, length=20, alphabet="tokens", batch_size=4)
+    averages = average_states(lm, strings)
+    rows = torch.tensor(strings.draw(lm))
+    assert rows.shape == (10, 20) and (rows > 0).all() and (rows < VOCABULARY).all()
+    with torch.no_grad():
+        states = lm.model(rows, output_hidden_states=True).hidden_states
+        inputs = [lm.model.model.layers[i].input_layernorm(states[i]) for i in range(LAYERS)]
+    np.testing.assert_allclose(averages["residual"], torch.stack(states).mean(1), atol=1e-5)
+    np.testing.assert_allclose(averages["attention_input"], torch.stack(inputs).mean(1), atol=1e-5)
+
+
+def test_an_average_goes_on_where_it_was_killed(lm, monkeypatch):
+    monkeypatch.setattr("posbench.measure.states.SAVE_EVERY", 4)
+    strings, kept, done = Strings(count=11, length=8, alphabet="tokens", batch_size=4), [], []
+
+    def keep(state):
+        kept.append(type(state)(state.count, {name: value.clone() for name, value in state.sums.items()}))
+
+    whole = average_states(lm, strings, keep=keep)
+    assert [state.count for state in kept] == [4, 8]
+    again = average_states(lm, strings, start=kept[0], advance=done.append)
+    assert done == [4, 4, 3], "what was done before counts at once"
+    assert all(np.array_equal(again[name], whole[name]) for name in whole)
+
+
+def test_strings_of_characters_have_the_asked_length_and_fit_the_window():
+    lm, strings = reader(window=30), Strings(count=3, length=30, seed=1)
+    rows = strings.draw(lm)
+    assert [len(row) for row in rows] == [30] * 3 and lm.tokenizer.decode(rows[0]).isalnum()
+    assert rows == strings.draw(lm) != Strings(count=3, length=30, seed=2).draw(lm)
+    with pytest.raises(UserError, match=r"search\.length = 31: allowed: at most 30"):
+        Strings(count=1, length=31).draw(lm)

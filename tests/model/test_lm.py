@@ -1,0 +1,144 @@
+"""Batches, generation, losses, choices and attention rows of a language model."""
+
+import pytest
+import torch
+
+import posbench
+from posbench.errors import UserError
+from posbench.methods import ScaleChannel, Unmodified
+from posbench.model.hooks import fork
+from posbench.model.lm import batches
+from posbench.tasks import KVRetrieval
+from tests.model.test_encode import reader
+from tests.models import BUILDERS, VOCABULARY, build
+
+SMALL = dict(
+    prompt="compact", records="words", pairs=6, examples_per_position=2, max_new_tokens=1, positions=(0, 3, 5)
+)
+METHODS = {"none": Unmodified(), "scaled": ScaleChannel(channel=3, factor=-1.0, layers=(0, 1))}
+
+
+def test_batches_are_of_similar_length_longest_first_and_hold_a_budget_of_tokens():
+    assert batches([5, 9, 2, 9, 7], 2) == [[1, 3], [4, 0], [2]]
+    lengths = [10, 3, 3, 8, 2, 30, 9]
+    assert batches(lengths, 3) == [[5, 0, 6], [3, 1, 2], [4]]
+    plan = batches(lengths, 3, tokens=20)
+    assert plan == [[5], [0, 6], [3, 1], [2, 4]]
+    for group in plan:
+        assert len(group) == 1 or len(group) * max(lengths[i] for i in group) <= 20
+
+
+def test_last_attention_sees_the_scaled_queries_and_keys():
+    lm = posbench.load(build("llama"))
+    ids = torch.randint(1, VOCABULARY, (1, 20))
+    attention = lm.model.model.layers[2].self_attn
+    captured = {}
+    hook = attention.register_forward_pre_hook(
+        lambda module, args, kwargs: captured.__setitem__("h", kwargs["hidden_states"]), with_kwargs=True
+    )
+    with torch.no_grad():
+        lm.model(ids)
+        hidden = captured["h"].clone()
+        hook.remove()
+        hidden[..., 5] *= -1
+        q, k = (
+            p(hidden).unflatten(-1, (4, -1)).transpose(1, 2) for p in (attention.q_proj, attention.k_proj)
+        )
+        cos, sin = lm.model.model.rotary_emb(hidden, torch.arange(20)[None])
+        turn = lambda x: x * cos[:, None] + torch.cat([-x[..., 6:], x[..., :6]], -1) * sin[:, None]  # noqa: E731
+        expected = ((turn(q)[:, :, -1:] @ turn(k).transpose(-1, -2)) * 12**-0.5).softmax(-1)[:, :, 0]
+        with ScaleChannel(channel=5, factor=-1.0, layers=(2, 2)).applied(lm), lm.last_attention() as rows:
+            lm.model(ids)
+    torch.testing.assert_close(rows[2], expected, atol=1e-6, rtol=1e-5)
+
+
+def test_generation_does_not_depend_on_the_batch(tiny):
+    prompts = [
+        e.prompt
+        for pairs in (5, 6)
+        for e in KVRetrieval(**(SMALL | {"pairs": pairs, "positions": (0, 2)})).examples("evaluation")
+    ]
+    alone = [tiny.generate([p], max_new_tokens=1)[0] for p in prompts]
+    assert tiny.generate(prompts, max_new_tokens=1, batch_size=8) == alone
+    assert len(set(alone)) > 1
+
+
+def test_generation_is_greedy_whatever_the_checkpoint_says(tiny):
+    prompts = [KVRetrieval(**SMALL).examples("evaluation")[0].prompt]
+    plain, before = tiny.generate(prompts, max_new_tokens=5), tiny.model.generation_config
+    sampling = {"do_sample": True, "temperature": 50.0, "repetition_penalty": 5.0, "max_length": 7}
+    tiny.model.generation_config = type(before)(**sampling)
+    try:
+        assert [tiny.generate(prompts, max_new_tokens=5) for _ in range(3)] == [plain] * 3
+        assert tiny.model.generation_config.temperature == 50
+    finally:
+        tiny.model.generation_config = before
+    assert tiny.generate(prompts, max_new_tokens=5, repetition_penalty=1e6) != plain
+
+
+def test_stop_texts_and_shortest_replies():
+    lm = reader()
+    # A random model would also say specials and tokens that the tokenizer has not got.
+    others = torch.tensor([i for i in range(lm.model.config.vocab_size) if not 3 <= i < len(lm.tokenizer)])
+    lm.model.lm_head.register_forward_hook(lambda _, __, logits: logits.index_fill(-1, others, -1e9))
+    prompts = [lm.encode(text).ids for text in ("Tell me", "And what about this?", "x")]
+    full = lm.generate(prompts, max_new_tokens=8)
+    assert all(len(text) == 8 for text in full)
+    letters = sorted(set("".join(full)))
+    for stop in (*letters, full[0][2:4], full[1][1:4]):
+        wanted = [text.split(stop, 1)[0] for text in full]
+        assert lm.generate(prompts, max_new_tokens=8, stop=[stop]) == wanted
+    both = (full[0][4], full[2][3:6])
+    wanted = [min((text.split(stop, 1)[0] for stop in both), key=len) for text in full]
+    assert lm.generate(prompts, max_new_tokens=8, stop=both) == wanted
+    assert lm.generate(prompts[:1], max_new_tokens=8, stop=[full[0][0]]) == [""], "a reply may be empty"
+    longer = lm.generate(prompts[:1], max_new_tokens=8, stop=[full[0][0]], min_new_tokens=1)[0]
+    assert longer and longer[0] != full[0][0]
+
+
+def test_a_stop_text_that_the_tokenizer_cannot_spell_never_comes(tiny):
+    rows = [tiny.encode(e.prompt).ids for e in KVRetrieval(**SMALL).examples("evaluation")[:2]]
+    plain = tiny.generate(rows, max_new_tokens=3)
+    assert tiny.generate(rows, max_new_tokens=3, stop=["\n", "Question:"]) == plain
+
+
+def test_answer_loss_is_the_cross_entropy_of_the_answer(tiny):
+    examples = KVRetrieval(**SMALL).examples("evaluation")
+    found = tiny.answer_loss([e.prompt for e in examples], [e.answers[0] for e in examples], batch_size=4)
+    for example, loss in zip(examples, found, strict=True):
+        prompt, answer = tiny.answer_ids(example.prompt, example.answers[0])
+        assert len(answer) == 1
+        logits = tiny.logits(torch.tensor([prompt]))[0, -1]
+        assert loss.item() == pytest.approx(-logits.log_softmax(-1)[answer[0]].item(), abs=1e-4)
+
+
+@pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
+@pytest.mark.parametrize("family", ["llama", "mistral-window", "qwen2"])
+def test_choices_on_one_prefill_equal_one_forward_each(family, method):
+    torch.manual_seed(1)
+    model = BUILDERS[family]().double()
+    lm = posbench.load(model)
+    draw = lambda n: torch.randint(5, model.config.vocab_size, (n,)).tolist()  # noqa: E731
+    prompts = [draw(n) for n in (9, 14, 5)]
+    choices = [[draw(n) for n in lengths] for lengths in ((1, 3, 2), (2,), (1, 1, 4))]
+    with method.applied(lm), torch.inference_mode():
+        found = lm.continuations(prompts, choices, batch_size=2)
+        for prompt, row, got in zip(prompts, choices, found, strict=True):
+            assert len(got) == len(row)
+            for choice, (total, greedy) in zip(row, got, strict=True):
+                # Independent: the prompt again for each choice, fed token by token on its own cache.
+                out = lm.model(input_ids=torch.tensor([prompt]), use_cache=True)
+                want, best = 0.0, True
+                for token in choice:
+                    want += float(out.logits[0, -1].log_softmax(-1)[token])
+                    best &= int(out.logits[0, -1].argmax()) == token
+                    given = {"past_key_values": fork(out.past_key_values), "use_cache": True}
+                    out = lm.model(input_ids=torch.tensor([[token]]), **given)
+                assert total == pytest.approx(want, abs=2e-5) and greedy is best
+
+
+def test_what_needs_a_tokenizer_or_a_list_says_so(tiny):
+    with pytest.raises(UserError, match="tokenizer"):
+        posbench.load(build("llama")).generate(["text"], max_new_tokens=1)
+    with pytest.raises(TypeError, match=r"pass \[text\]"):
+        tiny.generate("text", max_new_tokens=1)

@@ -1,0 +1,238 @@
+"""From arguments and YAML files to plain data: who wins where two say something, and what is refused."""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from posbench import paths
+from posbench.errors import UserError
+from posbench.model.load import ModelConfig
+from posbench.pipeline.compose import Composed, compose, composed, leave
+from posbench.run.runtime import Runtime
+from posbench.schema import defaults
+from posbench.search.channel import ChannelSearch
+from posbench.tasks import KVRetrieval
+
+
+def _jobs(*args: str) -> list[Composed]:
+    found: list[Composed] = []
+    compose(args, found.append)
+    return found
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> Path:
+    """A user's own folder with a model, a task, a method and a search."""
+    files: dict[str, Any] = {
+        "model/mine": {
+            "path": "posbench://tiny",
+            "kv_retrieval": {"pairs": 7, "prompt": "compact"},
+            "qa": {"pairs": 9},
+            "channel": {"strings": 11},
+            "fast": {"top_k": 2},
+        },
+        "task/qa": {"_target_": "posbench.tasks.KVRetrieval", "records": "words"},
+        "method/twice": {
+            "_target_": "posbench.methods.scale_channel.ScaleChannel",
+            "channel": [1, 2],
+            "factor": 0.5,
+            "layers": [0, 1],
+        },
+        "search/fast": {"defaults": ["channel", "_self_"], "length": 50},
+    }
+    for name, data in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(data))
+    return tmp_path
+
+
+# Who wins
+
+
+def test_every_key_that_nobody_sets_has_its_classs_default() -> None:
+    raw = composed("model=phi4").raw
+    for group, cls in (("task", KVRetrieval), ("search", ChannelSearch), ("runtime", Runtime)):
+        node = {key: value for key, value in raw[group].items() if key not in ("_target_", "name")}
+        assert node == {key: value for key, value in defaults(cls).items() if key != "name"}, group
+    assert raw["task"]["name"] == "kv_retrieval" and raw["search"]["name"] == "channel"
+    assert raw["model"]["name"] == "phi4" and raw["model"]["dtype"] == "bfloat16"
+    assert {f.name for f in fields(ModelConfig)} - {"blocks"} <= set(raw["model"])
+    assert raw["method"] == {
+        **{"name": "scale_channel", "_target_": "posbench.methods.scale_channel.ScaleChannel"},
+        **{"channel": None, "factor": None, "layers": None, "last": 1},
+    }
+
+
+def test_a_models_block_stands_over_defaults_and_what_is_typed_over_the_block() -> None:
+    raw = composed("model=tiny", "task.pairs=16", "search.strings=9", "method.factor=0.25").raw
+    assert (raw["task"]["pairs"], raw["task"]["prompt"], raw["task"]["max_new_tokens"]) == (16, "compact", 1)
+    assert raw["search"]["strings"] == 9 and raw["search"]["length"] == 128
+    assert (raw["method"]["channel"], raw["method"]["factor"]) == (15, 0.25)
+    assert "source" not in raw["method"], "what the block says of itself is no parameter"
+    # A typed null is typed.
+    assert composed("model=tiny", "method.channel=null").raw["method"]["channel"] is None
+    # A typed block is the model's block.
+    assert composed("model=tiny", "model.scale_channel.channel=3").raw["method"]["channel"] == 3
+
+
+def test_a_model_without_a_block_for_the_task_leaves_the_papers_settings() -> None:
+    raw = composed("model=tiny", "task=longbench").raw
+    assert raw["task"]["max_prompt_tokens"] is None
+    assert composed("model=mistral7b", "task=longbench").raw["task"]["max_prompt_tokens"] == 19500
+
+
+def test_what_an_experiment_sets_stands_over_the_models_block() -> None:
+    file = yaml.safe_load((paths.EXPERIMENTS / "yu2025_table1_kv.yaml").read_text())
+    own = composed("experiment=yu2025_table1_kv", "model=tiny").raw["task"]
+    assert "pairs" not in file["task"] or own["pairs"] == file["task"]["pairs"]
+    set_by = {key: value for key, value in file["task"].items() if not isinstance(value, dict)}
+    assert set_by and {key: own[key] for key in set_by} == set_by
+    typed = composed("experiment=yu2025_table1_kv", "model=tiny", "task.pairs=5").raw["task"]
+    assert typed["pairs"] == 5
+
+
+def test_choices_of_one_class_share_its_modules_block(own: Path) -> None:
+    dir_ = ["--config-dir", str(own), "model=mine"]
+    for extra, strings, top_k in (([], 11, 10), (["search=exhaustive"], 11, 10), (["search=fast"], 2000, 2)):
+        (made,) = _jobs(*dir_, *extra)
+        found = made.raw["search"]["strings"], made.raw["search"]["top_k"]
+        assert found == (strings, top_k), "the block of the choice's own name comes first"
+    (made,) = _jobs(*dir_, "search=fast", "search.length=60")
+    assert made.raw["search"]["length"] == 60
+    (made,) = _jobs(*dir_, "task=qa")
+    assert (made.raw["task"]["pairs"], made.raw["task"]["records"]) == (9, "words")
+
+
+def test_a_list_of_methods_takes_the_block_of_each() -> None:
+    typed = ["method.parts.scale_channel.factor=0.5", "method.parts.layer_scaling.curve=linear"]
+    made = composed("model=tiny", "method=[layer_scaling, scale_channel]", *typed)
+    method = made.raw["method"]
+    assert method["name"] == "layer_scaling-scale_channel"
+    assert list(method["parts"]) == ["layer_scaling", "scale_channel"], "the first is the outermost"
+    scaling, channel = method["parts"].values()
+    assert (channel["channel"], channel["factor"], channel["last"]) == (15, 0.5, 1)
+    assert (scaling["points"][0], scaling["curve"], scaling["scales"]) == ([0.0, 1.0], "linear", None)
+    assert made.overrides == ("model=tiny", "method=layer_scaling-scale_channel", *typed)
+
+
+def test_references_are_resolved_against_the_model() -> None:
+    made = composed("model=tiny", "task.seed=${model.scale_channel.channel}")
+    assert made.raw["task"]["seed"] == 15
+    with pytest.raises(UserError, match=r"task\.seed = '\?\?\?'.*set task\.seed="):
+        composed("task.seed=${model.nothing}")
+
+
+# Sweeps
+
+
+def test_an_experiments_grid_is_swept_unless_the_user_types_the_key() -> None:
+    jobs = _jobs("experiment=yu2025_fig6", "task.pairs=8")
+    values = yaml.safe_load((paths.EXPERIMENTS / "yu2025_fig6.yaml").read_text())["experiment"]["grid"]
+    assert [job.raw["method"]["factor"] for job in jobs] == values["method.factor"]
+    assert all(job.multirun and job.raw["task"]["pairs"] == 8 for job in jobs)
+    assert [job.number for job in jobs] == list(range(len(jobs)))
+    assert jobs[0].typed == ("task.pairs", "method.factor")
+    assert jobs[1].overrides == ("task.pairs=8", "method.factor=1.5")
+    (one,) = _jobs("experiment=yu2025_fig6", "method.factor=3")
+    assert one.raw["method"]["factor"] == 3 and not one.multirun
+    other = _jobs("experiment=yu2025_fig6", "-m", "method.factor=3,4")
+    assert [job.raw["method"]["factor"] for job in other] == [3, 4]
+
+
+def test_lists_stand_among_the_values_of_a_sweep() -> None:
+    jobs = _jobs("-m", "method=none,[none, scale_channel]", "task.positions=[0],[1,2]", "model=tiny")
+    shown = [(job.raw["method"]["name"], job.raw["task"]["positions"]) for job in jobs]
+    assert shown == [(m, p) for m in ("none", "none-scale_channel") for p in ([0], [1, 2])]
+
+
+def test_a_job_that_cannot_be_composed_does_not_stop_the_others(tmp_path: Path) -> None:
+    made: list[Composed] = []
+
+    def each(job: Composed) -> None:
+        made.append(job)
+        leave(job.number, {"overrides": job.overrides, "multirun": True, "status": 0})
+
+    records = compose(["-m", "task.seed=1,${model.nothing},3"], each)
+    assert [job.raw["task"]["seed"] for job in made] == [1, 3]
+    assert [record["status"] for record in records] == [0, 2, 0] and "task.seed" in records[1]["error"]
+
+
+def test_nothing_outlives_composing() -> None:
+    before = sys.argv, dict(os.environ), Path.cwd()
+    composed("model=tiny")
+    with pytest.raises(UserError):
+        composed("model=nope")
+    with pytest.raises(UserError):
+        composed("task.seed=${model.nothing}")
+    assert (sys.argv, dict(os.environ), Path.cwd()) == before
+
+
+# A folder of the user
+
+
+def test_a_users_folder_adds_choices(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for folder in (str(own), own.name):
+        monkeypatch.chdir(own.parent)
+        (made,) = _jobs("--config-dir", folder, "model=mine", "method=[twice,scale_channel]")
+        assert (made.raw["model"]["name"], made.raw["task"]["pairs"]) == ("mine", 7)
+        parts = made.raw["method"]["parts"]
+        assert list(parts) == ["twice", "scale_channel"]
+        assert parts["twice"]["channel"] == [1, 2] and parts["twice"]["last"] == 1
+    (made,) = _jobs("--config-dir", str(own), "experiment=yu2025_fig6", "model=mine", "method.factor=1")
+    assert (made.raw["model"]["name"], made.raw["experiment"]["name"]) == ("mine", "yu2025_fig6")
+
+
+# Mistakes
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["modle=tiny"], ["modle = 'modle=tiny'", "model, task, method", "did you mean model?"]),
+        (["+foo.bar=1"], ["foo.bar", "remove it"]),
+        (["model=mistral"], ["model = 'mistral'", "llama2_7b, ", "did you mean mistral7b?"]),
+        (["study=crop"], ["did you mean crop_mask?"]),
+        (["search=x"], ["posbench ls searches"]),
+        (["method=[layer_scaling,scale_chanel]"], ["did you mean scale_channel?", "different ones of"]),
+        (["method=[scale_channel,scale_channel]"], ["different ones of"]),
+        (["method=[]"], ["different ones of"]),
+        (["experiment=yu2025_fig66"], ["experiment = 'yu2025_fig66'", "did you mean yu2025_fig6?"]),
+        (["model=tiny,hf"], ["model = 'tiny,hf'", "one value", "-m (--multirun)"]),
+        (["task.pairs=[1"], ["task.pairs = 'task.pairs=[1'", "key=value"]),
+        (["+model.longbensh.max_prompt_tokens=1"], ["model.longbensh", "did you mean longbench?"]),
+        (["model=tiny", "task._target_=posbench.tasks.Nothing"], ["task._target_", "import path of a class"]),
+    ],
+    ids=lambda case: case[-1] if "=" in case[-1] and " " not in case[-1] else None,
+)
+def test_what_names_nothing_is_refused(overrides: list[str], words: list[str]) -> None:
+    with pytest.raises(UserError) as caught:
+        composed(*overrides)
+    text = str(caught.value)
+    assert "\n" not in text and all(word in text for word in words), text
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["--nonsense"], ["flag = '--nonsense'"]),
+        (["--cfg", "job", "-m"], ["one of -m, --cfg job"]),
+        (["--config-dir", "/nowhere"], ["--config-dir = '/nowhere'", "check the path"]),
+    ],
+)
+def test_flags_that_are_none(args: list[str], words: list[str]) -> None:
+    with pytest.raises(UserError) as caught:
+        _jobs(*args)
+    assert all(word in str(caught.value) for word in words)
+
+
+def test_a_broken_file_of_the_user_is_named(own: Path) -> None:
+    (own / "model" / "mine.yaml").write_text("path: [x\n")
+    with pytest.raises(UserError, match=f"config file = '{own}': allowed: valid YAML"):
+        _jobs("--config-dir", str(own), "model=mine")

@@ -1,0 +1,185 @@
+"""Every choice and experiment composes and checks, YAML files hold what differs alone, and mistakes are told in words."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import yaml
+
+from posbench import paths
+from posbench.errors import UserError, choices
+from posbench.methods import ScaleChannel, Unmodified
+from posbench.model.load import model_config
+from posbench.pipeline.compose import compose, composed
+from posbench.pipeline.config import check, needs, trial
+from posbench.schema import defaults, target
+from posbench.search.channel import ChannelSearch
+from posbench.tasks import KVRetrieval
+from tests.conftest import config_of
+
+
+def _all(*args: str) -> dict[str, Any]:
+    """The checked configs of a sweep, by its overrides."""
+    found = {}
+    compose(args, lambda made: found.__setitem__(" ".join(made.overrides), check(made.raw, made.typed)))
+    return found
+
+
+@pytest.mark.parametrize("group", ["task", "method", "search", "runtime"])
+def test_every_choice_composes_and_checks(group: str) -> None:
+    names = choices(paths.CONF / group)
+    found = _all("-m", f"{group}={','.join(names)}", "model=tiny", "stages=[evaluate]")
+    assert len(found) == len(names)
+    for name, config in zip(names, found.values(), strict=True):
+        if group != "runtime":
+            shown = {"task": config.task.name, "method": config.choice.name}.get(group, name)
+            assert shown == name
+
+
+def test_every_model_composes_and_checks() -> None:
+    names = choices(paths.CONF / "model")
+    found = _all("-m", f"model={','.join(names)}", "model.path=.", "stages=[search]")
+    assert [config.model.name for config in found.values()] == names
+
+
+@pytest.mark.parametrize("name", choices(paths.CONF / "model"))
+def test_the_blocks_of_a_model_name_fields(name: str) -> None:
+    for block, values in model_config(name, path=".").blocks.items():
+        (file,) = paths.CONF.glob(f"*/{block}.yaml")
+        cls, _ = target(yaml.safe_load(file.read_text()), object, block)
+        assert set(values) <= {*defaults(cls), "source"}, block
+
+
+@pytest.mark.parametrize("study", choices(paths.CONF / "study"))
+def test_every_study_composes_and_checks(study: str) -> None:
+    assert config_of(f"study={study}").study_name == study
+
+
+@pytest.mark.parametrize("name", choices(paths.EXPERIMENTS))
+def test_every_experiment_composes_at_both_ends_of_its_grid(name: str) -> None:
+    grid = (yaml.safe_load((paths.EXPERIMENTS / f"{name}.yaml").read_text())["experiment"]).get("grid") or {}
+    for end in (0, -1) if grid else (0,):
+        spelled = {key: values[end] for key, values in grid.items()}
+        point = [f"{k}={v if isinstance(v, str) else json.dumps(v)}" for k, v in spelled.items()]
+        config = config_of(f"experiment={name}", *point)
+        assert config.experiment is not None and config.experiment.name == name
+
+
+@pytest.mark.parametrize("group", ["task", "method", "search", "study"])
+def test_a_file_holds_only_what_differs_from_the_defaults(group: str) -> None:
+    for name in choices(paths.CONF / group):
+        data = yaml.safe_load((paths.CONF / group / f"{name}.yaml").read_text())
+        base = data.get("defaults", [name])[0]
+        named = yaml.safe_load((paths.CONF / group / f"{base}.yaml").read_text())
+        own = defaults(target(named, object, group)[0])
+        for key in set(data) - {"_target_", "defaults"}:
+            assert key in own and data[key] != own[key], f"{group}/{name}.yaml: {key}"
+
+
+def test_without_a_models_own_values_the_settings_are_the_papers() -> None:
+    config = config_of("model=mistral7b")
+    assert config.task == KVRetrieval() and config.search == ChannelSearch()
+    assert config.choice.build() == ScaleChannel(channel=213, factor=0.0, layers=(10, 25))
+    assert config.stages == ("intervene", "evaluate", "report")
+
+
+def test_what_is_typed_wins_over_what_is_found() -> None:
+    found = {"channel": 5, "factor": 0.0, "layers": [1, 3]}
+
+    def built(*overrides: str) -> Any:
+        config = config_of(*overrides)
+        return config.choice.build(found, config.target)
+
+    assert built("model=tiny") == ScaleChannel(channel=5, factor=0.0, layers=(1, 3))
+    assert built("model=tiny", "method.factor=-1") == ScaleChannel(channel=5, factor=-1.0, layers=(1, 3))
+    # Published constants give way to a search, typed ones do not.
+    searched = built("model=mistral7b", "stages=[search,evaluate]", "method.channel=7")
+    assert searched == ScaleChannel(channel=7, factor=0.0, layers=(1, 3))
+
+
+def test_a_method_without_constants_names_the_command_that_finds_them() -> None:
+    command = r"posbench stages=\[search\] model=hf model.path=\. method=scale_channel"
+    with pytest.raises(UserError, match=r"method.channel = None.*" + command):
+        config_of("model=hf", "model.path=.")
+    searched = config_of("model=hf", "model.path=.", "stages=[search]")
+    assert trial(searched) == ScaleChannel(channel=0, factor=1.0, layers=(0, 0))
+
+
+def test_a_default_search_stage_is_left_out_where_the_method_has_none() -> None:
+    config = config_of("model=tiny", "method=none")
+    assert config.stages == ("intervene", "evaluate", "report") and config.choice.build() == Unmodified()
+    with pytest.raises(UserError, match="no search for method none"):
+        config_of("model=tiny", "method=none", "stages=[search,evaluate]")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "groups"),
+    [
+        ([], "model task method search runtime"),
+        (["stages=[evaluate]"], "model task method runtime"),
+        (["study=crop_mask"], "model task method runtime study"),
+        (["study=crop_mask", "stages=[study,evaluate]"], "model task method runtime study"),
+        (["study=rollout"], "model method runtime study"),
+        (["study=masks"], "runtime study"),
+        (
+            ["experiment=yu2025_fig6", "method.factor=1", "stages=[evaluate]"],
+            "model task method runtime experiment",
+        ),
+    ],
+)
+def test_the_record_holds_the_groups_that_took_part(overrides: list[str], groups: str) -> None:
+    config = config_of(*overrides)
+    assert set(config.raw) - {"stages", "typed"} == set(groups.split())
+    assert config.raw["stages"] == list(config.stages)
+    assert config.raw["typed"] == (["method.factor"] if "method.factor=1" in overrides else [])
+
+
+def test_all_mistakes_are_told_together() -> None:
+    with pytest.raises(UserError) as caught:
+        config_of(
+            "task.pairs=1", "search.strings=0", "search.window=x", "runtime.batch_size=0", "model.dtype=int8"
+        )
+    fields = [fault.field for fault in caught.value.faults]
+    wanted = ["task.pairs", "search.strings", "search.window", "model.dtype", "runtime.batch_size"]
+    assert sorted(fields) == sorted(wanted)
+    assert all("\n" not in str(fault) and "; next: " in str(fault) for fault in caught.value.faults)
+
+
+@pytest.mark.parametrize(
+    ("raw", "words"),
+    [
+        ({"modle": 1}, "modle = 1: allowed: model, task"),
+        ({"model": None}, "model = None: allowed: a choice of that group; next: posbench ls models"),
+        ({"search": None}, "posbench ls searches"),
+        (
+            {"method": {"_target_": "posbench.methods.Nothing"}},
+            "method._target_ = 'posbench.methods.Nothing'",
+        ),
+        (
+            {"method": {"_target_": "posbench.tasks.KVRetrieval"}},
+            "a subclass of posbench.methods.base.Method",
+        ),
+        ({"task": {}}, "task._target_ = None"),
+        ({"stages": "search"}, "stages = 'search': allowed: some of search, study, intervene"),
+        ({"stages": ["report", "evaluate"]}, "in this order"),
+        ({"stages": ["study"]}, "study = None: allowed: a study; next: posbench ls studies"),
+    ],
+)
+def test_a_config_that_hydra_did_not_make(raw: dict[str, Any], words: str) -> None:
+    good = composed("model=mistral7b").raw
+    with pytest.raises(UserError) as caught:
+        check(good | raw)
+    assert words in str(caught.value)
+
+
+def test_a_config_needs_its_checkpoint_and_the_files_of_its_task() -> None:
+    found = needs(composed("model=mistral7b", "task.path=/a.jsonl", "task.calibration_path=/b.jsonl").raw)
+    assert [source.id for source in found] == ["mistralai/Mistral-7B-Instruct-v0.2", "/a.jsonl", "/b.jsonl"]
+
+
+def test_a_model_config_outside_a_run() -> None:
+    assert model_config("mistral7b", dtype="float32").dtype == "float32"
+    with pytest.raises(UserError, match=r"model\.dtype = 'int8'"):
+        model_config("mistral7b", dtype="int8")

@@ -1,0 +1,134 @@
+"""What starts a new version, what makes another run of it, and what does neither."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from posbench import paths
+from posbench.model.load import model_config
+from posbench.pipeline import identity
+from tests.conftest import config_of
+
+BASE = ["model=tiny", "method=scale_channel", "stages=[evaluate]", "runtime.device=cpu"]
+
+
+@pytest.fixture(scope="module")
+def config() -> Any:
+    return config_of(*BASE)
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of the package's code that a test may change."""
+    copy = tmp_path / "posbench"
+    shutil.copytree(paths.PACKAGE, copy, ignore=shutil.ignore_patterns("models", "templates", "__pycache__"))
+    monkeypatch.setattr(paths, "PACKAGE", copy)
+    return copy
+
+
+MOVES = [
+    *("tasks/kv_retrieval.py", "tasks/scorers.py", "stats/bootstrap.py", "theory/rope.py", "model/lm.py"),
+    *("methods/scale_channel.py", "perturbations/crop_mask.py", "measure/items.py", "run/base.py"),
+    *("search/channel.py", "studies/base.py", "embedded/network.py", "pipeline/stages/evaluate.py"),
+    *("schema.py", "files/atomic.py"),
+]
+LEAVES = [
+    *("report/page.py", "report/text.py", "plots/base.py", "plots/sweep.py", "cli/main.py", "errors.py"),
+    *("versions.py", "files/sources.py", "files/markdown.py", "pipeline/execute.py"),
+]
+
+
+@pytest.mark.parametrize("file", [*MOVES, *LEAVES])
+def test_code_that_can_move_a_number_starts_a_new_version_and_other_code_does_not(
+    file: str, config: Any, package: Path
+) -> None:
+    before = identity.source_digest(config)
+    assert before == identity.source_digest(config)
+    (package / file).write_text((package / file).read_text() + "# changed\n")
+    assert (identity.source_digest(config) != before) is (file in MOVES)
+
+
+def test_a_new_file_in_a_room_of_numbers_counts_and_a_renamed_one_too(config: Any, package: Path) -> None:
+    found = [identity.source_digest(config)]
+    (package / "methods" / "fresh.py").write_text("")
+    found.append(identity.source_digest(config))
+    (package / "methods" / "fresh.py").rename(package / "methods" / "other.py")
+    found.append(identity.source_digest(config))
+    (package / "report" / "fresh.py").write_text("")
+    assert len(set(found)) == 3 and identity.source_digest(config) == found[-1]
+
+
+def _keys(config: Any) -> tuple[dict[str, Any], str]:
+    who = identity.identity(config)
+    return identity.version_key(config, who), identity.run_name(config, who)
+
+
+@pytest.mark.parametrize(
+    ("override", "version", "run"),
+    [
+        ("task.seed=1", True, False),
+        ("task.pairs=16", True, False),
+        ("method.factor=0.5", False, True),
+        ("method.factor=-1.0", False, True),
+        ("method=none", False, True),
+        ("model=tiny_b", False, True),
+        ("model.dtype=bfloat16", False, True),
+        ("model.context_window=300", False, True),
+        ("runtime.batch_size=8", False, True),
+        ("runtime.threads=2", False, True),
+        ("runtime.resamples=9", False, True),
+        ("runtime.intervene_examples=3", False, True),
+        ("search.strings=9", False, False),
+        ("runtime.outputs=elsewhere", False, False),
+        ("stages=[evaluate,report]", False, False),
+    ],
+)
+def test_settings_start_a_version_a_run_or_neither(
+    override: str, version: bool, run: bool, config: Any
+) -> None:
+    (key, name), (other_key, other_name) = _keys(config), _keys(config_of(*BASE, override))
+    assert (key != other_key) is version
+    assert (name != other_name) is run
+    if override == "method.factor=-1.0":
+        assert other_name.startswith("tiny__scale_channel__"), "the model's own value, but typed"
+
+
+def test_a_search_is_part_of_a_run_that_searches_and_a_study_names_its_folder() -> None:
+    searches = [config_of("stages=[search,evaluate]", f"search.strings={n}") for n in (8, 9)]
+    assert _keys(searches[0])[1] != _keys(searches[1])[1]
+    assert _keys(config_of("study=crop_mask"))[1].startswith("tiny__crop_mask__none__")
+
+
+def test_a_checkpoint_is_known_by_its_small_files_and_the_edges_of_its_weights(
+    tmp_path: Path, checkpoint: Path
+) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(checkpoint, copy)
+    weights, whole = copy / "model.safetensors", (copy / "model.safetensors").read_bytes()
+
+    def found() -> str:
+        return identity.fingerprint(model_config("x", path=str(copy)))
+
+    first = found()
+    assert first == identity.fingerprint(model_config("x", path=str(checkpoint))), (
+        "where it lies says nothing"
+    )
+    (copy / "README.md").write_text("read me")
+    assert found() == first
+    for changed in (whole[:-1] + bytes([whole[-1] ^ 1]), whole + b"\0", bytes([whole[0] ^ 1]) + whole[1:]):
+        weights.write_bytes(changed)
+        assert found() != first
+    weights.write_bytes(whole)
+    (copy / "chat_template.jinja").write_text("x")
+    assert found() != first
+
+
+def test_a_record_says_where_a_run_was_made(config: Any) -> None:
+    facts = identity.provenance(config, "posbench model=tiny", identity.identity(config))
+    assert facts["command"] == "posbench model=tiny" and facts["identity"]["device"] == "cpu"
+    assert {"torch", "transformers", "numpy"} <= set(facts["packages"]) and facts["hardware"]
+    assert facts["model"]["path"] == "posbench://tiny" and facts["task"]["licence"]

@@ -1,0 +1,181 @@
+"""Figures carry exactly the numbers of their frames, and their files are the same bytes every time."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from posbench.errors import UserError
+from posbench.plots.attention import attention_by_position
+from posbench.plots.scores import accuracy_by_position, by_subset
+from posbench.plots.search import candidate_losses_figure, channel_curves
+from posbench.plots.sweep import attention_sweep, factor_sweep
+from posbench.stats.scores import SUBSET_COLUMNS
+from tests.frames import AFTER, BEFORE, attention, channels, metrics, search, sweep
+
+ROOT = Path(__file__).parents[2]
+
+
+def line(axes, label: str):
+    (found,) = [one for one in axes.lines if one.get_label() == label]
+    return found
+
+
+def test_accuracy_lines_and_bands_carry_the_frame():
+    axes = accuracy_by_position(metrics(), chance=0.05).axes[0]
+    np.testing.assert_allclose(line(axes, "unmodified").get_xdata(), [0, 50, 100])
+    np.testing.assert_allclose(line(axes, "unmodified").get_ydata(), np.multiply(BEFORE, 100))
+    np.testing.assert_allclose(line(axes, "scale_channel").get_ydata(), np.multiply(AFTER, 100))
+    assert set(line(axes, "chance").get_ydata()) == {5.0}
+    band = axes.collections[0].get_paths()[0].vertices[:, 1]
+    assert band.max() == pytest.approx(101) and band.min() == pytest.approx(57)
+    assert "%" in axes.get_xlabel() and "%" in axes.get_ylabel()
+
+
+def test_positions_are_sorted_as_numbers_and_models_kept_apart():
+    frame = pd.concat([metrics().iloc[::-1], metrics(model="other")])
+    axes = accuracy_by_position(frame).axes[0]
+    np.testing.assert_allclose(line(axes, "scale_channel, model tiny").get_xdata(), [0, 50, 100])
+    assert len(axes.lines) == 4
+
+
+def test_attention_names_the_strongest_layer_and_shows_the_change():
+    left, right, *_ = attention_by_position(attention()).axes
+    assert "layer 1" in left.get_title()
+    np.testing.assert_allclose(line(left, "scale_channel").get_ydata(), [0.03, 0.032, 0.034])
+    np.testing.assert_allclose(right.images[0].get_array(), np.full((2, 3), 0.01))
+    assert right.images[0].norm.vmin == -right.images[0].norm.vmax
+    left, *_ = attention_by_position(attention(), layers=[0, 1]).axes
+    np.testing.assert_allclose(line(left, "unmodified").get_ydata(), [0.015, 0.017, 0.019])
+    assert "layers 0, 1" in left.get_title()
+
+
+def test_attention_of_one_method_alone_and_no_change():
+    only = attention()[lambda f: f["method"] == "none"]
+    _, right, *_ = attention_by_position(only).axes
+    np.testing.assert_allclose(right.images[0].get_array(), [[0.01, 0.012, 0.014], [0.02, 0.022, 0.024]])
+    _, right, *_ = attention_by_position(attention(gain=0)).axes
+    assert not np.any(right.images[0].get_array())
+
+
+def test_channel_lines():
+    figure = channel_curves(channels(), 33)
+    assert [axes.get_title() for axes in figure.axes[:2]] == ["attention input", "residual"]
+    raw, mean = figure.axes[1].lines[2:4]
+    np.testing.assert_allclose(raw.get_ydata(), [1.01, 1.09, 1.21, 1.29, 1.41])
+    np.testing.assert_allclose(mean.get_ydata(), [1, 1.1, 1.2, 1.3, 1.4])
+    huge = channels().assign(value=lambda f: f["value"].where(f["token"] > 0, 500))
+    axes = channel_curves(huge, 33).axes[0]
+    assert "off the scale" in axes.get_title() and axes.get_ylim()[1] < 2
+    with pytest.raises(UserError, match="34"):
+        channel_curves(channels(), 34)
+
+
+def test_candidates_are_the_best_and_the_winner():
+    axes = candidate_losses_figure(search()).axes[0]
+    labels = [text.get_text() for text in axes.get_yticklabels()]
+    assert labels[0] == "ch 0 x 0, layers 1-3" and labels[-1].startswith("ch 35 ") and len(labels) == 31
+    np.testing.assert_allclose(line(axes, "selected").get_xdata(), [search()["loss"][35]])
+    assert set(line(axes, "unmodified").get_xdata()) == {1.5}
+    assert axes.figure.get_suptitle() == "best 30 of 40 candidates, and the selected one"
+    assert "selected" not in [
+        one.get_label() for one in candidate_losses_figure(search(3, None)).axes[0].lines
+    ]
+
+
+def test_factor_sweep_sorts_numbers_and_draws_the_unmodified_once():
+    left, right = factor_sweep(sweep([1.0, -1.0, 0.5])).axes
+    points = left.lines[0]
+    np.testing.assert_allclose(points.get_xdata(), [-1, 0.5, 1])
+    np.testing.assert_allclose(points.get_ydata(), 100 * (np.mean(AFTER) - np.array([0.1, 0.05, 0.1])))
+    assert [one.get_label() for one in right.lines] == ["-1", "0.5", "1", "unmodified"]
+    np.testing.assert_allclose(line(right, "0.5").get_ydata(), 100 * (np.array(AFTER) - 0.05))
+
+
+def test_sweep_over_models_keeps_each_unmodified():
+    parts = [
+        metrics(model=m).assign(run=m, value=lambda f, i=i: f["value"] - 0.1 * i)
+        for i, m in enumerate(("a", "b"))
+    ]
+    left, right = factor_sweep(pd.concat(parts), "model").axes
+    assert [text.get_text() for text in left.get_xticklabels()] == ["a", "b"]
+    assert len(right.lines) == 4
+    np.testing.assert_allclose(right.lines[3].get_ydata(), np.multiply(BEFORE, 100) - 10)
+
+
+def test_one_setting_with_two_runs_is_refused():
+    with pytest.raises(UserError, match="several runs"):
+        factor_sweep(sweep([0.5, 0.5]))
+
+
+def test_attention_sweep_lines():
+    parts = [attention(g).assign(**{"run": str(g), "method.factor": g}) for g in (0.01, 0.0)]
+    axes = attention_sweep(pd.concat(parts)).axes[0]
+    np.testing.assert_allclose(line(axes, "0.01").get_ydata(), [0.03, 0.032, 0.034])
+    np.testing.assert_allclose(line(axes, "unmodified").get_ydata(), [0.02, 0.022, 0.024])
+
+
+def test_subsets_are_points_with_intervals_and_averages_come_last():
+    rows = [
+        (
+            "tiny",
+            method,
+            "qa",
+            name,
+            kind,
+            "score",
+            value + gain,
+            9,
+            value + gain - 0.1,
+            value + gain + 0.1,
+            0,
+        )
+        for method, gain in (("none", 0.0), ("x", 0.2))
+        for name, kind, value in (("a_b", "subset", 0.3), ("c", "subset", 0.5), ("all", "average", 0.4))
+    ]
+    axes = by_subset(pd.DataFrame(rows, columns=list(SUBSET_COLUMNS))).axes[0]
+    assert [text.get_text() for text in axes.get_yticklabels()] == ["a b", "c", "all"]
+    for container, gain in zip(axes.containers, (0, 20), strict=True):
+        np.testing.assert_allclose(container.lines[0].get_xdata(), np.array([30, 50, 40]) + gain)
+        ends = np.array([segment[:, 0] for segment in container.lines[2][0].get_segments()])
+        np.testing.assert_allclose(np.ptp(ends, axis=1), 20)
+    assert [text.get_text() for text in axes.figure.legends[0].get_texts()] == ["unmodified", "x"]
+
+
+@pytest.mark.parametrize(
+    ("frame", "words"),
+    [
+        (metrics().drop(columns="value"), "metrics = 'columns missing: value'"),
+        (metrics().iloc[:0], "metrics = 'no row'"),
+    ],
+)
+def test_what_cannot_be_drawn_is_named(frame, words):
+    with pytest.raises(UserError, match=words):
+        accuracy_by_position(frame)
+
+
+DRAW = """
+import pathlib, sys
+from posbench.plots.attention import attention_by_position
+from posbench.plots.base import save
+from posbench.plots.scores import accuracy_by_position
+from tests import frames
+save(accuracy_by_position(frames.metrics()), pathlib.Path(sys.argv[1]) / "a")
+save(attention_by_position(frames.attention()), pathlib.Path(sys.argv[1]) / "b")
+assert "matplotlib.pyplot" not in sys.modules and "torch" not in sys.modules
+"""
+
+
+def test_files_are_byte_stable_across_processes(tmp_path):
+    for seed in ("1", "2"):
+        command = [sys.executable, "-c", DRAW, str(tmp_path / seed)]
+        environment = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": str(ROOT)}
+        subprocess.run(command, check=True, cwd=ROOT, env=environment)
+    files = [{p.name: p.read_bytes() for p in (tmp_path / seed).iterdir()} for seed in ("1", "2")]
+    assert files[0] == files[1] and sorted(files[0]) == ["a.pdf", "a.png", "b.pdf", "b.png"]

@@ -1,0 +1,143 @@
+"""The page says what the folder's numbers say, and nothing more."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from posbench.errors import UserError
+from posbench.report.page import render_run
+from posbench.report.sweep import render_sweep
+from tests.frames import attention, channels, metrics, search, sweep
+
+SEARCHED = "stages: [search]\nsearch: {_target_: posbench.search.channel.ChannelSearch}\n"
+
+
+def folder_with(path: Path, config: str = SEARCHED, **frames: pd.DataFrame) -> Path:
+    path.mkdir(exist_ok=True)
+    (path / "config.yaml").write_text(config)
+    for name, frame in frames.items():
+        frame.to_csv(path / f"{name}.csv", index=False)
+    return path
+
+
+def test_full_run(tmp_path):
+    folder = folder_with(
+        tmp_path, metrics=metrics(), attention=attention(), search=search(), channels=channels()
+    )
+    (folder / "found.yaml").write_text("scale_channel: {channel: 33, factor: 0}\n")
+    (folder / "provenance.json").write_text(
+        json.dumps({"command": "posbench task=kv", "packages": {"torch": "2.6"}})
+    )
+    page = render_run(folder).read_text()
+    titles = (
+        "Accuracy by gold position",
+        "Attention",
+        "Search",
+        "Positional channel",
+        "Found constants",
+        "Provenance",
+    )
+    cells = "60.0 [57.0, 63.0]", "+30.0 [26.0, 34.0]", "scale_channel: {channel: 33, factor: 0}"
+    for text in (*(f"<h2>{title}</h2>" for title in titles), *cells, "posbench task=kv", "packages.torch"):
+        assert text in page
+    assert page.count("data:image/png;base64,") == 4
+    assert "<script" not in page and "http" not in page.replace("data:image", "")
+    names = {p.name for p in (folder / "figures").iterdir()}
+    assert {"accuracy.png", "accuracy.pdf", "attention.pdf", "candidates.pdf", "channel_33.pdf"} <= names
+    before = {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+    render_run(folder)
+    assert before == {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+def test_absent_files_leave_their_sections_out(tmp_path):
+    page = render_run(folder_with(tmp_path, search=search(3, None))).read_text()
+    assert "Nothing was scored" in page and "kept the unmodified model" in page
+    titles = "Accuracy by gold position", "Attention", "Positional channel", "Found constants", "Provenance"
+    for title in (*titles, "How to reproduce"):
+        assert f"<h2>{title}</h2>" not in page
+    (tmp_path / "search.csv").unlink()
+    assert "<img" not in render_run(tmp_path).read_text()
+
+
+def test_names_are_escaped(tmp_path):
+    folder = folder_with(
+        tmp_path,
+        "model: </pre><script>\n",
+        metrics=metrics("<script>alert(1)</script>", model="<script>m"),
+        attention=attention(method="<script>"),
+    )
+    (folder / "provenance.json").write_text(json.dumps({"command": "posbench '<script>'"}))
+    page = render_run(folder).read_text()
+    assert "<script" not in page and "&lt;script&gt;" in page
+
+
+def test_unfinished_run_says_so(tmp_path):
+    folder = folder_with(tmp_path, metrics=metrics())
+    (folder / "status.json").write_text(json.dumps({"state": "incomplete", "error": "3 rows failed"}))
+    assert "may be partial. 3 rows failed" in render_run(folder).read_text()
+
+
+def test_model_named_null_and_method_none_survive_the_csv(tmp_path):
+    folder = folder_with(tmp_path, metrics=metrics(model="null"))
+    assert "The unmodified model answers" in render_run(folder).read_text()
+
+
+@pytest.mark.parametrize("render", [render_run, render_sweep])
+def test_missing_folder_is_named(render, tmp_path):
+    with pytest.raises(UserError, match="nowhere"):
+        render(tmp_path / "nowhere")
+    with pytest.raises(UserError, match="DIR"):
+        render(tmp_path)
+
+
+@pytest.mark.parametrize("content", ["", "model,method\nx,y,z,w,v\n1\n", "\xff\xfe"])
+def test_unreadable_csv_is_named(content, tmp_path):
+    folder = folder_with(tmp_path)
+    (folder / "metrics.csv").write_bytes(content.encode("latin-1"))
+    with pytest.raises(UserError, match="metrics"):
+        render_run(folder)
+
+
+def test_broken_json_is_named(tmp_path):
+    folder = folder_with(tmp_path, metrics=metrics())
+    (folder / "provenance.json").write_text("{")
+    with pytest.raises(UserError, match=r"provenance\.json"):
+        render_run(folder)
+
+
+def test_sweep_page(tmp_path):
+    sweep([1.0, 0.0, -1.0]).to_csv(tmp_path / "summary.csv", index=False)
+    parts = [attention(g).assign(**{"run": f"r{g}", "method.factor": g}) for g in (1.0, 0.0, -1.0)]
+    pd.concat(parts).to_csv(tmp_path / "attention_summary.csv", index=False)
+    row = {
+        "model": "gpt",
+        "method": "none",
+        "task": "kv",
+        "gold_position": "0%",
+        "metric": "accuracy",
+        "value": 0.9,
+        "source": "Table 1",
+    }
+    (tmp_path / "reference.json").write_text(json.dumps([row]))
+    page = render_sweep(tmp_path).read_text()
+    assert "Over 3 settings of method.factor, the average runs from 82.7 % (-1) to 92.7 % (0)" in page
+    assert "1 raise, 2 do not reliably change it" in page
+    assert "numbers are for gpt; none of these ran here" in page and "Source: Table 1." in page
+    assert (tmp_path / "figures" / "sweep.pdf").is_file() and (
+        tmp_path / "figures" / "attention.pdf"
+    ).is_file()
+
+
+def test_sweep_over_a_column_that_metrics_also_has(tmp_path):
+    parts = [metrics(m).assign(run=m) for m in ("a", "b")]
+    frame = pd.concat(parts)
+    frame.insert(0, "swept", frame["run"])
+    columns = ["run", "swept", *[c for c in frame.columns if c not in ("run", "swept")]]
+    frame[columns].rename(columns={"swept": "method"}).to_csv(tmp_path / "summary.csv", index=False)
+    assert "Over 2 settings of method (swept)" in render_sweep(tmp_path).read_text()
+    pd.concat(parts).to_csv(tmp_path / "summary.csv", index=False)
+    assert "Over 2 settings of method," in render_sweep(tmp_path).read_text()

@@ -1,0 +1,113 @@
+"""Sentences and tables say no more than the numbers do."""
+
+from __future__ import annotations
+
+from io import StringIO
+
+import pandas as pd
+import pytest
+from rich.console import Console
+
+from posbench.report.tables import bias_table, other_scores, position_table, subset_table
+from posbench.report.terminal import summary_table
+from posbench.report.text import applied, headline, short, shortened
+from tests.frames import AFTER, BEFORE, metrics
+
+
+@pytest.mark.parametrize(
+    ("value", "low", "high", "said"),
+    [
+        (
+            0.086,
+            0.05,
+            0.12,
+            "scale_channel raises the average from 84.0 % to 92.7 % (+8.6 points, 95 % interval 5.0 to 12.0, n = 300)",
+        ),
+        (0.01, -0.02, 0.04, "makes no reliable change to the average"),
+        (0.02, 0.0, 0.04, "makes no reliable change to the average"),
+        (-0.1, -0.15, -0.05, "scale_channel lowers the average"),
+    ],
+)
+def test_headline_says_no_more_than_the_interval(value: float, low: float, high: float, said: str) -> None:
+    frame = metrics()
+    mask = (frame["metric"] == "accuracy_difference") & (frame["gold_position"] == "all")
+    frame.loc[mask, ["value", "ci_low", "ci_high"]] = value, low, high
+    text = headline(frame)
+    curve = "The unmodified model answers 96.0 % at the ends and 60.0 % at its worst inner position; "
+    assert text.startswith(curve) and said in text
+
+
+def test_headline_without_method_without_comparison_and_without_metrics() -> None:
+    alone = headline(metrics("none"))
+    assert alone.endswith("60.0 % at its worst inner position, 84.0 % on average (n = 300).")
+    unpaired = metrics()[lambda f: f["metric"] == "accuracy"]
+    assert "no paired comparison was recorded" in headline(unpaired)
+    assert headline(None) == "Nothing was scored in this run."
+
+
+def test_intervals_are_rounded_and_lists_are_not() -> None:
+    for long, wanted in (("76.6 [72.1, 80.5]", "76.6 [72, 80]"), ("+0.1 [-0.3, 2.3]", "+0.1 [-0, 2]")):
+        assert short(long) == wanted
+    for other in ("[1.0,1.585]", "[[0, 1.25], [3, 1.5]]"):
+        assert short(other) == other
+
+
+def test_a_shortened_prompt_counts_once_and_the_mean_is_over_the_shortened() -> None:
+    dropped = {"x": 0, "y": 10, "z": 20}
+    rows = [{"id": name, "dropped": n, "method": method} for method in "ab" for name, n in dropped.items()]
+    sentence = "2 of 3 prompts were shortened to the context window (mean 15 tokens removed)."
+    assert shortened(rows) == sentence and shortened(rows[:1]) == ""
+
+
+def test_a_method_is_told_with_every_parameter() -> None:
+    one = {"name": "scale_channel", "channel": 3, "factor": 0.0, "layers": [0, 1], "last": None}
+    assert applied(one) == "scale_channel: channel 3, factor 0.0, layers [0, 1]"
+    both = {"name": "a-b", "parts": {"a": {"x": 1}, "b": {"y": None, "z": 2}}, "source": "a: a paper"}
+    assert applied(both) == "a-b: a (x 1); b (z 2); constants: a: a paper"
+
+
+def test_terminal_table_is_narrow_and_ends_with_all() -> None:
+    for frame in (metrics(), pd.concat([metrics(), metrics("[bold]other")[lambda f: f["method"] != "none"]])):
+        out = StringIO()
+        Console(file=out, width=100).print(summary_table(frame))
+        lines = out.getvalue().splitlines()
+        assert max(map(len, lines)) <= 100
+        assert all(word in out.getvalue() for word in ("60.0", "+30.0", "50 %"))
+        last = [one for one in lines if " all " in one][-1]
+        assert "84.0" in last and "300" in last
+        assert lines.index(last) > max(i for i, one in enumerate(lines) if " 100 %" in one)
+    assert "[bold]other" in out.getvalue()
+
+
+def test_position_table() -> None:
+    header, rows = position_table(metrics())
+    assert header == ["gold position", "unmodified", "scale_channel", "difference", "n"]
+    assert rows[1] == ["50 %", "60.0 [57.0, 63.0]", "90.0 [87.0, 93.0]", "+30.0 [26.0, 34.0]", "100"]
+    assert [row[0] for row in rows] == ["0 %", "50 %", "100 %", "all"]
+    assert (BEFORE[1], AFTER[1]) == (0.6, 0.9)
+
+
+def _scores(*rows: tuple[str, str, float], **same: object) -> pd.DataFrame:
+    """Rows of metrics.csv over all positions, each value its own interval."""
+    common = {"model": "m", "task": "t", "gold_position": "all", "depth": None, "n": 4, "seed": 0, **same}
+    return pd.DataFrame(
+        [{**common, "method": m, "metric": k, "value": v, "ci_low": v, "ci_high": v} for m, k, v in rows]
+    )
+
+
+def test_other_scores_stand_apart_from_the_tasks_own_in_their_own_unit() -> None:
+    own = [("none", "exact_order", 0.5), ("x", "exact_order", 0.75), ("x", "exact_order_difference", 0.25)]
+    other = [("none", "lsd", 1.25), ("x", "lsd", 1.0), ("x", "lsd_difference", -0.25)]
+    header, table = subset_table(other_scores(_scores(*own, *other)), own="")
+    assert header == ["subset", "metric", "unmodified", "x", "difference", "n"]
+    cells = ["1.250 [1.250, 1.250]", "1.000 [1.000, 1.000]", "-0.250 [-0.250, -0.250]"]
+    assert table == [["all", "lsd", *cells, "4"]]
+
+
+def test_bias_is_told_in_points_and_a_gap_has_no_difference() -> None:
+    own = _scores(("none", "accuracy", 0.5), ("x", "accuracy", 0.6))
+    bias = [("none", "gap", 0.3), ("x", "gap", 0.2), ("none", "primacy", 0.1), ("x", "primacy", 0.05)]
+    header, table = bias_table(pd.concat([own, _scores(*bias, ("x", "primacy_difference", -0.05))]))
+    assert header == ["statistic", "unmodified", "x", "difference"]
+    assert table[0] == ["gap (best - worst)", "30.0 [30.0, 30.0]", "20.0 [20.0, 20.0]", ""]
+    assert table[1][1:] == ["10.0 [10.0, 10.0]", "5.0 [5.0, 5.0]", "-5.0 [-5.0, -5.0]"]

@@ -1,0 +1,126 @@
+"""Intervals against scipy, against every possible draw, and against cases worked out by hand."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy.stats import binomtest, norm
+
+from posbench.stats.bootstrap import difference, mean, normal, resampled, statistic, wilson
+
+VALUES = {"a": [1.0, 2.0], "b": [4.0], "c": [0.0, 0.5, 7.0], "d": [3.0, -2.0]}
+"""Scores of four questions, asked once to three times."""
+
+
+def flat(clusters: dict[str, list[float]]) -> tuple[list[float], list[str]]:
+    return [v for values in clusters.values() for v in values], [c for c, v in clusters.items() for _ in v]
+
+
+def every_draw(clusters: dict[str, list[float]]) -> np.ndarray:
+    """Means of all 4^4 equally likely draws of four clusters."""
+    draws = product(clusters.values(), repeat=len(clusters))
+    return np.array([np.mean(np.concatenate(draw)) for draw in draws])
+
+
+@given(st.integers(1, 3000).flatmap(lambda n: st.tuples(st.integers(0, n), st.just(n))))
+def test_wilson_is_scipys(counts: tuple[int, int]) -> None:
+    successes, n = counts
+    theirs = binomtest(successes, n).proportion_ci(0.95, method="wilson")
+    assert wilson(successes, n) == pytest.approx((theirs.low, theirs.high), abs=1e-12)
+
+
+def test_draws_are_those_of_whole_clusters() -> None:
+    """Against the distribution over every possible draw."""
+    exact = every_draw(VALUES)
+    value, drawn = resampled({"x": flat(VALUES)}, stratified=False, resamples=40000)["x"]
+    assert value == np.mean(flat(VALUES)[0])
+    assert set(np.round(drawn, 9)) == set(np.round(exact, 9))
+    for at in np.unique(exact.round(9)):
+        assert np.mean(drawn < at + 1e-6) == pytest.approx(np.mean(exact < at + 1e-6), abs=0.012)
+
+
+def test_intervals_are_quantiles_of_every_draw() -> None:
+    low, high = np.quantile(every_draw(VALUES), [0.025, 0.975])
+    found = [
+        difference(*flat(VALUES), resamples=40000),
+        statistic({"x": flat(VALUES)}, lambda means: means["x"], resamples=40000),
+    ]
+    for at in found:
+        assert at == pytest.approx((np.mean(flat(VALUES)[0]), low, high, 8), abs=0.08)
+    assert found[0] == mean(*flat(VALUES), resamples=40000), "scores that are not all 0 or 1"
+
+
+def test_a_statistic_of_two_groups_keeps_questions_paired() -> None:
+    values, names = flat(VALUES)
+    other = [v + 0.25 for v in values]
+    groups = {"before": (values, names), "after": (other, names)}
+    at = statistic(groups, lambda means: means["after"] - means["before"], resamples=300)
+    assert at == pytest.approx((0.25, 0.25, 0.25, 8))
+    # A ratio of means, by every draw of clusters.
+    exact = [
+        np.mean(np.concatenate(d) + 3) / np.mean(np.concatenate(d) ** 2 + 1)
+        for d in product(map(np.array, VALUES.values()), repeat=4)
+    ]
+    groups = {"x": ([v + 3 for v in values], names), "y": ([v * v + 1 for v in values], names)}
+    found = statistic(groups, lambda means: means["x"] / means["y"], resamples=40000)
+    assert found[1:3] == pytest.approx(tuple(np.quantile(exact, [0.025, 0.975])), abs=0.03)
+
+
+def test_a_stratified_draw_keeps_the_size_of_every_group() -> None:
+    groups = {p: (list(range(p + 1)), [f"{p}-{i}" for i in range(p + 1)]) for p in range(3)}
+    alone = resampled(groups, stratified=True, resamples=200)
+    assert not any(np.isnan(drawn).any() for _, drawn in alone.values())
+    assert set(alone[0][1]) == {0} and set(alone[1][1]) == {0, 0.5, 1}, "one prompt, and two of two"
+    assert np.isnan(resampled(groups, stratified=False, resamples=200)[0][1]).any(), "a group may run out"
+    # A question that is asked at every position is drawn for all of them.
+    asked = {p: ([1.0, 2.0, 4.0], ["a", "b", "c"]) for p in range(3)}
+    draws = [drawn for _, drawn in resampled(asked, stratified=True, resamples=200).values()]
+    assert np.array_equal(draws[0], draws[1]) and np.array_equal(draws[0], draws[2])
+
+
+def test_right_or_wrong_scores_get_wilsons_interval_and_others_none() -> None:
+    names = [str(i) for i in range(5)]
+    assert mean([1, 0, 1, 1, 1], names) == (0.8, *wilson(4, 5), 5)
+    assert difference([1, 0, 1, 1, 1], names)[1:3] != wilson(4, 5)
+
+
+def test_a_normal_interval_is_scipys() -> None:
+    values = np.random.default_rng(0).normal(size=50)
+    low, high = norm.interval(0.95, values.mean(), values.std(ddof=1) / np.sqrt(50))
+    assert normal(values) == pytest.approx((values.mean(), low, high, 50))
+
+
+def test_the_mirrored_difference_has_the_mirrored_interval() -> None:
+    values, names = np.random.default_rng(1).choice([-1.0, 0.0, 1.0], size=200), [str(i) for i in range(200)]
+    value, low, high, _ = difference(values, names, resamples=4000, seed=3)
+    assert difference(-values, names, resamples=4000, seed=3)[1:3] == pytest.approx((-high, -low))
+    assert low < value < high
+    assert difference([0.25] * 20, names[:20], resamples=100) == (0.25, 0.25, 0.25, 20)
+
+
+def test_independent_prompts_give_the_normal_interval() -> None:
+    values = np.random.default_rng(2).normal(0.1, 1.0, size=1000)
+    found, theirs = difference(values, [str(i) for i in range(1000)], resamples=8000), normal(values)
+    half = theirs.ci_high - theirs.value
+    assert found[1:3] == pytest.approx(theirs[1:3], abs=0.15 * half)
+
+
+def test_prompts_of_one_question_are_not_independent() -> None:
+    question = np.random.default_rng(4).choice([0.0, 1.0], size=50)
+    repeated = np.repeat(question, 9)
+    alone, together = (
+        difference(repeated, [str(i // n) for i in range(450)], resamples=4000)[1:3] for n in (1, 9)
+    )
+    once = difference(question, [str(i) for i in range(50)], resamples=4000)[1:3]
+    assert together[1] - together[0] == pytest.approx(3 * (alone[1] - alone[0]), rel=0.15)
+    assert together == pytest.approx(once, abs=0.03)
+
+
+def test_the_interval_is_that_of_its_seed() -> None:
+    values, names = np.random.default_rng(5).normal(size=30), [str(i) for i in range(30)]
+    first, again, other = (difference(values, names, resamples=50, seed=seed) for seed in (1, 1, 2))
+    assert first == again != other

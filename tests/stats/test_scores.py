@@ -1,0 +1,235 @@
+"""Tables of scores against cases worked out by hand, and position bias against brute-force resampling."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+
+from posbench.stats.bootstrap import wilson
+from posbench.stats.position_bias import STATISTICS
+from posbench.stats.scores import COLUMNS, SUBSET_COLUMNS, Tabulator
+from posbench.tasks import KVRetrieval, Task
+
+
+def _row(method: str, name: str, accuracy: float, place: int | None = None, **more: Any) -> dict[str, Any]:
+    row = {"method": method, "id": name, "gold_position": place, "cluster": name}
+    return row | {"scores": {"accuracy": accuracy}} | more
+
+
+def _rows(method: str, scores: dict[int, list[float]]) -> list[dict[str, Any]]:
+    return [_row(method, f"{p}-{i}", s, p) for p, values in scores.items() for i, s in enumerate(values)]
+
+
+def _tabulator(task: Task, resamples: int = 200, seed: int = 7) -> Tabulator:
+    return Tabulator(task=task, model="m", unmodified="none", resamples=resamples, seed=seed)
+
+
+def _table(rows: list[dict[str, Any]], items: int | None = 11, **settings: int) -> Any:
+    return _tabulator(KVRetrieval(name="t", pairs=items or 2, positions=(0,)), **settings).metrics(rows)
+
+
+def test_tidy_by_hand() -> None:
+    before = _rows("none", {0: [1, 1, 1, 1], 5: [0, 0, 0, 1], 10: [1, 1, 1, 0]})
+    after = _rows("scaled", {0: [1, 1, 1, 0], 5: [1, 1, 0, 1], 10: [1, 1, 1, 0]})
+    table = _table(before + after)
+    assert tuple(table.columns) == COLUMNS
+    rows = {(r.method, r.gold_position, r.metric): r for r in table.itertuples()}
+    places = ("0", "5", "10", "all")
+    assert [rows["none", p, "accuracy"].depth for p in places[:3]] == [0, 0.5, 1]
+    wanted = {
+        ("none", "accuracy"): (1, 0.25, 0.75, 8 / 12),
+        ("scaled", "accuracy"): (0.75, 0.75, 0.75, 9 / 12),
+        ("scaled", "accuracy_difference"): (-0.25, 0.5, 0, 1 / 12),
+    }
+    for (method, metric), values in wanted.items():
+        assert [rows.pop((method, p, metric)).value for p in places] == pytest.approx(values)
+    one = table[(table.method == "none") & (table.gold_position == "5")].iloc[0]
+    assert (one.ci_low, one.ci_high) == pytest.approx(wilson(1, 4)) and one.n == 4 and one.seed == 7
+    # The rest sums up the curves.
+    assert {metric.removesuffix("_difference") for _, _, metric in rows} == set(STATISTICS)
+    plain, scaled = ({key[2]: r.value for key, r in rows.items() if key[0] == m} for m in ("none", "scaled"))
+    assert (plain["gap"], scaled["gap"]) == (0.75, 0)
+    for name, was, now in (("middle_drop", 0.625, 0), ("primacy", 0.75, 0), ("recency", 0.5, 0)):
+        assert (plain[name], scaled[name], scaled[f"{name}_difference"]) == (was, now, now - was)
+    spread = np.std([1, 0.25, 0.75], ddof=1)
+    assert scaled["position_bias"] == 0 < plain["position_bias"] < spread, "flat at 0.75: noise explains it"
+
+
+def _curve(
+    shares: list[float], n: int, seed: int, method: str = "none", together: bool = False
+) -> list[dict[str, Any]]:
+    """Right-or-wrong rows at gold positions 0, 1, ...; ``together``: one draw decides a question everywhere."""
+    luck = np.random.default_rng(seed).random((n, len(shares)))
+    luck = luck[:, :1].repeat(len(shares), 1) if together else luck
+    return [
+        _row(method, f"{p}-{i}", float(luck[i, p] < share), p, cluster=f"q{i}" if together else f"{p}-{i}")
+        for p, share in enumerate(shares)
+        for i in range(n)
+    ]
+
+
+def _all(table: Any, method: str = "none") -> dict[str, Any]:
+    return {r.metric: r for r in table.itertuples() if r.gold_position == "all" and r.method == method}
+
+
+def test_without_bias_the_intervals_cover_zero_and_the_gap_is_that_of_shuffled_positions() -> None:
+    missed = dict.fromkeys(("position_bias", "gap", "primacy", "recency"), 0)
+    gaps, shuffled = [], []
+    for seed in range(30):
+        found = _all(_table(_curve([0.7] * 5, 60, seed)))
+        for name in missed:
+            missed[name] += not found[name].ci_low <= 0 <= found[name].ci_high
+        gaps.append(found["gap"].value)
+        shuffled.append(found["gap_null"].value)
+    # 30 intervals of 95 %: more than 5 misses happen in less than one of a hundred series.
+    assert max(missed.values()) <= 5, missed
+    assert min(gaps) > 0, "a gap is above zero by noise alone"
+    assert np.mean(gaps) == pytest.approx(np.mean(shuffled), abs=0.03)
+
+
+def test_a_known_bias_is_found_and_told_from_a_smaller_one() -> None:
+    shares = [1.0, 0.8, 0.4, 0.5, 0.9]
+    rows = _curve(shares, 400, 1) + _curve([0.8, 0.75, 0.7, 0.7, 0.8], 400, 2, "scaled")
+    table = _table(rows)
+    found, true = _all(table), np.std(shares, ddof=1)
+    assert found["position_bias"].ci_low < true < found["position_bias"].ci_high
+    assert found["position_bias"].value == pytest.approx(true, abs=0.03)
+    assert found["gap_null"].ci_high < found["gap"].ci_low
+    scaled = _all(table, "scaled")
+    change = scaled["position_bias_difference"]
+    fall = scaled["position_bias"].value - found["position_bias"].value
+    assert change.ci_low < change.value == pytest.approx(fall) and change.value < change.ci_high < -0.1
+    assert not {"gap_difference", "gap_null_difference"} & set(scaled)
+    assert "position_bias_difference" not in found
+
+
+def test_bias_is_the_variance_that_brute_force_resampling_leaves() -> None:
+    rows = _curve([0.9, 0.5, 0.6, 0.8], 30, 3)
+    scores = np.array([r["scores"]["accuracy"] for r in rows]).reshape(4, 30)
+    rng = np.random.default_rng(11)
+    draws = [[rng.choice(line, size=30).mean() for line in scores] for _ in range(3000)]
+    variance = np.var(scores.mean(1), ddof=1)
+    noise = np.mean(np.var(draws, axis=1, ddof=1)) - variance
+    found = _all(_table(rows, resamples=3000, seed=0))
+    assert found["position_bias"].value == pytest.approx(np.sqrt(variance - noise), abs=0.003)
+    low, high = np.sqrt(np.maximum(np.quantile(np.var(draws, axis=1, ddof=1), [0.025, 0.975]) - 2 * noise, 0))
+    ends = found["position_bias"].ci_low, found["position_bias"].ci_high
+    assert ends == pytest.approx((low, high), abs=0.015)
+    gaps = [np.ptp(rng.permutation(scores.ravel()).reshape(4, 30).mean(1)) for _ in range(3000)]
+    assert found["gap_null"].value == pytest.approx(np.mean(gaps), abs=0.006)
+
+
+def test_questions_asked_at_every_position_are_drawn_and_shuffled_whole() -> None:
+    # One draw decides a question everywhere: the curve is flat without any noise, and no shuffle within
+    # questions changes it.
+    found = _all(_table(_curve([0.6] * 4, 40, 5, together=True)))
+    for at in (found[name] for name in STATISTICS):
+        assert (at.value, at.ci_low, at.ci_high) == pytest.approx((0, 0, 0), abs=1e-12)
+    assert _all(_table(_curve([0.6] * 4, 40, 5)))["gap_null"].value > 0.05
+
+
+def test_two_positions_make_no_curve() -> None:
+    assert not set(_table(_curve([0.9, 0.5], 20, 0)).metric) & set(STATISTICS)
+
+
+def test_the_difference_pairs_prompts_by_id_not_by_order() -> None:
+    before = _rows("none", {0: [1, 0, 1, 0]})
+    after = _rows("scaled", {0: [1, 0, 1, 0]})[::-1]
+    table = _table(before + after)
+    row = table[(table.metric == "accuracy_difference") & (table.gold_position == "0")].iloc[0]
+    assert (row.value, row.ci_low, row.ci_high) == (0.0, 0.0, 0.0)
+
+
+def test_a_task_without_positions() -> None:
+    table = _table([_row("none", str(i), i % 2) for i in range(4)], items=None)
+    assert list(table.gold_position) == ["all"] and list(table.value) == [0.5] and table.depth.isna().all()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Several(KVRetrieval):
+    """Subsets with a named average and a total that is no mean."""
+
+    average: ClassVar[Any] = "subsets"
+
+    def averages(self) -> dict[str, tuple[str, ...]]:
+        return {"pair": ("a", "b"), "both": ("pair", "c")}
+
+    def total(self, subset: str, means: Any) -> Any:
+        return means["accuracy"] if subset != "c" else np.sqrt(means["accuracy"] * means["other"])
+
+
+def _subset_rows() -> list[dict[str, Any]]:
+    rng, rows = np.random.default_rng(3), []
+    for method in ("none", "scaled"):
+        for subset, n in (("a", 9), ("b", 4), ("c", 6)):
+            for i in range(n):
+                rows.append(_row(method, f"{subset}{i}", float(rng.random()), subset=subset, cluster=""))
+                if subset == "c":
+                    rows[-1]["scores"]["other"] = float(rng.random())
+    return rows
+
+
+def test_subsets_and_averages_by_hand() -> None:
+    rows, task = _subset_rows(), Several(name="t")
+    table = _tabulator(task, 300, 1).subsets(rows)
+    assert tuple(table.columns) == SUBSET_COLUMNS
+    found = {(r.method, r.subset, r.metric): r for r in table.itertuples()}
+
+    def mean(method: str, subset: str, metric: str = "accuracy") -> float:
+        here = [r for r in rows if r["method"] == method and r["subset"] == subset]
+        return float(np.mean([r["scores"][metric] for r in here]))
+
+    for method in ("none", "scaled"):
+        a, b = mean(method, "a"), mean(method, "b")
+        c = np.sqrt(mean(method, "c") * mean(method, "c", "other"))
+        wanted = {"a": a, "b": b, "c": c, "pair": (a + b) / 2, "all": (a + b + c) / 3}
+        for name, value in (wanted | {"both": (wanted["pair"] + c) / 2}).items():
+            row = found[method, name, "accuracy"]
+            assert row.value == pytest.approx(value) and row.ci_low < value < row.ci_high
+            assert row.kind == ("subset" if name in "abc" else "average")
+        assert found[method, "c", "other"].value == pytest.approx(mean(method, "c", "other"))
+        whole = _tabulator(task, 300, 1).metrics(rows)
+        total = whole[(whole.method == method) & (whole.metric == "accuracy")].iloc[0]
+        assert total.value == pytest.approx(wanted["all"])
+        assert total.ci_low == found[method, "all", "accuracy"].ci_low
+    for name in ("a", "pair", "all"):
+        change = found["scaled", name, "accuracy_difference"]
+        assert change.value == pytest.approx(
+            found["scaled", name, "accuracy"].value - found["none", name, "accuracy"].value
+        )
+        assert change.ci_low < change.value < change.ci_high
+    assert found["none", "all", "accuracy"].n == 19
+
+
+def test_an_average_over_examples_is_the_pooled_mean() -> None:
+    rows = _subset_rows()
+    table = _tabulator(KVRetrieval(name="t"), 2000, 1).subsets(rows)
+    row = table[(table.method == "none") & (table.subset == "all") & (table.metric == "accuracy")].iloc[0]
+    scores = [r["scores"]["accuracy"] for r in rows if r["method"] == "none"]
+    assert row.value == pytest.approx(np.mean(scores))
+    # Stratified resampling: the variance of a sum of independent subset means.
+    parts = [
+        np.array([r["scores"]["accuracy"] for r in rows if r["method"] == "none" and r["subset"] == s])
+        for s in "abc"
+    ]
+    error = np.sqrt(sum((len(p) / 19) ** 2 * p.var() / len(p) for p in parts))
+    assert (row.ci_high - row.ci_low) / 2 == pytest.approx(1.96 * error, rel=0.1)
+
+
+def test_the_same_scores_differ_by_nothing_in_every_draw() -> None:
+    rows = _subset_rows()
+    same = [r | {"method": "copy"} for r in rows if r["method"] == "none"]
+    table = _tabulator(Several(name="t"), 50, 1).subsets([*[r for r in rows if r["method"] == "none"], *same])
+    changes = table[table.metric.str.endswith("_difference")]
+    assert len(changes) == 7 and (changes[["value", "ci_low", "ci_high"]] == 0).all().all()
+
+
+def test_unlabelled_rows_are_left_out() -> None:
+    rows = _rows("none", {0: [1, 0]})
+    empty = [r | {"id": "x", "scores": {}} for r in rows[:1]]
+    assert _table(rows + empty).equals(_table(rows))
+    with pytest.raises(ValueError, match="no scored rows"):
+        _table(empty)

@@ -1,0 +1,69 @@
+"""One line for each fault: field, value, what is allowed, the next step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from posbench.errors import Faults, SeveralErrors, UserError, choices, near, renamed
+
+
+def test_a_fault_is_one_line() -> None:
+    error = UserError("task.pairs", "a\nb", "a whole\n number", "set\ttask.pairs=2")
+    assert str(error) == "task.pairs = 'a\\nb': allowed: a whole number; next: set task.pairs=2"
+    assert error.faults == (error,)
+
+
+def test_faults_are_raised_together() -> None:
+    faults, first, second = Faults(), *(UserError(name, 1, "2", "set it") for name in ("a", "b"))
+    faults.raise_any()
+    with faults.collecting():
+        raise first
+    with pytest.raises(UserError) as alone:
+        faults.raise_any()
+    assert alone.value is first
+    with faults.collecting():
+        raise SeveralErrors([second, second])
+    with pytest.raises(SeveralErrors) as several:
+        faults.raise_any()
+    assert several.value.faults == (first, second, second) and several.value.field == "a"
+    assert str(several.value).splitlines() == [str(first), str(second), str(second)]
+    with pytest.raises(KeyError), faults.collecting():
+        raise KeyError("not the user's")
+
+
+def test_errors_of_a_part_name_it_in_all_their_words() -> None:
+    with pytest.raises(UserError) as caught, renamed("method.", "method.parts.moice."):
+        raise UserError("method.top_k", 9, "1 to 7 with method.weights=uniform", "set method.top_k=7")
+    assert str(caught.value) == (
+        "method.parts.moice.top_k = 9: allowed: 1 to 7 with method.parts.moice.weights=uniform; "
+        "next: set method.parts.moice.top_k=7"
+    )
+    with pytest.raises(UserError) as again, renamed("method.", "method.parts.moice."):
+        raise caught.value
+    assert again.value is caught.value, "what is named already is not named twice"
+
+
+def test_each_of_several_faults_is_named() -> None:
+    faults = [UserError(f"method.{name}", 1, "2", f"set method.{name}=2") for name in ("a", "b")]
+    with pytest.raises(UserError) as caught, renamed("method.", "model_args."):
+        raise SeveralErrors(faults)
+    assert [str(fault) for fault in caught.value.faults] == [
+        f"model_args.{name} = 1: allowed: 2; next: set model_args.{name}=2" for name in ("a", "b")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [("scale", "scale_channel"), ("scale_chanel", "scale_channel"), ("kv", ""), ("", "")],
+)
+def test_the_nearest_name_is_a_hint(name: str, hint: str) -> None:
+    wanted = f"did you mean {hint}?" if hint else "look there"
+    assert near(name, ["moice", "scale_channel"], "look there") == wanted
+
+
+def test_choices_are_the_names_of_the_files(tmp_path: Path) -> None:
+    for name in ("b.yaml", "a.yaml", "c.txt"):
+        (tmp_path / name).touch()
+    assert choices(tmp_path, tmp_path, tmp_path / "absent") == ["a", "b"]

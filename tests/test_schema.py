@@ -1,0 +1,217 @@
+"""Plain data against a dataclass: each mistake is one line that names the key, and all are told together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated, Any, ClassVar, Literal
+
+import pytest
+from annotated_types import Ge, Gt, Le, Lt, MinLen
+
+from posbench import schema
+from posbench.errors import UserError
+from posbench.methods import Method, ScaleChannel
+from posbench.schema import (
+    Bases,
+    Count,
+    NonNegative,
+    Positive,
+    Several,
+    Share,
+    Whole,
+    build,
+    defaults,
+    instantiate,
+    required,
+    target,
+    verify,
+)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One field of each kind."""
+
+    count: int = 0
+    share: float = 0.0
+    kind: Literal["a", "b"] = "a"
+    pair: tuple[int, int] | None = None
+    many: tuple[float, ...] = ()
+    flag: bool = False
+    facts: dict[str, int] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bounded:
+    """One field for each declared bound."""
+
+    title: ClassVar[str] = "not a field"
+    count: Count = 1
+    whole: Whole = 0
+    several: Several = 2
+    positive: Positive = 0.5
+    nonnegative: NonNegative = 0.0
+    share: Share = 0.5
+    angle: Annotated[float, Ge(-1), Lt(1)] = 0.0
+    few: Annotated[int, Ge(1), Le(3)] | None = None
+    either: Count | Literal["all"] | None = 1
+    weights: tuple[NonNegative, NonNegative] = (0.0, 1.0)
+    bases: Bases = (None,)
+
+
+@pytest.mark.parametrize(
+    ("data", "line"),
+    [
+        ({"count": "x"}, "where.count = 'x': allowed: a whole number; next: set where.count=..."),
+        ({"count": 1.5}, "where.count = 1.5: allowed: a whole number"),
+        ({"count": True}, "where.count = True: allowed: a whole number"),
+        ({"share": float("nan")}, "where.share = nan: allowed: a finite number"),
+        ({"share": "inf"}, "where.share = 'inf': allowed: a finite number"),
+        ({"many": [1.0, float("inf")]}, "where.many = [1.0, inf]: allowed: a list [...] of: a finite number"),
+        ({"kind": "c"}, "where.kind = 'c': allowed: a | b"),
+        (
+            {"pair": [1]},
+            "where.pair = [1]: allowed: a list of exactly 2: [a whole number, a whole number], or null",
+        ),
+        ({"facts": 3}, "where.facts = 3: allowed: a mapping, or null"),
+        ({"flag": "perhaps"}, "where.flag = 'perhaps': allowed: true or false"),
+        (
+            {"cuont": 3},
+            "where.cuont = 3: allowed: keys count, share, kind, pair, many, flag, facts; "
+            "next: did you mean where.count?",
+        ),
+        (
+            {"zebra": 3},
+            "where.zebra = 3: allowed: keys count, share, kind, pair, many, flag, facts; next: remove",
+        ),
+    ],
+)
+def test_mistakes_in_words(data: dict[str, Any], line: str) -> None:
+    with pytest.raises(UserError) as caught:
+        build(Sample, data, "where")
+    assert str(caught.value).startswith(line) and "\n" not in str(caught.value)
+
+
+BOUNDS = [
+    # field, values at the edge and inside, values beyond, in words
+    ("count", [1, 7], [0, -1], "a whole number from 1 up"),
+    ("whole", [0, 7], [-1], "a whole number from 0 up"),
+    ("several", [2], [1, 0], "a whole number from 2 up"),
+    ("positive", [1e-9, 2], [0, -0.5], "a number above 0"),
+    ("nonnegative", [0, 2.5], [-1e-9], "a number from 0 up"),
+    ("share", [0, 0.3, 1], [-0.1, 1.1], "a number from 0 to 1"),
+    ("angle", [-1, 0.999], [1, -1.1], "a number from -1 to below 1"),
+    ("few", [1, 3, None], [0, 4], "a whole number from 1 to 3, or null"),
+    ("either", [1, "all", None], [0, "some"], "a whole number from 1 up, or all, or null"),
+    ("weights", [[0, 0.5]], [[0, -1], [1]], "a list of exactly 2: [a number from 0 up, a number from 0 up]"),
+    (
+        "bases",
+        [[1.5], [None, 2.0]],
+        [[1.0], [], [None, 0]],
+        "a list [...] of at least 1: a number above 1, or null",
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "good", "bad", "words"), BOUNDS, ids=[b[0] for b in BOUNDS])
+def test_declared_bounds_hold_in_yaml_and_in_python(
+    name: str, good: list[Any], bad: list[Any], words: str
+) -> None:
+    for value in good:
+        made = build(Bounded, {name: value}, "where")
+        assert getattr(made, name) == (tuple(value) if isinstance(value, list) else value)
+        verify(made, "where")
+    for value in bad:
+        line = f"where.{name} = {value!r}: allowed: {words}; next: set where.{name}=..."
+        with pytest.raises(UserError) as caught:
+            build(Bounded, {name: value}, "where")
+        assert str(caught.value).startswith(line)
+        with pytest.raises(UserError) as caught:
+            verify(Bounded(**{name: value}), "where")
+        assert str(caught.value) == line
+
+
+def test_all_faults_are_told_together_each_in_one_line() -> None:
+    data = {"count": 0, "share": 2, "weights": [0, -1], "positive": 3}
+    with pytest.raises(UserError) as caught:
+        build(Bounded, data, "search")
+    assert [fault.field for fault in caught.value.faults] == [
+        "search.count",
+        "search.share",
+        "search.weights",
+    ]
+    assert [str(fault).count("\n") for fault in caught.value.faults] == [0, 0, 0]
+    with pytest.raises(UserError) as caught:
+        verify(Bounded(count=0, share=2.0, positive=-1.0), "search")
+    assert [fault.field for fault in caught.value.faults] == [
+        "search.count",
+        "search.positive",
+        "search.share",
+    ]
+    # Unknown keys and booleans are found before pydantic looks at the rest.
+    with pytest.raises(UserError) as caught:
+        build(Bounded, {"cuont": 1, "whole": True}, "search")
+    assert [fault.field for fault in caught.value.faults] == ["search.cuont", "search.whole"]
+
+
+def test_a_missing_field_is_named() -> None:
+    with pytest.raises(UserError, match=r"method\.factor = None: allowed: a finite number"):
+        build(ScaleChannel, {"channel": 1, "layers": [0, 1]}, "method")
+
+
+def test_defaults_and_required_fields() -> None:
+    assert defaults(Bounded)["weights"] == [0.0, 1.0] and "title" not in defaults(Bounded)
+    assert defaults(ScaleChannel) == {"channel": None, "factor": None, "layers": None, "last": 1}
+    assert required(ScaleChannel) == {"channel", "factor", "layers"} and required(Bounded) == set()
+
+
+@pytest.mark.parametrize(
+    ("data", "line"),
+    [
+        (None, "method = None: allowed: a choice of that group; next: posbench ls methods shows the choices"),
+        ({}, "method._target_ = None: allowed: the import path of a class"),
+        ({"_target_": "nowhere"}, "method._target_ = 'nowhere': allowed: the import path of a class"),
+        ({"_target_": "posbench.methods.Nothing"}, "method._target_ = 'posbench.methods.Nothing'"),
+        (
+            {"_target_": "posbench.tasks.KVRetrieval"},
+            "method._target_ = 'posbench.tasks.KVRetrieval': allowed: a subclass of posbench.methods.base.Method",
+        ),
+    ],
+)
+def test_a_target_that_is_none(data: Any, line: str) -> None:
+    with pytest.raises(UserError) as caught:
+        target(data, Method, "method")
+    assert str(caught.value).startswith(line)
+
+
+@dataclass(frozen=True)
+class Holder:
+    """Nodes inside a node."""
+
+    inner: Any = None
+    table: dict[str, Any] = field(default_factory=dict)
+
+
+def test_nodes_inside_a_node_become_objects() -> None:
+    own = {"_target_": f"{__name__}.Bounded", "count": 3}
+    data = {"_target_": f"{__name__}.Holder", "name": "mine", "inner": own, "table": {"a": own, "b": 4}}
+    made = instantiate(data, object, "study")
+    assert made == Holder(inner=Bounded(count=3), table={"a": Bounded(count=3), "b": 4})
+    with pytest.raises(UserError, match=r"study\.table\.a\.count = 0: allowed: a whole number from 1 up"):
+        instantiate({**data, "table": {"a": own | {"count": 0}}}, object, "study")
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        (dict[str, int], "a mapping"),
+        (Sample, "a mapping"),
+        (Annotated[tuple[float, ...], MinLen(2)], "a list [...] of at least 2: a finite number"),
+        (Annotated[float, Le(4)], "a number up to 4"),
+        (Annotated[float, Lt(4)], "a number below 4"),
+        (Annotated[float, Gt(0), Le(1)], "a number above 0 and up to 1"),
+        (Annotated[float, Gt(0), Lt(1)], "a number above 0 and below 1"),
+    ],
+)
+def test_annotations_in_words(kind: Any, words: str) -> None:
+    assert schema.words(kind) == words
