@@ -1,7 +1,7 @@
 """The look of all figures: style, lines with bands, axes, legends; `save` writes a figure.
 
-Nothing touches pyplot's global state. Colours are Okabe-Ito; lines also differ by marker, so that every figure
-survives a grey printer. The unmodified model (method `none`) is always black and dashed.
+Nothing touches pyplot's global state. Colours are Okabe-Ito; lines also differ by marker, so that every
+figure survives a grey printer. The unmodified model (method `none`) is always black and dashed.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ def convergence(generations: pd.DataFrame) -> Figure:
 
 @plot.styled
 def curve_figure(parts: pd.DataFrame, search: pd.DataFrame) -> Figure:
-    """Control points and curve, where there are any; the scale of every layer; and the accuracy that it gives.
+    """Control points and curve, where there are any; the scale of every layer; the accuracy that it gives.
 
     Args:
         parts: curve.csv rows: part (``point``, ``curve``, ``layer``), x, y.

@@ -72,7 +72,7 @@ def unmodified_of(rows: pd.DataFrame, setting: str) -> pd.DataFrame:
 
 
 def _setting_lines(axes: Axes, rows: pd.DataFrame, settings: list[str], y: str, scale: float) -> None:
-    """A line over depth per setting; the unmodified model once if it is the same in all, else once for each."""
+    """A line over depth per setting; the unmodified model once if it is the same in all, else for each."""
     modified = modified_of(rows)
     base = rows[rows["method"] == frames.UNMODIFIED] if len(modified) < len(rows) else rows.iloc[:0]
     same = base[["depth", y]].drop_duplicates().sort_values("depth")
