@@ -21,5 +21,3 @@ class Section:
     rows: Sequence[Sequence[str]] = ()
     figures: Drawn = field(default_factory=dict)
     block: str = ""
-    folded: bool = False
-    """Whether the block is folded at first."""
