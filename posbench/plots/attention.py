@@ -17,18 +17,16 @@ from posbench.stats import frames
 def attention_by_position(attention: pd.DataFrame, layers: Sequence[int] | None = None) -> Figure:
     """Attention of the last prompt token to the gold item: as curves, and as the change in every layer.
 
+    Left: one line per method. Right, one panel per method: layer x gold position, method minus unmodified, a
+    dash in each cell that went down; with one method only, its own attention.
+
     Args:
         attention: attention.csv rows of one model and task (method, gold_position, layer, item, attention),
             attention being the mean weight per token of the item over heads and examples.
-        layers: 0-based layers to average in the left panel; by default the one layer whose attention to the
-            gold item is largest in the unmodified model. The title names it.
-
-    Returns:
-        A double-column figure. Left: one line per method. Right, one panel per method: layer x gold position,
-        method minus unmodified, a dash in each cell that went down. With one method only, its own attention.
+        layers: 0-based layers to average on the left; None: the strongest one of the unmodified model.
 
     Raises:
-        UserError: a column is missing, no row has item = gold_position, or several models or tasks are mixed.
+        UserError: A column is missing, no row has item = gold_position, or several models or tasks are mixed.
     """
     gold = frames.gold_attention(attention)
     frames.need_one(gold, "attention", "model", "task")
@@ -42,50 +40,34 @@ def attention_by_position(attention: pd.DataFrame, layers: Sequence[int] | None 
     left, *others = np.atleast_1d(figure.subplots(1, 1 + len(grids)))
     picked = gold[gold["layer"].isin(shown)]
     frames.need(picked, f"attention (layers {shown})", "attention")
-    index = 0
+    styles = iter(range(len(grids) + 1))
     for method, rows in picked.groupby("method", sort=False):
         curve = rows.groupby("depth")["attention"].mean()
         unmodified = method == frames.UNMODIFIED
-        label, style = (
-            ("unmodified", plot.line_style(0, True)) if unmodified else (str(method), plot.line_style(index))
-        )
-        left.plot(100 * curve.index, curve.to_numpy(), label=label, **style)
-        index += not unmodified
-    left.set(
-        xlabel=plot.DEPTH_LABEL, ylabel=plot.ATTENTION_LABEL, title=plot.layer_title(shown, layers is None)
-    )
-    plot.from_zero(left)
-    left.legend(
-        *left.get_legend_handles_labels(), loc="lower left", bbox_to_anchor=(0, 1.1), ncols=2, borderaxespad=0
-    )
+        style = plot.line_style(0, True) if unmodified else plot.line_style(next(styles))
+        left.plot(100 * curve.index, curve.to_numpy(), label=frames.shown(method), **style)
+    plot.attention_axes(left, plot.layer_title(shown, layers is None))
+    left.legend(loc="lower left", bbox_to_anchor=(0, 1.1), ncols=2, borderaxespad=0)
     for axes, (method, grid) in zip(others, grids.items(), strict=True):
         _heat(figure, axes, grid if base is None else grid - base, method, change=base is not None)
     return figure
 
 
 def _heat(figure: Figure, axes: Axes, grid: pd.DataFrame, method: str, change: bool) -> None:
-    """Heat map of layer (rows) x depth (columns); a change is drawn around 0 with falling cells marked by a
-    dash."""
-    values = grid.to_numpy(dtype=float)
+    """Heat map of layer (rows) x depth (columns); a change is drawn around 0, with a dash where it falls."""
+    values, name = grid.to_numpy(dtype=float), frames.shown(method)
     top = float(np.nanmax(np.abs(values))) or 1.0
-    cmap = "PuOr_r" if change else "viridis"
-    image = axes.imshow(
-        values, cmap=cmap, vmin=-top if change else 0, vmax=top, aspect="auto", origin="lower"
-    )
+    cmap, low = ("PuOr_r", -top) if change else ("viridis", 0)
+    image = axes.imshow(values, cmap=cmap, vmin=low, vmax=top, aspect="auto", origin="lower")
     if change:
         rows, columns = np.nonzero(values < -1e-3 * top)  # rounding is no change
         axes.plot(columns, rows, linestyle="none", marker="_", color="black", markersize=4)
     step = max(1, len(grid.index) // 8)
     axes.set_yticks(range(0, len(grid.index), step), [str(layer) for layer in grid.index[::step]])
     step = max(1, len(grid.columns) // 6)
-    axes.set_xticks(
-        range(0, len(grid.columns), step), [f"{100 * depth:.0f}" for depth in grid.columns[::step]]
-    )
-    name = "unmodified" if method == frames.UNMODIFIED else method
-    axes.set(
-        xlabel=plot.DEPTH_LABEL,
-        ylabel="layer",
-        title=f"{name}\nminus unmodified (dash: less)" if change else name,
-    )
+    depths = [f"{100 * depth:.0f}" for depth in grid.columns[::step]]
+    axes.set_xticks(range(0, len(grid.columns), step), depths)
+    title = f"{name}\nminus unmodified (dash: less)" if change else name
+    axes.set(xlabel=plot.DEPTH_LABEL, ylabel="layer", title=title)
     bar = figure.colorbar(image, ax=axes, label="attention to the gold item" + (", change" if change else ""))
     bar.ax.ticklabel_format(axis="y", scilimits=(-3, 3))

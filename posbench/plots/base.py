@@ -1,17 +1,15 @@
 """The look of all figures: style, lines with bands, axes, legends; `save` writes a figure.
 
-Nothing here reads a model, touches pyplot's global state, or averages over rows that a reader would want to
-see apart. Colours are Okabe-Ito; lines also differ by marker, so that every figure survives a grey printer.
-The unmodified model (method `none`) is always black and dashed.
+Nothing touches pyplot's global state. Colours are Okabe-Ito; lines also differ by marker, so that every
+figure survives a grey printer. The unmodified model (method `none`) is always black and dashed.
 """
 
 from __future__ import annotations
 
-import functools
 import io
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, ParamSpec
+from typing import Any
 
 import matplotlib.style
 import numpy as np
@@ -23,12 +21,14 @@ from matplotlib.colors import BoundaryNorm, ListedColormap
 from matplotlib.figure import Figure
 
 from posbench.files.atomic import write_bytes
+from posbench.stats.findings import columns
 
 DASHED = (0, (4, 2))
+LEVEL: dict[str, Any] = {"color": "black", "linestyle": DASHED, "linewidth": 1}
+"""Style of a straight line that stands for the unmodified model."""
 COLUMN, PAGE = 3.4, 7.0  # figure widths in inches: one column, two columns
-SMALL = ("axes.labelsize", "axes.titlesize", "font.size")
 STYLE: dict[str, Any] = {
-    **dict.fromkeys(SMALL, 7.5),
+    **dict.fromkeys(("axes.labelsize", "axes.titlesize", "font.size"), 7.5),
     **dict.fromkeys(("legend.fontsize", "xtick.labelsize", "ytick.labelsize"), 7),
     **{"lines.linewidth": 1.2, "lines.markersize": 3.5, "axes.linewidth": 0.6, "legend.frameon": False},
     **{"axes.spines.top": False, "axes.spines.right": False, "pdf.fonttype": 42},
@@ -38,18 +38,8 @@ MARKERS = "osD^vPX*"
 DEPTH_LABEL = "gold position (% of the context)"
 ATTENTION_LABEL = "attention to the gold item\n(mean weight per token)"
 
-P = ParamSpec("P")
-
-
-def styled(draw: Callable[P, Figure]) -> Callable[P, Figure]:
-    """Draw under our style alone, whatever the user's matplotlibrc says."""
-
-    @functools.wraps(draw)
-    def drawn(*args: P.args, **kwargs: P.kwargs) -> Figure:
-        with matplotlib.style.context(["default", STYLE]):
-            return draw(*args, **kwargs)
-
-    return drawn
+styled = matplotlib.style.context(["default", STYLE])
+"""Decorator: draw under our style alone, whatever the user's matplotlibrc says."""
 
 
 def new_figure(width: float, height: float) -> Figure:
@@ -61,18 +51,12 @@ def line_style(index: int, unmodified: bool = False, of: int = 0) -> dict[str, A
     """Line style number `index`; with `of` > 0, a step of an ordered scale of that many values."""
     marker = MARKERS[index % len(MARKERS)]
     if unmodified:
-        return {
-            "color": "black",
-            "linestyle": DASHED,
-            "marker": marker,
-            "markerfacecolor": "white",
-            "zorder": 3,
-        }
-    ordered = colormaps["viridis"](0.88 * index / max(of - 1, 1)) if of else None
+        return dict(color="black", linestyle=DASHED, marker=marker, markerfacecolor="white", zorder=3)
+    if of:
+        return dict(color=colormaps["viridis"](0.88 * index / max(of - 1, 1)), linestyle="-", marker=marker)
     # Colours come a second time as dashed lines.
-    again = not ordered and index >= len(COLOURS)
-    colour = ordered or COLOURS[index % len(COLOURS)]
-    return {"color": colour, "linestyle": "--" if again else "-", "marker": marker}
+    dashes = "--" if index >= len(COLOURS) else "-"
+    return dict(color=COLOURS[index % len(COLOURS)], linestyle=dashes, marker=marker)
 
 
 def band(
@@ -85,22 +69,23 @@ def band(
     scale: float = 100,
     label: str | None = None,
 ) -> None:
-    """One line with its 95 % band.
+    """One line of a style, and its 95 % band, over the column ``x``; a depth in 0..1 is drawn in %.
 
-    Args:
-        axes: Where it is drawn.
-        rows: Its points, with the column ``x``, and the columns of :func:`posbench.stats.findings.estimate`.
-        style: Of the line.
-        x: Column of the x axis; a depth in 0..1 is drawn in %.
-        name: Column of the number where it is not ``value``.
-        scale: Factor of the numbers.
-        label: For the legend.
+    The numbers are those of ``name`` (:func:`posbench.stats.findings.columns`) times ``scale``.
     """
     rows = rows.sort_values(x)
     at = rows[x] * (100 if x == "depth" else 1)
-    low, high = (scale * rows[f"{name}_{end}".strip("_")].astype(float) for end in ("ci_low", "ci_high"))
-    axes.plot(at, scale * rows[name or "value"], label=label, **style)
+    value, low, high = (scale * rows[column].astype(float) for column in columns(name))
+    axes.plot(at, value, label=label, **style)
     axes.fill_between(at, low, high, color=style["color"], alpha=0.15, linewidth=0)
+
+
+def percent_bars(axes: Axes, at: Any, rows: pd.DataFrame, upright: bool = True, **style: Any) -> None:
+    """A point in % with its 95 % interval for each row; on its side, ``at`` is the place on the y axis."""
+    value, low, high = (100 * rows[column].to_numpy(dtype=float) for column in columns())
+    error = np.clip([value - low, high - value], 0, None)
+    place = dict(x=at, y=value, yerr=error) if upright else dict(x=value, y=at, xerr=error)
+    axes.errorbar(**place, elinewidth=0.8, **style)
 
 
 def few_ticks(place: Callable[..., Any], names: Sequence[Any], most: int = 8) -> None:
@@ -125,9 +110,8 @@ class LayerColours:
         """The colour bar beside the panels."""
         count = len(self.layers)
         norm, ticks = BoundaryNorm(np.arange(count + 1) - 0.5, count), range(0, count, max(1, count // 8))
-        bar = figure.colorbar(
-            ScalarMappable(norm, self.colours), ax=list(panels), label="layer", ticks=list(ticks)
-        )
+        shown = ScalarMappable(norm, self.colours)
+        bar = figure.colorbar(shown, ax=list(panels), label="layer", ticks=list(ticks))
         bar.ax.set_yticklabels([str(self.layers[tick]) for tick in ticks])
         bar.minorticks_off()
 
@@ -153,6 +137,12 @@ def from_zero(axes: Axes) -> None:
     axes.ticklabel_format(axis="y", scilimits=(-3, 3))
 
 
+def attention_axes(axes: Axes, title: str) -> None:
+    """Label axes of attention to the gold item over the gold position."""
+    axes.set(xlabel=DEPTH_LABEL, ylabel=ATTENTION_LABEL, title=title)
+    from_zero(axes)
+
+
 def legend_below(figure: Figure, axes: Axes) -> None:
     """Legend under the axes, in as many columns as the longest label allows."""
     handles, labels = axes.get_legend_handles_labels()
@@ -160,23 +150,14 @@ def legend_below(figure: Figure, axes: Axes) -> None:
     figure.legend(handles, labels, loc="outside lower center", ncols=max(1, min(4, len(labels), int(room))))
 
 
+@styled
 def save(figure: Figure, stem: Path) -> list[Path]:
-    """Write `stem`.png (200 dpi) and `stem`.pdf, each at once and byte-stable for the same figure.
-
-    Args:
-        figure: what one of the functions above returned.
-        stem: path without suffix; folders are made as needed.
-
-    Returns:
-        The two paths, png first.
-    """
-    metadata: dict[str, dict[str, Any]] = {"png": {"Software": None}, "pdf": {"CreationDate": None}}
+    """Write `stem`.png (200 dpi) and `stem`.pdf, byte-stable for the same figure; returns the two paths."""
     written = []
     stem.parent.mkdir(parents=True, exist_ok=True)
-    with matplotlib.style.context(["default", STYLE]):
-        for kind, entries in metadata.items():
-            buffer = io.BytesIO()
-            figure.savefig(buffer, format=kind, dpi=200, metadata=entries)
-            written.append(stem.with_name(f"{stem.name}.{kind}"))
-            write_bytes(written[-1], buffer.getvalue())
+    for kind, stamp in (("png", "Software"), ("pdf", "CreationDate")):
+        buffer = io.BytesIO()
+        figure.savefig(buffer, format=kind, dpi=200, metadata={stamp: None})
+        written.append(stem.with_name(f"{stem.name}.{kind}"))
+        write_bytes(written[-1], buffer.getvalue())
     return written

@@ -8,6 +8,7 @@ from matplotlib.figure import Figure
 
 from posbench.plots import base as plot
 from posbench.stats import frames
+from posbench.stats.findings import columns
 
 
 @plot.styled
@@ -15,38 +16,23 @@ def accuracy_by_position(metrics: pd.DataFrame, chance: float | None = None) -> 
     """The task's score over the gold position, one line per method with its 95 % band.
 
     Args:
-        metrics: metrics.csv rows; model, method, task, position, depth, metric, value, ci_low, ci_high, seed
-            are used. Where model, task or seed vary, each combination is its own line.
-        chance: accuracy of guessing (0..1), drawn as a dotted line.
-
-    Returns:
-        A figure of single-column width; x is depth in % of the context, y the score in %.
+        metrics: metrics.csv rows. Where model, task or seed vary, each combination is its own line.
+        chance: Accuracy of guessing (0..1), drawn as a dotted line.
 
     Raises:
-        UserError: a column is missing, or no score is given per position.
+        UserError: A column is missing, or no score is given per position.
     """
-    frames.need(
-        metrics,
-        "metrics",
-        "model",
-        "method",
-        "gold_position",
-        "depth",
-        "metric",
-        "value",
-        "ci_low",
-        "ci_high",
-    )
+    frames.need(metrics, "metrics", "model", "method", "gold_position", "depth", "metric", *columns())
     rows = frames.at_positions(metrics)
     frames.need(rows, "metrics (score per position)", "value")
     by = ["method", *(c for c in ("model", "task", "seed") if c in rows and rows[c].nunique() > 1)]
     figure = plot.new_figure(plot.COLUMN, 2.5)
     axes = figure.subplots()
     counts = {True: 0, False: 0}
-    for key, line in rows.groupby(by, sort=False):
-        unmodified = key[0] == frames.UNMODIFIED
-        method = "unmodified" if unmodified else str(key[0])
-        label = ", ".join([method, *(f"{c} {v}" for c, v in zip(by[1:], key[1:], strict=True))])
+    for (method, *rest), line in rows.groupby(by, sort=False):
+        unmodified = method == frames.UNMODIFIED
+        front = (f"{c} {v}" for c, v in zip(by[1:], rest, strict=True))
+        label = ", ".join([frames.shown(method), *front])
         plot.band(axes, line, plot.line_style(counts[unmodified], unmodified), label=label)
         counts[unmodified] += 1
     if chance is not None:
@@ -63,49 +49,23 @@ def by_subset(subsets: pd.DataFrame) -> Figure:
     Args:
         subsets: subsets.csv rows of one model and task.
 
-    Returns:
-        A double-column figure, as high as the number of subsets asks for; x is the score in %.
-
     Raises:
-        UserError: a column is missing, or several models or tasks are mixed.
+        UserError: A column is missing, or several models or tasks are mixed.
     """
-    frames.need(
-        subsets,
-        "subsets",
-        "model",
-        "method",
-        "task",
-        "subset",
-        "kind",
-        "metric",
-        "value",
-        "ci_low",
-        "ci_high",
-    )
+    front = ("model", "method", "task", "subset", "kind", "metric")
+    frames.need(subsets, "subsets", *front, *columns())
     frames.need_one(subsets, "subsets", "model", "task")
-    rows = frames.of_metric(subsets, "")
+    rows = frames.of_metric(subsets)
     names = list(dict.fromkeys(zip(rows["kind"], rows["subset"], strict=True)))
     methods = sorted(rows["method"].unique(), key=lambda m: m != frames.UNMODIFIED)
     figure = plot.new_figure(plot.PAGE, 0.9 + 0.16 * len(names))
     axes = figure.subplots()
     for index, method in enumerate(methods):
         here = rows[rows["method"] == method].set_index(["kind", "subset"]).reindex(names)
-        value, low, high = (
-            100 * here[column].to_numpy(dtype=float) for column in ("value", "ci_low", "ci_high")
-        )
         y = np.arange(len(names)) + 0.3 * (index - (len(methods) - 1) / 2)
-        style = plot.line_style(
-            max(index - (frames.UNMODIFIED in methods), 0), method == frames.UNMODIFIED
-        ) | {"linestyle": "none"}
-        error = np.clip([value - low, high - value], 0, None)
-        axes.errorbar(
-            value,
-            y,
-            xerr=error,
-            label="unmodified" if method == frames.UNMODIFIED else method,
-            elinewidth=0.8,
-            **style,
-        )
+        number = max(index - (frames.UNMODIFIED in methods), 0)
+        style = plot.line_style(number, method == frames.UNMODIFIED) | {"linestyle": "none"}
+        plot.percent_bars(axes, y, here, upright=False, label=frames.shown(method), **style)
     first = sum(kind == "subset" for kind, _ in names)
     if first < len(names):
         axes.axhline(first - 0.5, color="0.5", linewidth=0.6)

@@ -1,8 +1,6 @@
-"""Figures of a search for one scale per layer: its course, and what it found."""
+"""Figures of searches: how they went, and what they found."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -17,32 +15,27 @@ POSITIONS = ("beginning", "middle", "end")
 
 @plot.styled
 def convergence(generations: pd.DataFrame) -> Figure:
-    """Best and mean fitness of the parents per generation.
+    """Best and mean fitness of the parents per generation, in %.
 
     Args:
         generations: generations.csv rows: generation, best, mean, unmodified (fitness, 0..1). Several
             searches where a column ``search`` names them: then one line each, the best only.
 
-    Returns:
-        A single-column figure; y is the fitness in %.
-
     Raises:
-        UserError: a column is missing or there is no row.
+        UserError: A column is missing or there is no row.
     """
     need(generations, "generations", "generation", "best", "mean", "unmodified")
     figure = plot.new_figure(plot.COLUMN, 2.7)
     axes = figure.subplots()
-    if "search" in generations:
-        for index, (name, rows) in enumerate(generations.groupby("search", sort=False)):
-            curve = rows.groupby("generation")["best"].mean()
-            axes.plot(curve.index, 100 * curve, label=str(name), **plot.line_style(index))
-    else:
-        for index, (column, label) in enumerate((("best", "best"), ("mean", "mean of the parents"))):
-            axes.plot(
-                generations["generation"], 100 * generations[column], label=label, **plot.line_style(index)
-            )
+    rows = generations.set_index("generation")
+    lines = {"best": rows["best"], "mean of the parents": rows["mean"]}
+    if "search" in rows:
+        searches = rows.groupby("search", sort=False)["best"]
+        lines = {str(name): best.groupby(level=0).mean() for name, best in searches}
+    for index, (label, line) in enumerate(lines.items()):
+        axes.plot(line.index, 100 * line, label=label, **plot.line_style(index))
     for value in generations["unmodified"].dropna().unique():
-        axes.axhline(100 * value, color="black", linestyle=(0, (4, 2)), linewidth=1, label="unmodified")
+        axes.axhline(100 * value, label="unmodified", **plot.LEVEL)
     axes.set(xlabel="generation", ylabel="fitness (%)")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     plot.legend_below(figure, axes)
@@ -51,19 +44,16 @@ def convergence(generations: pd.DataFrame) -> Figure:
 
 @plot.styled
 def curve_figure(parts: pd.DataFrame, search: pd.DataFrame) -> Figure:
-    """What was found: control points and curve, the scale of every layer, and the accuracy that it gives
-    (LPES, Figure 2).
+    """Control points and curve, where there are any; the scale of every layer; the accuracy that it gives.
 
     Args:
         parts: curve.csv rows: part (``point``, ``curve``, ``layer``), x, y.
-        search: search.csv rows of the candidates: beginning, middle, end, fitness (0..1), unmodified,
-            selected.
-
-    Returns:
-        A double-column figure of three panels; without control points the left one is left out.
+        search: search.csv rows: beginning, middle, end, fitness (0..1), unmodified, selected.
 
     Raises:
-        UserError: a column is missing or there is no row.
+        UserError: A column is missing or there is no row.
+
+    Source: LPES, Figure 2.
     """
     need(parts, "curve", "part", "x", "y")
     need(search, "search", *POSITIONS, "fitness", "unmodified", "selected")
@@ -73,27 +63,21 @@ def curve_figure(parts: pd.DataFrame, search: pd.DataFrame) -> Figure:
     if len(points):
         axes = panels.pop(0)
         axes.plot(drawn["x"], drawn["y"], color=plot.COLOURS[0], label="curve")
-        axes.plot(
-            points["x"], points["y"], color=plot.COLOURS[1], marker="s", linestyle=":", label="control points"
-        )
+        axes.plot(points["x"], points["y"], "s:", color=plot.COLOURS[1], label="control points")
         axes.set(xlabel="x (layers)", ylabel="y (scale)")
         axes.legend()
     axes, fitness = panels
     axes.plot(layers["x"], layers["y"], color=plot.COLOURS[0], marker="o")
-    axes.axhline(1, color="black", linestyle=(0, (4, 2)), linewidth=1)
+    axes.axhline(1, **plot.LEVEL)
     axes.set(xlabel="layer", ylabel="scale")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    columns, width = (*POSITIONS, "fitness"), 0.38
-    for index, (column, label) in enumerate((("unmodified", "unmodified"), ("selected", "found"))):
-        row = search[search[column]].iloc[0]
-        values = [100 * float(row[name]) for name in columns]
-        style = (
-            {"color": "white", "edgecolor": "black", "linestyle": "--"}
-            if not index
-            else {"color": plot.COLOURS[0]}
-        )
-        fitness.bar(np.arange(len(columns)) + (index - 0.5) * width, values, width, label=label, **style)
-    fitness.set_xticks(range(len(columns)), columns)
+    columns, places, width = [*POSITIONS, "fitness"], np.arange(len(POSITIONS) + 1), 0.38
+    outlined = dict(color="white", edgecolor="black", linestyle="--", label="unmodified")
+    filled = dict(color=plot.COLOURS[0], label="found")
+    for column, side, style in (("unmodified", -0.5, outlined), ("selected", 0.5, filled)):
+        values = 100 * search.loc[search[column], columns].iloc[0].astype(float)
+        fitness.bar(places + side * width, values, width, **style)
+    fitness.set_xticks(places, columns)
     fitness.set(ylabel="calibration accuracy (%)", ylim=(0, 103))
     fitness.legend(loc="lower center", bbox_to_anchor=(0.5, 1), ncols=2)
     return figure
@@ -101,19 +85,17 @@ def curve_figure(parts: pd.DataFrame, search: pd.DataFrame) -> Figure:
 
 @plot.styled
 def channel_curves(channels: pd.DataFrame, channel: int | str) -> Figure:
-    """Value of one channel over the token position, one line per layer, one panel per site.
+    """Value of one channel over the token position, one line per layer (dark to light), one panel per site.
+
+    If the first token's values dwarf all others, the axis is fitted to the others and the panel says so.
 
     Args:
-        channels: channels.csv rows (channel, site, layer, position in tokens, value as a mean over random
-            strings, and its sliding mean, which the search's filter sees).
-        channel: the channel to draw.
-
-    Returns:
-        A figure; layers run from dark (first) to light (last). If the first token's values dwarf all others,
-        the axis is fitted to the others and the panel says so.
+        channels: channels.csv rows: channel, site, layer, token, value (mean over random strings) and its
+            sliding mean, which the search's filter sees.
+        channel: The channel to draw.
 
     Raises:
-        UserError: a column is missing or the channel has no row.
+        UserError: A column is missing or the channel has no row.
     """
     need(channels, "channels", "channel", "site", "layer", "token", "value", "sliding_mean")
     rows = channels[channels["channel"].astype(str) == str(channel)]
@@ -126,23 +108,18 @@ def channel_curves(channels: pd.DataFrame, channel: int | str) -> Figure:
         here = rows[rows["site"] == site]
         for layer, line in here.groupby("layer"):
             line = line.sort_values("token")
-            style = colours.style(layer)
+            style, thick = colours.style(layer), "value"
             if line["sliding_mean"].notna().any():
                 axes.plot(line["token"], line["value"], color=style["color"], linewidth=0.4, alpha=0.5)
-                axes.plot(line["token"], line["sliding_mean"], **style)
-            else:
-                axes.plot(line["token"], line["value"], **style)
-        axes.set(
-            xlabel="token position",
-            ylabel=f"mean value of channel {channel}",
-            title=str(site).replace("_", " "),
-        )
+                thick = "sliding_mean"
+            axes.plot(line["token"], line[thick], **style)
+        title = str(site).replace("_", " ")
         first, rest = here.loc[here["token"] == 0, "value"], here.loc[here["token"] != 0, "value"]
         if len(first) and len(rest) and first.abs().max() > 5 * rest.abs().max() > 0:
             room = 0.05 * (rest.max() - rest.min()) + 1e-12
             axes.set_ylim(rest.min() - room, rest.max() + room)
-            note = f"token 0 is off the scale: {first.min():.3g} to {first.max():.3g}"
-            axes.set_title(f"{axes.get_title()}\n({note})")
+            title += f"\n(token 0 is off the scale: {first.min():.3g} to {first.max():.3g})"
+        axes.set(xlabel="token position", ylabel=f"mean value of channel {channel}", title=title)
     colours.bar(figure, panels)
     return figure
 
@@ -154,55 +131,35 @@ def candidate_label(row: pd.Series) -> str:
 
 @plot.styled
 def candidate_losses_figure(search: pd.DataFrame, most: int = 30) -> Figure:
-    """Loss of the best candidates of a search, lowest on top; the selected one is a filled diamond.
+    """Loss of the best candidates, lowest on top; a filled diamond is selected, the line is unmodified.
 
     Args:
         search: search.csv rows (channel, factor, layer_first, layer_last, loss in nats per answer token,
             loss_unmodified, selected).
-        most: how many candidates to draw at most; a selected one is always among them.
-
-    Returns:
-        A single-column dot plot whose dashed line is the unmodified model.
+        most: How many candidates to draw at most; a selected one is always among them.
 
     Raises:
-        UserError: a column is missing or there is no row.
+        UserError: A column is missing or there is no row.
     """
-    need(
-        search,
-        "search",
-        "channel",
-        "factor",
-        "layer_first",
-        "layer_last",
-        "loss",
-        "loss_unmodified",
-        "selected",
-    )
-    search = search.assign(won=search["selected"]).sort_values("loss")
-    best = search[(np.arange(len(search)) < most) | search["won"]]
+    front = ("channel", "factor", "layer_first", "layer_last")
+    need(search, "search", *front, "loss", "loss_unmodified", "selected")
+    search = search.sort_values("loss")
+    best = search[(np.arange(len(search)) < most) | search["selected"]]
     figure = plot.new_figure(plot.COLUMN, 0.9 + 0.125 * max(len(best), 4))
     axes = figure.subplots()
-    row = np.arange(len(best))
-    for won, colour, marker, label in (
-        (False, plot.COLOURS[0], "o", "candidate"),
-        (True, plot.COLOURS[1], "D", "selected"),
-    ):
-        mask = (best["won"] == won).to_numpy()
+    row, selected = np.arange(len(best)), best["selected"].to_numpy(dtype=bool)
+    blue, red = plot.COLOURS[:2]
+    for mask, form, colour, fill in ((~selected, "o", blue, "white"), (selected, "D", red, red)):
         if mask.any():
-            style: dict[str, Any] = {
-                "marker": marker,
-                "color": colour,
-                "markerfacecolor": colour if won else "white",
-            }
-            axes.plot(best["loss"][mask], row[mask], linestyle="none", label=label, **style)
+            label = "candidate" if fill == "white" else "selected"
+            axes.plot(best["loss"][mask], row[mask], form, color=colour, markerfacecolor=fill, label=label)
     for value in best["loss_unmodified"].unique():
-        axes.axvline(value, color="black", linestyle=(0, (4, 2)), linewidth=1, label="unmodified")
+        axes.axvline(value, label="unmodified", **plot.LEVEL)
     axes.set_yticks(row, [candidate_label(candidate) for _, candidate in best.iterrows()])
     axes.set(ylim=(len(best) - 0.4, -0.6), xlabel="loss (nats per answer token)")
     shown = min(most, len(search))
-    title = f"best {shown} of {len(search)} candidates" + (
-        ", and the selected one" if len(best) > shown else ""
-    )
+    further = ", and the selected one" if len(best) > shown else ""
+    title = f"best {shown} of {len(search)} candidates{further}"
     figure.suptitle(title, fontsize=plot.STYLE["axes.titlesize"])
     axes.grid(axis="y", color="0.9", linewidth=0.5)
     axes.set_axisbelow(True)

@@ -13,17 +13,7 @@ Drawn = Mapping[str, tuple[Figure, str]]
 
 @dataclass
 class Section:
-    """A heading, then whatever is given of text, table, figures and verbatim block.
-
-    Attributes:
-        title: The heading.
-        text: Plain text.
-        header: Names of the table's columns.
-        rows: Its rows.
-        figures: See :data:`Drawn`.
-        block: Verbatim text.
-        folded: Whether the block is folded at first.
-    """
+    """A heading, then whatever is given of text, table (header and rows), figures and verbatim block."""
 
     title: str
     text: str = ""
@@ -31,4 +21,3 @@ class Section:
     rows: Sequence[Sequence[str]] = ()
     figures: Drawn = field(default_factory=dict)
     block: str = ""
-    folded: bool = False

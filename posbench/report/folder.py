@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -15,65 +14,52 @@ from posbench.stats.findings import COLUMNS as FINDINGS
 from posbench.stats.scores import COLUMNS as METRICS
 from posbench.stats.scores import SUBSET_COLUMNS
 
-TEXT_COLUMNS = (
-    "run",
-    "model",
-    "method",
-    "task",
-    "gold_position",
-    "metric",
-    "channel",
-    "site",
-    "claim",
-    "statistic",
-)
-TEXT_COLUMNS += ("verdict", "note")
+TEXT_COLUMNS = {"run", "model", "method", "task", "gold_position", "metric", "channel", "site"}
+TEXT_COLUMNS |= {"claim", "statistic", "verdict", "note"}
 ATTENTION = ("model", "method", "task", "gold_position", "layer", "item", "attention")
 TREND = ("group", "axis", "statistic", "number", "value", "ci_low", "ci_high", "n")
-"""Columns of ``trend.csv``: a statistic at one value (``number``) of the swept key, ``none`` for the
-unmodified model."""
+"""Columns of ``trend.csv``: a statistic at one ``number`` of the swept key, ``none`` when unmodified."""
 NEEDED = {
     **dict.fromkeys(("metrics", "summary"), METRICS),
     **dict.fromkeys(("subsets", "subsets_summary"), SUBSET_COLUMNS),
     **dict.fromkeys(("attention", "attention_summary"), ATTENTION),
-    "findings": FINDINGS,
-    "trend": TREND,
+    **{"findings": FINDINGS, "trend": TREND},
 }
 """Columns that a table must have; tables of searches and studies are read by their own modules."""
 
 
 def read_csv(path: Path) -> pd.DataFrame | None:
-    """A CSV with text columns kept as text (`none` and `null` are names, not gaps); None if absent or without
-    rows.
+    """A CSV whose text (`none`, `null`) stays text; None if absent or without rows.
 
     Raises:
         UserError: It cannot be read, or lacks a column.
     """
+    needed = NEEDED.get(path.stem, ())
 
     def parse(path: Path) -> pd.DataFrame:
         names = pd.read_csv(path, nrows=0).columns
+        missing = [c for c in needed if c not in names]
+        if missing:
+            raise ValueError(f"columns missing: {', '.join(missing)}")
         text = {c: str for c in names if c.removesuffix(".1") in TEXT_COLUMNS}
         if "metric" not in names:
             text.pop("gold_position", None)  # always an index there, never ``all``
-        frame = pd.read_csv(path, dtype=text, keep_default_na=False, na_values=["", "nan"])
-        # A swept `method` stands beside the `method` column of the metrics: the later one is the metrics'
-        # own.
+        # A swept `method` stands before the `method` of the metrics: pandas calls the later one `method.1`.
         twice = [c.removesuffix(".1") for c in names if c.endswith(".1") and c.removesuffix(".1") in names]
-        return frame.rename(columns={c: f"{c} (swept)" for c in twice} | {f"{c}.1": c for c in twice})
+        swept = {c: f"{c} (swept)" for c in twice} | {f"{c}.1": c for c in twice}
+        return _plain_csv(path, dtype=text).rename(columns=swept)
 
-    needed = NEEDED.get(path.stem, ())
-    allowed = f"a CSV with {', '.join(needed)}" if needed else "a CSV as posbench writes it"
-    frame = read(path, parse, allowed)
-    missing = [c for c in needed if frame is not None and c not in frame]
-    if missing:
-        raise unreadable(path, ValueError(f"columns missing: {', '.join(missing)}"), allowed)
+    frame = read(path, parse, f"a CSV with {', '.join(needed)}" if needed else "a CSV as posbench writes it")
     return None if frame is None or frame.empty else frame
 
 
 def study_tables(folder: Path, names: Sequence[str]) -> dict[str, pd.DataFrame]:
     """The tables of a study as its files hold them; text such as ``none`` stays text."""
-    parse = functools.partial(pd.read_csv, keep_default_na=False, na_values=["", "nan"])
-    return {name: read(folder / f"{name}.csv", parse, "a CSV as posbench writes it") for name in names}
+    return {name: read(folder / f"{name}.csv", _plain_csv, "a CSV as posbench writes it") for name in names}
+
+
+def _plain_csv(path: Path, **options: Any) -> pd.DataFrame:
+    return pd.read_csv(path, keep_default_na=False, na_values=["", "nan"], **options)
 
 
 def read_json(path: Path) -> Any:
@@ -82,20 +68,14 @@ def read_json(path: Path) -> Any:
 
 
 def read_text(path: Path) -> str:
-    """A text file's content."""
-    return str(read(path, lambda p: p.read_text(encoding="utf-8"), "UTF-8 text"))
+    """A text file's content; empty where there is none."""
+    return read(path, lambda p: p.read_text(encoding="utf-8"), "UTF-8 text") or ""
 
 
 def read(path: Path, parse: Callable[[Path], Any], allowed: str) -> Any:
-    """A file's parsed content, or None where there is no file.
-
-    Raises:
-        UserError: It cannot be parsed.
-    """
-    if not path.is_file():
-        return None
+    """A file's parsed content, None where there is no file; `UserError` where it cannot be parsed."""
     try:
-        return parse(path)
+        return parse(path) if path.is_file() else None
     except (OSError, ValueError) as error:  # pandas', json's and Unicode's errors are ValueErrors
         raise unreadable(path, error, allowed) from error
 
@@ -106,13 +86,8 @@ def unreadable(path: Path, error: Exception, allowed: str) -> UserError:
 
 
 def need_folder(folder: Path, allowed: str, *names: str) -> None:
-    """Refuse a folder that holds none of these files.
-
-    Raises:
-        UserError: It is none.
-    """
+    """Raise `UserError` for a folder that holds none of these files."""
     if not any((folder / name).is_file() for name in names):
-        hint = (
-            "posbench prints the folder of each run" if folder.is_dir() else "no such folder; check the path"
-        )
+        found = "posbench prints the folder of each run"
+        hint = found if folder.is_dir() else "no such folder; check the path"
         raise UserError("DIR", str(folder), allowed, hint)

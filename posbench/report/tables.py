@@ -2,17 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import pandas as pd
 
-from posbench.report.text import BIAS_WORDS, GROUP, cell, interval
-from posbench.stats.frames import UNMODIFIED, at_positions, own_metric
+from posbench.stats.frames import UNMODIFIED, at_positions, of_metric, own_metric, shown
 from posbench.stats.position_bias import STATISTICS
 
 Table = tuple[list[str], list[list[str]]]
 """A header, and rows."""
+
+BIAS_WORDS = {
+    "position_bias": "position bias (std over positions)",
+    "gap": "gap (best - worst)",
+    "gap_null": "gap if positions did not matter",
+    "primacy": "primacy (first - inner)",
+    "recency": "recency (last - inner)",
+    "middle_drop": "middle drop (ends - lowest inner)",
+}
+
+
+def cell(row: Any, form: str, scale: float = 100) -> str:
+    """A share as `76.6 [72.1, 80.5]` in %, empty where there is none."""
+    return "" if row is None else form.format(scale * row.value) + interval(row, form.replace("+", ""), scale)
+
+
+def interval(row: Any, form: str, scale: float = 1) -> str:
+    """` [72.1, 80.5]`, empty without an interval."""
+    low, high = row.ci_low, row.ci_high
+    return "" if pd.isna(low) else f" [{form.format(scale * low)}, {form.format(scale * high)}]"
+
+
+def pct(share: float) -> str:
+    """A share in %."""
+    return f"{100 * share:.1f} %"
+
+
+def points(share: float) -> str:
+    """A difference of shares in percentage points, with its sign."""
+    return f"{100 * share:+.1f}"
 
 
 def findings_table(findings: pd.DataFrame) -> Table:
@@ -29,88 +57,52 @@ class _Columns:
 
     def __init__(self, rows: pd.DataFrame) -> None:
         self.methods = sorted(rows["method"].unique(), key=lambda m: m != UNMODIFIED)
-        differs = rows["metric"].str.endswith("_difference")
-        self.changed = [m for m in self.methods if (differs & (rows["method"] == m)).any()]
+        differs = set(rows.loc[rows["metric"].str.endswith("_difference"), "method"])
+        self.changed = [m for m in self.methods if m in differs]
+        plain = ["difference"] if len(self.changed) == 1 else [f"{m}: difference" for m in self.changed]
+        self.header = [*map(shown, self.methods), *plain]
 
-    @property
-    def header(self) -> list[str]:
-        one = len(self.changed) == 1
-        names = ["unmodified" if m == UNMODIFIED else str(m) for m in self.methods]
-        return names + ["difference" if one else f"{m}: difference" for m in self.changed]
-
-    def line(self, cells: dict[tuple[str, str], Any], name: str, scale: float = 100) -> list[str]:
-        """The cells of one metric, from rows by method and metric; a share in %, others in their own unit."""
+    def line(self, rows: pd.DataFrame, name: str, scale: float = 100) -> list[str]:
+        """The cells of one metric, from rows in which it occurs once for each method."""
         form = "{:.1f}" if scale == 100 else "{:.3f}"
+        cells: dict[Any, Any] = {(r.method, r.metric): r for r in rows.itertuples()}
         values = [cell(cells.get((m, name)), form, scale) for m in self.methods]
         plus = form.replace(":", ":+")
         return values + [cell(cells.get((m, f"{name}_difference")), plus, scale) for m in self.changed]
 
 
-def _groups(rows: pd.DataFrame) -> tuple[list[str], Callable[[], Iterator[tuple[list[str], pd.DataFrame]]]]:
-    """Which of model, task and seed vary, and their groups with the values of those."""
-    many = [c for c in GROUP if rows[c].nunique() > 1]
-
-    def groups() -> Iterator[tuple[list[str], pd.DataFrame]]:
-        for key, group in rows.groupby(GROUP, sort=False, dropna=False):
-            yield [str(v) for c, v in zip(GROUP, key, strict=True) if c in many], group
-
-    return many, groups
-
-
 def position_table(metrics: pd.DataFrame) -> Table:
-    """The task's score per gold position: one row per position with `all` last.
+    """The task's score per gold position, from metrics.csv rows of a run: a row per position, `all` last.
 
-    Args:
-        metrics: metrics.csv rows.
-
-    Returns:
-        Columns: gold position (depth in %), score of each method in % with its interval, difference of each
-        modified one in points with its interval, n. Where model, task or seed vary, they stand in front.
+    Columns: gold position (depth in %), score of each method in %, difference of each modified one in points,
+    each with its interval, n.
     """
-    own = own_metric(metrics)
-    kept = (metrics["metric"] == own) | (metrics["metric"] == own + "_difference")
-    rows = metrics[kept].assign(metric=metrics["metric"].where(metrics["metric"] == own, "score_difference"))
-    rows["metric"] = rows["metric"].where(rows["metric"] == "score_difference", "score")
-    columns, (many, groups) = _Columns(rows), _groups(rows)
-    table = []
-    for front, group in groups():
-        placed = group[group["gold_position"].astype(str) != "all"]
-        places = at_positions(placed.assign(metric="score")).sort_values("depth") if len(placed) else placed
-        depth = dict(zip(places["gold_position"], places["depth"], strict=True)) if len(places) else {}
-        for place in [*depth, "all"]:
-            here = group[group["gold_position"].astype(str) == str(place)]
-            cells = {(r.method, r.metric): r for r in here.itertuples()}
-            shown = "all" if place == "all" else f"{100 * depth[place]:.3g} %"
-            n = "/".join(dict.fromkeys(str(n) for n in here["n"]))
-            table.append([*front, shown, *columns.line(cells, "score"), n])
-    return [*many, "gold position", *columns.header, "n"], table
+    named = {"": "score", "difference": "score_difference"}
+    rows = pd.concat([of_metric(metrics, key).assign(metric=name) for key, name in named.items()])
+    columns, table = _Columns(rows), []
+    placed = at_positions(rows).sort_values("depth")
+    depths = zip(placed["gold_position"].astype(str), placed["depth"], strict=True)
+    names = {place: f"{100 * depth:.3g} %" for place, depth in depths} | {"all": "all"}
+    for place, name in names.items():
+        here = rows[rows["gold_position"].astype(str) == place]
+        n = "/".join(dict.fromkeys(map(str, here["n"])))
+        table.append([name, *columns.line(here, "score"), n])
+    return ["gold position", *columns.header, "n"], table
 
 
 def bias_table(metrics: pd.DataFrame) -> Table:
-    """What the curves over gold positions amount to: one row for each statistic that there is.
+    """What the curves over gold positions amount to, from metrics.csv rows of a run: a row per statistic.
 
-    Args:
-        metrics: metrics.csv rows.
-
-    Returns:
-        Columns: statistic, each method and the difference of each modified one, in points with their
-        intervals. Where model, task or seed vary, they stand in front.
+    Columns: statistic, each method and the difference of each modified one, in points with their intervals.
     """
     rows = metrics[metrics["metric"].str.removesuffix("_difference").isin(STATISTICS)]
-    columns, (many, groups) = _Columns(rows), _groups(rows)
-    table = []
-    for front, group in groups():
-        cells = {(r.method, r.metric): r for r in group.itertuples()}
-        for name, words in BIAS_WORDS.items():
-            line = columns.line(cells, name)
-            if any(line):
-                table.append([*front, words, *line])
-    return [*many, "statistic", *columns.header], table
+    columns, there = _Columns(rows), set(rows["metric"])
+    table = [[words, *columns.line(rows, name)] for name, words in BIAS_WORDS.items() if name in there]
+    return ["statistic", *columns.header], table
 
 
 def other_scores(metrics: pd.DataFrame) -> pd.DataFrame:
-    """The scores over all examples beside the task's own, as :func:`subset_table` takes them; empty without
-    any."""
+    """The scores over all examples beside the task's own, as :func:`subset_table` takes them."""
     metric = metrics["metric"].str.removesuffix("_difference")
     rest = (metric != own_metric(metrics)) & ~metric.isin(STATISTICS)
     rows = metrics[rest & (metrics["gold_position"].astype(str) == "all")]
@@ -118,25 +110,24 @@ def other_scores(metrics: pd.DataFrame) -> pd.DataFrame:
 
 
 def subset_table(subsets: pd.DataFrame, kind: str = "", own: str | None = None) -> Table:
-    """Subsets and averages: one row per subset or average and metric.
+    """Subsets and averages, from subsets.csv rows of a run: one row per subset or average and metric.
+
+    Columns: subset, metric (if there are several), value of each method with its interval, difference of each
+    modified one, n. The task's own metric is in % and points, the others are in their own unit.
 
     Args:
-        subsets: subsets.csv rows of one model and task.
+        subsets: The rows.
         kind: `subset` or `average` for these alone.
         own: The task's own metric; None takes it from the rows, and empty says that it is not among them.
-
-    Returns:
-        Columns: subset, metric (if there are several), value of each method with its interval, difference of
-        each modified one, n. The task's own metric is in % and points, the others are in their own unit.
     """
     rows = subsets[subsets["kind"] == kind] if kind else subsets
     own = own_metric(subsets).iloc[0] if own is None else own
     columns, table = _Columns(rows), []
     plain = rows[~rows["metric"].str.endswith("_difference")]
     for where, name in dict.fromkeys(zip(plain["subset"], plain["metric"], strict=True)):
-        cells = {(r.method, r.metric): r for r in rows[rows["subset"] == where].itertuples()}
-        n = str(cells[columns.methods[0], name].n)
-        table.append([where, name, *columns.line(cells, name, 100 if name == own else 1), n])
+        here = rows[rows["subset"] == where]
+        n = str(here.loc[here["metric"] == name, "n"].iloc[0])
+        table.append([where, name, *columns.line(here, name, 100 if name == own else 1), n])
     header = ["subset", "metric", *columns.header, "n"]
     if own and len({line[1] for line in table}) == 1:
         header, table = [header[0], *header[2:]], [[line[0], *line[2:]] for line in table]

@@ -1,14 +1,15 @@
-"""What every search is: plain data that says which method it serves, what it finds, how, and what a report
-shows of it."""
+"""What every search is: plain data that says which method it serves, what it finds, how, and how it is told."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from io import BytesIO
 from typing import Any, ClassVar
 
 import pandas as pd
+import torch
 import yaml
 
 from posbench import versions
@@ -19,7 +20,7 @@ from posbench.methods.choice import MethodChoice
 from posbench.plots.section import Section
 from posbench.run.base import Run
 
-FOUND = "found.yaml"
+FOUND, STATE = "found.yaml", "search_state.pt"
 Read = Callable[[str], pd.DataFrame | None]
 """A table of the run folder by its name, None where it has none."""
 
@@ -42,8 +43,7 @@ class Search(ABC):
     results: ClassVar[Sequence[str]] = ("search.csv",)
 
     def target(self, choice: MethodChoice) -> MethodChoice | None:
-        """The choice, or the part of it, whose parameters it finds with the others applied; None if it can
-        find none."""
+        """The choice, or the part of it, whose parameters it finds with the others applied; None without."""
         parts = [choice, *choice.parts.values()]
         return next((part for part in parts if issubclass(part.cls, self.serves)), None)
 
@@ -60,8 +60,7 @@ class Search(ABC):
             raise UserError(f"{run.target.where}.{name}", run.target.values[name], allowed, hint)
 
     def depends(self, run: Run) -> Mapping[str, Any]:
-        """What moves the result beside model, task, the settings of the search and the other methods of a
-        list."""
+        """What moves the result beside model, task, the search's settings and other methods of a list."""
         return {}
 
     @abstractmethod
@@ -81,8 +80,7 @@ class Search(ABC):
         """Its part of the report, from the files alone."""
 
     def run(self, run: Run) -> None:
-        """Search unless another run of this version did under the same key; hand the result to the later
-        stages."""
+        """Search unless another run of this version did under the same key, and keep what was found."""
         assert run.target is not None
         if not run.out.stage("search").get("done"):
             parts = [[name, None if p is run.target else p.values] for name, p in run.choice.parts.items()]
@@ -91,6 +89,7 @@ class Search(ABC):
             other = run.out.sibling_with("search", key)
             if other is None:
                 self.search(run)
+                (run.out.path / STATE).unlink(missing_ok=True)
             for name in (*self.results, FOUND) if other else ():
                 if (other.path / name).is_file():
                     write_bytes(run.out.path / name, (other.path / name).read_bytes())
@@ -103,15 +102,31 @@ class Search(ABC):
             run.console.print(f"paste into the model's YAML:\n\n{text}", soft_wrap=True)
 
     def write_found(self, run: Run, block: Mapping[str, Any], how: str) -> None:
-        """Write the block to paste into a model's YAML, with where it comes from.
-
-        Args:
-            run: The run.
-            block: Parameters and what was measured.
-            how: The search in words.
-        """
+        """Write the block to paste into a model's YAML, with the search in words as its source."""
         assert run.target is not None
         among = f" in the list {run.choice.name}" if run.choice.parts else ""
         source = f"posbench {versions.__version__} {how}{among}; run {run.out.path.name}"
         data = {run.target.name: {**block, "source": source}}
         write_text(run.out.path / FOUND, yaml.safe_dump(data, sort_keys=False, width=1000))
+
+
+def save(run: Run, state: Mapping[str, Any]) -> None:
+    """Keep tensors and plain data in the run folder, so that a killed search goes on where it was."""
+    buffer = BytesIO()
+    torch.save(dict(state), buffer)
+    write_bytes(run.out.path / STATE, buffer.getvalue())
+
+
+def saved(run: Run) -> dict[str, Any]:
+    """What :func:`save` kept, on the CPU; empty where there is nothing."""
+    file = run.out.path / STATE
+    return torch.load(file, map_location="cpu", weights_only=True) if file.is_file() else {}
+
+
+def steps_section(read: Read, text: str, digits: int) -> list[Section]:
+    """The rows of ``search.csv`` as they are."""
+    table = read("search")
+    if table is None:
+        return []
+    rows = [[f"{value:.{digits}g}" for value in row] for row in table.itertuples(index=False)]
+    return [Section("Search", text, list(table), rows)]

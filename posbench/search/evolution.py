@@ -2,50 +2,25 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from posbench.plots.search import POSITIONS
+
+if TYPE_CHECKING:
+    from posbench.search.genetic import GeneticSearch
 
 Genome = tuple[int, ...]
 """Grid indices: x and y of every control point in turn, or one y per layer without a curve."""
 
 Scales = tuple[float, ...]
 """One factor per layer: what a candidate is scored by, and the key of everything that is remembered of it."""
-
-POSITIONS = ("beginning", "middle", "end")
-
-
-class Space(Protocol):
-    """What the search needs to know of its candidates; :class:`posbench.search.genetic.GeneticSearch`
-    documents the settings."""
-
-    population: int
-    parents: int
-    generations: int
-    mutations: int
-    crossovers: int
-    crossover_tries: int
-    racing: bool
-    patience: int | None
-    batch_size: int
-    seed: int
-    weights: tuple[float, float, float]
-
-    def decode(self, genome: Genome, layers: int) -> Scales:
-        """The scale of each layer."""
-
-    def first(self, layers: int) -> Genome:
-        """The start."""
-
-    def mutate(self, genome: Genome, rng: random.Random, layers: int) -> Genome:
-        """Another valid genome within reach."""
-
-    def cross(self, parents: Sequence[Genome], rng: random.Random) -> list[Genome]:
-        """The valid children of two parents."""
 
 
 def fitness(weights: Sequence[float], accuracies: Sequence[float]) -> float:
@@ -58,13 +33,13 @@ class Scores:
     """What each candidate scores on each of N examples, and the race over them.
 
     Attributes:
-        search: Weights and racing.
+        search: Weights, parents, racing and batch size.
         positions: [N], 0 where an example's answer stands at the beginning, 1 in the middle, 2 at the end.
         answer: Scores a candidate on some examples: one number in 0..1 for each, in order.
         known: Candidate to scores [N], NaN where there is none yet.
     """
 
-    search: Space
+    search: GeneticSearch
     positions: NDArray[np.int64]
     answer: Callable[[Scales, list[int]], Sequence[float]]
     known: dict[Scales, NDArray[np.float64]] = field(default_factory=dict)
@@ -74,17 +49,28 @@ class Scores:
         """Pairs of candidate and example that have been scored."""
         return sum(int(np.isfinite(row).sum()) for row in self.known.values())
 
+    def of(self, scales: Scales) -> NDArray[np.float64]:
+        """Scores of a candidate, [N]."""
+        return self.known.get(scales, np.full(len(self.positions), np.nan))
+
     def add(self, scales: Scales, examples: Sequence[int], scores: Sequence[float]) -> None:
         """Remember scores of a candidate."""
-        self.known.setdefault(scales, np.full(len(self.positions), np.nan))[list(examples)] = scores
+        self.known[scales] = self.of(scales)
+        self.known[scales][list(examples)] = scores
+
+    def _ask(self, scales: Scales, examples: list[int]) -> None:
+        """Score a candidate on some examples, unless it was."""
+        if np.isnan(self.of(scales)[examples]).any():
+            self.add(scales, examples, self.answer(scales, examples))
 
     def fill(self, scales: Scales) -> None:
         """Score a candidate on every example that it was not scored on, in batches in order."""
-        everything = range(len(self.positions))
-        for start in range(0, len(everything), self.search.batch_size):
-            batch = list(everything[start : start + self.search.batch_size])
-            if scales not in self.known or np.isnan(self.known[scales][batch]).any():
-                self.add(scales, batch, self.answer(scales, batch))
+        for batch in self._batches(list(range(len(self.positions)))):
+            self._ask(scales, batch)
+
+    def _batches(self, order: list[int]) -> list[list[int]]:
+        size = self.search.batch_size
+        return [order[i : i + size] for i in range(0, len(order), size)]
 
     def accuracies(self, scales: Scales) -> list[float]:
         """Accuracy at beginning, middle and end; what is not scored counts as right, so this bounds what it
@@ -92,15 +78,9 @@ class Scores:
 
         The bound falls from score to score, also in floating point, and ends as the accuracy itself.
         """
-        right = (
-            np.nan_to_num(self.known[scales], nan=1.0)
-            if scales in self.known
-            else np.ones(len(self.positions))
-        )
-        return [
-            float(right[self.positions == p].mean()) if (self.positions == p).any() else 0.0
-            for p in range(len(POSITIONS))
-        ]
+        right = np.nan_to_num(self.of(scales), nan=1.0)
+        parts = (right[self.positions == p] for p in range(len(POSITIONS)))
+        return [float(part.mean()) if len(part) else 0.0 for part in parts]
 
     def bound(self, scales: Scales) -> float:
         """Fitness of a candidate that is scored on everything; of any other, the highest it can have."""
@@ -134,22 +114,19 @@ class Scores:
                 for examples in plan:
                     if self.search.racing and self.bound(scales) < last:
                         break
-                    if scales not in self.known or np.isnan(self.known[scales][examples]).any():
-                        self.add(scales, examples, self.answer(scales, examples))
+                    self._ask(scales, examples)
                 else:
                     best.append(self.bound(scales))
                     scored[scales] = None
             ahead += [max(best)] if best else []
 
     def _plan(self, scored: Sequence[Scales]) -> list[list[int]]:
-        """Batches of examples; those on which candidates lost most come first, so that a bad candidate is
-        found out early."""
+        """Batches of examples, those on which candidates lost most first: a bad one is found out early."""
         asked = np.bincount(self.positions, minlength=len(POSITIONS))
         loss = (np.array(self.search.weights) / np.maximum(asked, 1))[self.positions]
         if scored:
             loss = loss * np.mean([1 - self.known[scales] for scales in scored], axis=0)
-        order = np.argsort(-loss, kind="stable").tolist()
-        return [order[i : i + self.search.batch_size] for i in range(0, len(order), self.search.batch_size)]
+        return self._batches(np.argsort(-loss, kind="stable").tolist())
 
 
 @dataclass
@@ -165,7 +142,7 @@ class Evolution:
             scores and candidates so far, and generations since the best one changed.
     """
 
-    search: Space
+    search: GeneticSearch
     layers: int
     generation: int = 0
     population: list[Genome] = field(default_factory=list)
@@ -181,9 +158,7 @@ class Evolution:
     def done(self) -> bool:
         """Whether every generation is scored, or ``patience`` ran out."""
         quiet = self.history[-1]["quiet"] if self.history else 0
-        return self.generation > self.search.generations or bool(
-            self.search.patience and quiet >= self.search.patience
-        )
+        return self.generation > self.search.generations or quiet >= (self.search.patience or math.inf)
 
     @property
     def parents(self) -> list[Genome]:
@@ -197,15 +172,13 @@ class Evolution:
         return self._scales[genome]
 
     def ask(self) -> list[list[Scales]]:
-        """What to score next: the first population, or the offspring; in families, of which the fittest
-        member joins."""
+        """What to score next, in families of which the fittest member joins: first the population, then
+        offspring."""
         search, rng = self.search, self._rng
         if not self.generation:
             first = search.first(self.layers)
-            self._asked = [
-                [first],
-                *([search.mutate(first, rng, self.layers)] for _ in range(search.population - 1)),
-            ]
+            others = [[search.mutate(first, rng, self.layers)] for _ in range(search.population - 1)]
+            self._asked = [[first], *others]
         else:
             families = []
             for _ in range(search.crossovers):
@@ -218,8 +191,7 @@ class Evolution:
         return self.search.mutate(self._rng.choice(self.parents), self._rng, self.layers)
 
     def tell(self, scores: Scores) -> None:
-        """Take the scores of what was asked: choose the fitter children, then the parents of the next
-        generation.
+        """Choose the fitter children of what was asked, then the parents of the next generation.
 
         Args:
             scores: Knows each candidate, or that it cannot become a parent.
@@ -228,30 +200,17 @@ class Evolution:
         offspring = [min(family, key=ranks.__getitem__) for family in self._asked]
         # The sort is stable: of equals, the older one stays in front.
         self.population = sorted([*self.parents, *offspring], key=ranks.__getitem__)
-        best, known = self.population[0], [-ranks[genome][0] for genome in self.parents]
-        better = not self.history or -ranks[best][0] > self.history[-1]["best"]
-        self.history.append(
-            {
-                "generation": self.generation,
-                "best": -ranks[best][0],
-                "mean": sum(known) / len(known),
-                "worst": known[-1],
-                "evaluations": scores.evaluations,
-                "candidates": len(scores.known),
-                "quiet": 0 if better else self.history[-1]["quiet"] + 1,
-            }
-        )
+        known = [-ranks[genome][0] for genome in self.parents]
+        better = not self.history or known[0] > self.history[-1]["best"]
+        row = {"generation": self.generation, "best": known[0], "mean": sum(known) / len(known)}
+        row |= {"worst": known[-1], "evaluations": scores.evaluations, "candidates": len(scores.known)}
+        self.history.append({**row, "quiet": 0 if better else self.history[-1]["quiet"] + 1})
         self.generation += 1
 
     def state(self) -> dict[str, Any]:
         """Everything that the next generation depends on, as plain data."""
-        version, numbers, gauss = self._rng.getstate()
-        return {
-            "generation": self.generation,
-            "population": self.population,
-            "history": self.history,
-            "rng": [version, list(numbers), gauss],
-        }
+        told = {"generation": self.generation, "population": self.population, "history": self.history}
+        return {**told, "rng": self._rng.getstate()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on from a saved :meth:`state`."""
@@ -264,12 +223,7 @@ class Evolution:
 def evolve(
     evolution: Evolution, scores: Scores, after: Callable[[Evolution], None] = lambda _: None
 ) -> Genome:
-    """Run a search to its end.
-
-    Args:
-        evolution: Fresh or restored.
-        scores: Scores candidates, and remembers.
-        after: Called after every generation.
+    """Run a fresh or restored search to its end; ``after`` is called after every generation.
 
     Returns:
         The best genome.

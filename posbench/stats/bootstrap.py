@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -27,38 +27,28 @@ class Estimate(NamedTuple):
     n: int
 
 
-def index_draws(clusters: int, resamples: int, seed: int) -> Iterator[NDArray[np.int64]]:
-    """Drawn cluster numbers, [r, clusters] at a time."""
-    rng, step = np.random.default_rng(seed), max(CHUNK // clusters, 1)
-    for start in range(0, resamples, step):
-        yield rng.integers(0, clusters, size=(min(step, resamples - start), clusters))
+def chunks(resamples: int, width: int) -> Iterator[int]:
+    """Sizes of the parts in which draws of ``width`` entries each are made."""
+    step = max(CHUNK // width, 1)
+    return (min(step, resamples - start) for start in range(0, resamples, step))
 
 
 def _draws(strata: NDArray[np.int64], resamples: int, seed: int) -> Iterator[Array]:
-    """How often each cluster occurs in each draw, [r, C] at a time; each stratum keeps its size in every
-    draw.
-
-    Args:
-        strata: Stratum 0, 1, ... of each of C clusters.
-        resamples: Draws R in all.
-        seed: Seed of the draws.
-    """
+    """How often each cluster occurs in each draw, [r, C] at a time; each stratum keeps its size."""
     rng, clusters = np.random.default_rng(seed), len(strata)
-    step = max(CHUNK // clusters, 1)
-    for start in range(0, resamples, step):
-        weights = np.zeros((min(step, resamples - start), clusters))
+    for part in chunks(resamples, clusters):
+        weights = np.zeros((part, clusters))
         for number in range(strata.max() + 1):
             members = np.flatnonzero(strata == number)
             even = np.full(len(members), 1 / len(members))
-            weights[:, members] = rng.multinomial(len(members), even, size=len(weights))
+            weights[:, members] = rng.multinomial(len(members), even, size=part)
         yield weights
 
 
 def resampled(
     groups: Mapping[K, Group], *, stratified: bool, resamples: int = RESAMPLES, seed: int = 0
 ) -> dict[K, tuple[float, Array]]:
-    """Mean of every group, exact and resampled [R]; each draw is the same in all groups, which keeps pairs
-    together.
+    """Mean of every group, exact and resampled [R]; all groups share each draw, which keeps pairs together.
 
     Args:
         groups: Values by group; a cluster may occur in several.
@@ -66,25 +56,35 @@ def resampled(
             gold positions this draws prompts within a position where each is a question of its own, and whole
             questions where each is asked at every position.
         resamples: Draws R.
-        seed: Seed of the draws.
+        seed: Of the draws.
     """
-    names, member = np.unique(
-        np.concatenate([np.asarray(c) for _, c in groups.values()]), return_inverse=True
-    )
+    clusters = np.concatenate([np.asarray(names) for _, names in groups.values()])
+    names, member = np.unique(clusters, return_inverse=True)
     at, totals, sizes = 0, [], []
     for values, _ in groups.values():
         here = member[at : at + len(values)]
         at += len(values)
         totals.append(np.bincount(here, weights=np.asarray(values, dtype=np.float64), minlength=len(names)))
         sizes.append(np.bincount(here, minlength=len(names)).astype(np.float64))
+    total, size = np.stack(totals, axis=1), np.stack(sizes, axis=1)
     strata = np.zeros(len(names), dtype=np.int64)
     if stratified:
-        _, strata = np.unique(np.stack(sizes, axis=1) > 0, axis=0, return_inverse=True)
-    total, size = np.stack(totals, axis=1), np.stack(sizes, axis=1)
+        _, strata = np.unique(size > 0, axis=0, return_inverse=True)
     with np.errstate(invalid="ignore"):
         parts = [(w @ total) / (w @ size) for w in _draws(strata.ravel(), resamples, seed)]
         drawn, exact = np.concatenate(parts), total.sum(0) / size.sum(0)
     return {key: (float(exact[i]), drawn[:, i]) for i, key in enumerate(groups)}
+
+
+def drawn_means(values: Array, clusters: Iterable[str], resamples: int, seed: int) -> Array:
+    """Means of draws of clusters, [R], over the values that are numbers; equal clusters give equal draws."""
+    _, member = np.unique(np.asarray(clusters), return_inverse=True)
+    there, rng = ~np.isnan(values), np.random.default_rng(seed)
+    totals = np.bincount(member, weights=np.where(there, values, 0))
+    sizes, count = np.bincount(member, weights=there), len(totals)
+    draws = (rng.integers(0, count, size=(part, count)) for part in chunks(resamples, count))
+    with np.errstate(invalid="ignore"):
+        return np.concatenate([totals[which].sum(1) / sizes[which].sum(1) for which in draws])
 
 
 def quantiles(values: Array) -> tuple[float, float]:
@@ -93,21 +93,19 @@ def quantiles(values: Array) -> tuple[float, float]:
     return float(low), float(high)
 
 
-def statistic(
-    groups: Mapping[K, Group], of: Callable[[Mapping[K, Array]], Array], *, resamples: int, seed: int = 0
-) -> Estimate:
-    """A statistic of group means with its percentile interval.
+def percentile(value: float | Array, draws: Array, n: int) -> Estimate:
+    """A number with the interval of 95 % of its draws [R]."""
+    return Estimate(float(value), *quantiles(draws), n)
 
-    Args:
-        groups: Values by group; a cluster may occur in several groups, and then stays paired.
-        of: From the group means, each [R], to the statistic, [R].
-        resamples: Draws R.
-        seed: Seed of the draws.
-    """
-    found = resampled(groups, stratified=False, resamples=resamples, seed=seed)
+
+def statistic(
+    groups: Mapping[K, Group], of: Callable[[Mapping[K, Array]], Array], *, resamples: int
+) -> Estimate:
+    """A statistic of group means, each [R] to [R], with its percentile interval; see :func:`resampled`."""
+    found = resampled(groups, stratified=False, resamples=resamples)
     value = of({key: np.array([mean]) for key, (mean, _) in found.items()})[0]
     drawn = of({key: values for key, (_, values) in found.items()})
-    return Estimate(float(value), *quantiles(drawn), len(next(iter(groups.values()))[0]))
+    return percentile(value, drawn, len(next(iter(groups.values()))[0]))
 
 
 def difference(
@@ -115,11 +113,7 @@ def difference(
 ) -> Estimate:
     """A mean, of paired differences or of any scores, with its percentile interval over clusters."""
     array = np.asarray(values, dtype=np.float64)
-    _, member = np.unique(np.asarray(clusters), return_inverse=True)
-    totals, sizes = np.bincount(member, weights=array), np.bincount(member)
-    drawn = index_draws(len(totals), resamples, seed)
-    means = [totals[which].sum(1) / sizes[which].sum(1) for which in drawn]
-    return Estimate(float(array.mean()), *quantiles(np.concatenate(means)), len(array))
+    return percentile(array.mean(), drawn_means(array, clusters, resamples, seed), len(array))
 
 
 def mean(
@@ -134,19 +128,12 @@ def mean(
 
 def normal(values: Array) -> Estimate:
     """A mean of independent values with its normal interval."""
-    half = Z95 * values.std(ddof=1) / np.sqrt(len(values))
-    return Estimate(
-        float(values.mean()), float(values.mean() - half), float(values.mean() + half), len(values)
-    )
+    value, half = values.mean(), Z95 * values.std(ddof=1) / np.sqrt(len(values))
+    return Estimate(float(value), float(value - half), float(value + half), len(values))
 
 
 def wilson(successes: float, n: int) -> tuple[float, float]:
-    """Wilson score interval (95 %) of a proportion.
-
-    Args:
-        successes: Sum of scores in 0..1.
-        n: Number of scores, at least 1.
-    """
+    """Wilson score interval (95 %) of a proportion, from the sum of n >= 1 scores in 0..1."""
     p, z2 = successes / n, Z95**2
     centre = (p + z2 / (2 * n)) / (1 + z2 / n)
     half = Z95 * np.sqrt(p * (1 - p) / n + z2 / (4 * n * n)) / (1 + z2 / n)

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 from scipy.stats import rankdata
 
-Array = NDArray[np.float64]
+from posbench.stats.bootstrap import Array
 
 
 def spearman(x: Array, y: Array) -> Array:
-    """Rank correlation over the last axis of x and y, [..., P] each or [P]; not a number where a row is
-    constant."""
+    """Rank correlation over the last axis of x and y, [..., P] each or [P]; NaN where a row is constant."""
     a, b = (rankdata(np.asarray(values, dtype=np.float64), axis=-1) for values in (x, y))
     a, b = a - a.mean(-1, keepdims=True), b - b.mean(-1, keepdims=True)
     scale = np.sqrt((a**2).sum(-1) * (b**2).sum(-1))

@@ -24,8 +24,7 @@ class Finding:
         claim: The claim with its source.
         statistic: What ``value`` is, with its unit.
         value: The number.
-        ci_low: Lower end of its 95 % interval; not a number where it has none.
-        ci_high: Upper end.
+        ci_low, ci_high: Ends of its 95 % interval; not a number where it has none.
         n: Observations behind it.
         verdict: Whether the interval supports the claim.
         note: What a reader must know to judge it.
@@ -44,26 +43,11 @@ class Finding:
     def that(
         cls, holds: bool, claim: str, statistic: str, at: Estimate | tuple[float, int], note: str = ""
     ) -> Self:
-        """A claim that is judged by the caller.
-
-        Args:
-            holds: Whether it holds.
-            claim: See :class:`Finding`.
-            statistic: See :class:`Finding`.
-            at: The number with its interval, or the number and n where it has none.
-            note: See :class:`Finding`.
-        """
+        """A claim that is judged by the caller; ``at`` is the number with its interval, or number and n."""
         value, low, high, n = at if len(at) == 4 else (at[0], math.nan, math.nan, at[1])
-        return cls(
-            claim=claim,
-            statistic=statistic,
-            value=float(value),
-            ci_low=float(low),
-            ci_high=float(high),
-            n=int(n),
-            verdict="holds" if holds else "does not hold",
-            note=note,
-        )
+        verdict: Verdict = "holds" if holds else "does not hold"
+        numbers: dict[str, Any] = ends(Estimate(float(value), float(low), float(high), int(n)))
+        return cls(claim=claim, statistic=statistic, **numbers, n=int(n), verdict=verdict, note=note)
 
     @classmethod
     def above(cls, claim: str, statistic: str, at: Estimate, bound: float = 0.0, note: str = "") -> Self:
@@ -78,29 +62,24 @@ class Finding:
     @classmethod
     def untestable(cls, claim: str, statistic: str, note: str, n: int = 0) -> Self:
         """A claim that this run says nothing about."""
-        return cls(
-            claim=claim, statistic=statistic, value=math.nan, n=n, verdict="not testable here", note=note
-        )
+        verdict: Verdict = "not testable here"
+        return cls(claim=claim, statistic=statistic, value=math.nan, n=n, verdict=verdict, note=note)
+
+
+def columns(name: str = "") -> list[str]:
+    """Columns of an estimate: ``value``, ``ci_low`` and ``ci_high``, or those that ``name`` begins."""
+    return [name or "value", *(f"{name}_{end}".strip("_") for end in ("ci_low", "ci_high"))]
 
 
 def estimate(row: Mapping[str, Any] | pd.Series, name: str = "", scale: float = 1.0) -> Estimate:
-    """The estimate in a table's row: ``value``, ``ci_low``, ``ci_high``, ``n``, or the columns that ``name``
-    begins.
-
-    Args:
-        row: A row of a table.
-        name: Column of the number where it is not ``value``; its interval's columns then begin with it.
-        scale: Factor of all three numbers.
-    """
-    columns = (name or "value", *(f"{name}_{end}".strip("_") for end in ("ci_low", "ci_high")))
-    value, low, high = (scale * float(row[column]) for column in columns)
+    """The estimate in a table's row: :func:`columns` times a factor, and ``n``."""
+    value, low, high = (scale * float(row[column]) for column in columns(name))
     return Estimate(value, low, high, int(row["n"]))
 
 
 def ends(at: Estimate, name: str = "") -> dict[str, float]:
     """A row's columns for an estimate, without n: the inverse of :func:`estimate`."""
-    keys = (name or "value", *(f"{name}_{end}".strip("_") for end in ("ci_low", "ci_high")))
-    return dict(zip(keys, at[:3], strict=True))
+    return dict(zip(columns(name), at[:3], strict=True))
 
 
 def frame(findings: Sequence[Finding], model: str) -> pd.DataFrame:

@@ -1,5 +1,4 @@
-"""What the columns of the tables mean: the task's own metric, rows at gold positions, attention to the gold
-item."""
+"""What the columns of the tables mean: the task's own metric, gold positions, attention to the gold item."""
 
 from __future__ import annotations
 
@@ -14,6 +13,11 @@ UNMODIFIED = "none"
 """What tables call the unmodified model."""
 
 
+def shown(method: object) -> str:
+    """A method's name for readers."""
+    return "unmodified" if method == UNMODIFIED else str(method)
+
+
 def need(frame: pd.DataFrame, what: str, *columns: str) -> None:
     """Raise `UserError` if a column is missing or the frame has no row."""
     missing = [column for column in columns if column not in frame]
@@ -26,10 +30,9 @@ def need(frame: pd.DataFrame, what: str, *columns: str) -> None:
 def need_one(frame: pd.DataFrame, what: str, *columns: str) -> None:
     """Raise `UserError` if one of the columns holds several values, which a single panel would mix up."""
     for column in columns:
-        values: list[Any] = list(frame[column].unique()) if column in frame else []
-        if len(values) > 1:
-            found = ", ".join(map(str, values))
-            raise UserError(f"{what} {column}", found, "one", "draw one figure for each")
+        found = [str(value) for value in frame[column].unique()] if column in frame else []
+        if len(found) > 1:
+            raise UserError(f"{what} {column}", ", ".join(found), "one", "draw one figure for each")
 
 
 def own_metric(metrics: pd.DataFrame) -> pd.Series:
@@ -45,20 +48,17 @@ def metric_name(metrics: pd.DataFrame) -> str:
     return str(names[0]).replace("_", " ") if len(names) == 1 else "score"
 
 
-def of_metric(metrics: pd.DataFrame, metric: str) -> pd.DataFrame:
-    """Rows of one metric: the task's own (empty), its ``difference``, or one by its name."""
+def of_metric(metrics: pd.DataFrame, metric: str = "") -> pd.DataFrame:
+    """Rows of one metric: the task's own (empty), its paired ``difference``, or one by its name."""
     own = own_metric(metrics)
     name = {"": own, "difference": own + "_difference"}.get(metric, metric)
     return metrics[metrics["metric"] == name]
 
 
 def at_positions(metrics: pd.DataFrame, metric: str = "") -> pd.DataFrame:
-    """Rows of one metric that belong to a gold position (not `all`), with `depth` as a number in 0..1.
+    """Rows of :func:`of_metric` at a gold position (not `all`), with `depth` as a number in 0..1.
 
-    The metric is the task's own, or `difference` for its itemed differences, or a name.
-
-    A task that does not say how many items its prompts hold has no depth; the largest position then counts as
-    1.
+    A task that does not say how many items its prompts hold has no depth; its last position counts as 1.
     """
     rows = of_metric(metrics, metric)
     rows = rows[rows["gold_position"].astype(str) != "all"]
@@ -67,8 +67,7 @@ def at_positions(metrics: pd.DataFrame, metric: str = "") -> pd.DataFrame:
 
 
 def overall(metrics: pd.DataFrame, metric: str = "") -> pd.DataFrame:
-    """Rows of one metric over all gold positions (position `all`); see :func:`at_positions` for the
-    metric."""
+    """Rows of :func:`of_metric` over all gold positions (position `all`)."""
     rows = of_metric(metrics, metric)
     return rows[rows["gold_position"].astype(str) == "all"]
 
@@ -83,8 +82,7 @@ def gold_attention(attention: pd.DataFrame) -> pd.DataFrame:
 
 
 def strongest_layer(gold: pd.DataFrame) -> int:
-    """The layer (0-based) with the largest mean attention to the gold item in the unmodified model, if it is
-    there."""
+    """The layer (0-based) with the most attention to the gold item on average, unmodified where that ran."""
     unmodified = gold[gold["method"] == UNMODIFIED]
     layer: Any = (gold if unmodified.empty else unmodified).groupby("layer")["attention"].mean().idxmax()
     return int(layer)

@@ -1,5 +1,4 @@
-"""What a score over gold positions amounts to: spread, gap, primacy, recency, middle drop
-(``docs/metrics.md``)."""
+"""What a score over gold positions amounts to: spread, gap, primacy, recency, drop (docs/metrics.md)."""
 
 from __future__ import annotations
 
@@ -9,29 +8,26 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from posbench.stats.bootstrap import CHUNK, Array, Estimate, quantiles, resampled
+from posbench.stats.bootstrap import Array, Estimate, chunks, percentile, resampled
 
 STATISTICS = ("position_bias", "gap", "gap_null", "primacy", "recency", "middle_drop")
-"""Statistics of the score over three gold positions or more: the standard deviation over positions without
-the part that sampling noise adds (the one to sort by), best minus worst position, what that is where
-positions do not matter, first position minus the inner ones, last minus the inner ones, mean of the ends
-minus the lowest inner one."""
+"""Over three gold positions or more: :func:`position_bias` (the one to sort by), best minus worst position,
+what that is where positions do not matter, and the others of :func:`curve_statistics`."""
 
 
 def curves(
     frame: pd.DataFrame, name: str, by: str, resamples: int, seed: int = 0
 ) -> dict[Any, tuple[Array, Array]]:
-    """Mean score over gold positions, exact and resampled; equal questions are drawn for all.
+    """Mean score over K gold positions: for each value of ``by``, the curve [K] and its draws [R, K].
+
+    Equal questions are drawn for all. A curve is not a number at a position without a row.
 
     Args:
         frame: Rows with gold_position, cluster, the score and ``by``.
         name: Column of the score.
         by: Column that tells the curves apart (method, setting).
         resamples: Bootstrap draws R.
-        seed: Seed of the draws.
-
-    Returns:
-        By value of ``by``: the curve [K] and its draws [R, K], not a number at a position without a row.
+        seed: Of the draws.
     """
     frame = frame.dropna(subset=[name])
     places, keys = sorted(frame["gold_position"].unique()), list(dict.fromkeys(frame[by]))
@@ -48,15 +44,11 @@ def curves(
 
 
 def curve_statistics(means: Array) -> dict[str, Array]:
-    """What a score over K >= 3 gold positions amounts to.
+    """What mean scores at K >= 3 gold positions in order, [..., K], amount to: by name, [...].
 
-    Args:
-        means: Mean score at every gold position in order, [..., K].
-
-    Returns:
-        By name [...]: ``primacy`` and ``recency``, first and last position minus the mean of the inner ones;
-        ``middle_drop``, mean of the ends minus the lowest inner one; ``gap``, best minus worst (Zhang et al.
-        2024, Ms-PoE: "Gap"). Sampling noise alone raises the last two.
+    ``primacy`` and ``recency`` are first and last position minus the mean of the inner ones; ``middle_drop``
+    is the mean of the ends minus the lowest inner one; ``gap`` is best minus worst (Zhang et al. 2024,
+    Ms-PoE: "Gap"). Sampling noise alone raises the last two.
     """
     first, inner, last = means[..., 0], means[..., 1:-1], means[..., -1]
     return {
@@ -68,15 +60,10 @@ def curve_statistics(means: Array) -> dict[str, Array]:
 
 
 def position_bias(curve: Array, draws: Array) -> tuple[float, Array]:
-    """Standard deviation over gold positions without what sampling noise adds.
+    """Standard deviation of a curve over K >= 2 gold positions without what sampling noise adds.
 
-    Args:
-        curve: Mean score at K >= 2 gold positions, [K].
-        draws: Its bootstrap draws, [R, K].
-
-    Returns:
-        The root of what is left of the variance, 0 where noise explains more than all of it; and its draws
-        [R], off which the noise is taken twice: that of the sample and that of the draw.
+    From the curve [K] and its draws [R, K], the root of what is left of the variance, 0 where noise explains
+    more than all of it; and its draws [R], off which the noise of the sample and that of the draw are taken.
     """
     variance, drawn = curve.var(ddof=1), draws.var(-1, ddof=1)
     noise = np.nanmean(drawn) - variance
@@ -92,14 +79,7 @@ def rows(
     and of the draw), so twice that bias is taken off them. A gap is off by at most the gap of the curve's
     errors; its interval adds the 95 % quantile of that, as Tukey's range test does. Without position bias the
     intervals then reach zero. A difference of two gaps gets no row: the errors of two maxima do not cancel,
-    and no such interval would hold.
-
-    Args:
-        frame: Rows with method, gold_position, cluster and the score.
-        name: Column of the score.
-        unmodified: Method name of the unmodified model.
-        resamples: Bootstrap draws.
-        seed: Seed of the draws.
+    and no such interval would hold. ``frame`` has method, gold_position, cluster and the score ``name``.
     """
     placed = frame.dropna(subset=["gold_position", name])
     if placed["gold_position"].nunique() < 3:
@@ -110,19 +90,18 @@ def rows(
     for method in sorted(whole, key=lambda m: m != unmodified):
         part, (curve, draws) = placed[placed["method"] == method], found[method]
         exact, drawn, n = curve_statistics(curve), curve_statistics(draws), len(part)
-        own = {key: (float(exact[key]), drawn[key]) for key in ("primacy", "recency")}
-        drop = exact["middle_drop"]
-        own["middle_drop"] = float(drop), drawn["middle_drop"] - 2 * (np.nanmean(drawn["middle_drop"]) - drop)
+        own = {key: (float(exact[key]), drawn[key]) for key in ("primacy", "recency", "middle_drop")}
+        drop, drops = own["middle_drop"]
+        own["middle_drop"] = drop, drops - 2 * (np.nanmean(drops) - drop)
         own["position_bias"] = position_bias(curve, draws)
         gap, error = float(exact["gap"]), float(np.nanquantile(np.ptp(draws - curve, axis=1), 0.95))
-        shuffled = _shuffled_gaps(part, name, resamples, seed)
         yield method, "gap", Estimate(gap, max(gap - error, 0.0), min(gap + error, 1.0), n)
-        yield method, "gap_null", Estimate(float(shuffled.mean()), *quantiles(shuffled), n)
+        shuffled = _shuffled_gaps(part, name, resamples, seed)
+        yield method, "gap_null", percentile(shuffled.mean(), shuffled, n)
         for key, (value, values) in own.items():
-            yield method, key, Estimate(value, *quantiles(values), n)
+            yield method, key, percentile(value, values, n)
             if base:
-                change = value - base[key][0], *quantiles(values - base[key][1])
-                yield method, f"{key}_difference", Estimate(*change, n)
+                yield method, f"{key}_difference", percentile(value - base[key][0], values - base[key][1], n)
         if method == unmodified:
             base = own
 
@@ -136,10 +115,9 @@ def _shuffled_gaps(part: pd.DataFrame, name: str, resamples: int, seed: int) -> 
     values = part[name].to_numpy(dtype=np.float64)[order]
     places = part["gold_position"].to_numpy(dtype=np.int64)[order]
     _, place, counts = np.unique(places, return_inverse=True, return_counts=True)
-    shares = np.eye(len(counts))[place] / counts
-    rng, step = np.random.default_rng(seed), max(CHUNK // len(order), 1)
+    shares, rng = np.eye(len(counts))[place] / counts, np.random.default_rng(seed)
     gaps = []
-    for start in range(0, resamples, step):
-        keys = rng.random((min(step, resamples - start), len(order))) + block
+    for size in chunks(resamples, len(order)):
+        keys = rng.random((size, len(order))) + block
         gaps.append(np.ptp(values[np.argsort(keys, axis=1)] @ shares, axis=1))
     return np.concatenate(gaps)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
 from posbench import paths
@@ -12,14 +13,10 @@ from posbench.errors import UserError
 
 
 def table(file: str, *columns: str) -> pd.DataFrame:
-    """A table of ``experiments/reference``, every cell as printed.
-
-    Args:
-        file: Its name, or the path of a table of the user's own.
-        columns: Columns that it must have.
+    """A table of ``experiments/reference`` or of the user's own path, every cell as printed.
 
     Raises:
-        UserError: There is no such file, or it lacks a column.
+        UserError: There is no such file, or it lacks one of the columns.
     """
     path = paths.EXPERIMENTS / "reference" / file
     found = pd.read_csv(path, dtype=str, keep_default_na=False) if path.is_file() else pd.DataFrame()
@@ -36,8 +33,7 @@ class Reference:
     Attributes:
         file: CSV in ``experiments/reference`` with columns model, method, task, position, metric, value.
         paper_task: Value of its task column.
-        task: Our name of that task; ``task/subset`` for one data set of a benchmark, whose rows then have its
-            name as position.
+        task: Our name of it; ``task/subset`` for a data set of a benchmark, whose name is then the position.
         further_tasks: Further tasks of the same table, paper's name -> ours.
         source: Paper and table, for the report.
         models: Paper's model name -> ours; rows of other models keep the paper's name.
@@ -61,16 +57,14 @@ class Reference:
     percent: bool = False
 
     def rows(self) -> list[dict[str, Any]]:
-        """The paper's rows in our names, values in 0..1: model, method, task, gold_position, metric, value,
-        source.
+        """The paper's rows in our names: model, method, task, gold_position, metric, value (0..1), source.
 
         Raises:
             UserError: The file is missing, or lacks the task or a name that is mapped.
         """
         printed = table(self.file, "model", "method", "task", "position", "metric", "value")
         tasks = {self.paper_task: self.task, **self.further_tasks}
-        kept = {"task": tasks, "method": self.methods, "metric": self.metrics}
-        for column, names in kept.items():
+        for column, names in {"task": tasks, "method": self.methods, "metric": self.metrics}.items():
             printed = printed[printed[column].isin(list(names))]
         if printed.empty:
             field_ = "experiment.reference.paper_task"
@@ -82,18 +76,15 @@ class Reference:
             for name in set(names) - set(there):
                 hint = f"write it as {self.file} does"
                 raise UserError(f"experiment.reference.{key}", name, ", ".join(dict.fromkeys(there)), hint)
-        # Cells that the paper leaves blank.
-        printed = printed[~printed["value"].isin(["—", "-", ""])]
-        return [self._row(row, *tasks[row["task"]].partition("/")[::2]) for row in printed.to_dict("records")]
-
-    def _row(self, row: dict[Any, str], task: str, subset: str) -> dict[str, Any]:
-        place = row["position"] or "all"
-        return {
-            "model": self.models.get(row["model"], row["model"]),
-            "method": self.methods[row["method"]],
-            "task": task,
-            "gold_position": subset or self.positions.get(place, place),
-            "metric": self.metrics[row["metric"]],
-            "value": float(row["value"]) / (100 if self.percent or row["metric"].endswith("(%)") else 1),
-            "source": self.source,
+        filled = printed[~printed["value"].isin(["—", "-", ""])]  # the paper leaves some cells blank
+        task, place = filled["task"].map(tasks).str.partition("/"), filled["position"].replace("", "all")
+        percent = self.percent | filled["metric"].str.endswith("(%)")
+        columns = {
+            "model": filled["model"].replace(self.models),
+            "method": filled["method"].map(self.methods),
+            "task": task[0],
+            "gold_position": task[2].where(task[2] != "", place.replace(self.positions)),
+            "metric": filled["metric"].map(self.metrics),
+            "value": filled["value"].astype(float) / np.where(percent, 100, 1),
         }
+        return pd.DataFrame(columns).assign(source=self.source).to_dict("records")
