@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import string
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -97,8 +97,9 @@ def average_states(
         advance: Told how many strings are done.
 
     Returns:
-        ``attention_input`` [L, P, D]: the tensor after each layer's first norm; ``residual`` [L + 1, P, D]: embedding,
-        block outputs, the last after the final norm, as in transformers' ``hidden_states``. float32.
+        ``attention_input`` [L, P, D]: the tensor after each layer's first norm; ``residual`` [L + 1, P, D]:
+        embedding, block outputs, the last after the final norm, as in transformers' ``hidden_states``.
+        float32.
     """
     rows, state = strings.draw(lm), start or Sums()
     captured: dict[Site, dict[int, Tensor]] = {"attention_input": {}, "residual": {}}
@@ -136,7 +137,8 @@ def average_states(
 def channel_input(
     lm: LM, channels: Sequence[int], site: Site = "attention_input"
 ) -> Iterator[dict[int, Tensor]]:
-    """Collect some channels of every layer's input in each forward inside the block, as the outer blocks leave them.
+    """Collect some channels of every layer's input in each forward inside the block, as the outer blocks
+    leave them.
 
     Yields:
         Dict layer -> [B, T, C] of the latest forward, for C channels.
@@ -151,3 +153,12 @@ def channel_input(
 
     with before_each(families.site_modules(lm.model, site), None, read):
         yield found
+
+
+def stacked(found: Mapping[int, Tensor], prompts: int) -> NDArray[np.float64]:
+    """What :func:`channel_input` collected of so many prompts B, [B, L, T, C] in float64.
+
+    A method may run a prompt as several rows next to each other: these are averaged.
+    """
+    every = np.stack([found[layer].double().cpu().numpy() for layer in sorted(found)], axis=1)
+    return every.reshape(prompts, -1, *every.shape[1:]).mean(1)

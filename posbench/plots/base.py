@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import io
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ParamSpec
 
@@ -101,6 +101,36 @@ def band(
     low, high = (scale * rows[f"{name}_{end}".strip("_")].astype(float) for end in ("ci_low", "ci_high"))
     axes.plot(at, scale * rows[name or "value"], label=label, **style)
     axes.fill_between(at, low, high, color=style["color"], alpha=0.15, linewidth=0)
+
+
+def bands(
+    axes: Axes,
+    table: pd.DataFrame,
+    by: str,
+    labels: Mapping[Any, str],
+    *,
+    x: str = "depth",
+    name: str = "",
+    scale: float = 100,
+    ordered: bool = False,
+) -> None:
+    """A line with its band for each value of a column, where the table has it, in the order of the labels.
+
+    Args:
+        axes: Where they are drawn.
+        table: See :func:`band`.
+        by: The column; its value ``none`` is the unmodified model.
+        labels: Texts for the legend, by value.
+        x: See :func:`band`.
+        name: See :func:`band`.
+        scale: See :func:`band`.
+        ordered: Whether the values are an ordered scale.
+    """
+    steps, first = len(labels) if ordered else 0, int("none" in labels)
+    for index, (value, label) in enumerate(labels.items()):
+        rows, style = table[table[by] == value], line_style(max(index - first, 0), value == "none", steps)
+        if len(rows):
+            band(axes, rows, style, x=x, name=name, scale=scale, label=label)
 
 
 def few_ticks(place: Callable[..., Any], names: Sequence[Any], most: int = 8) -> None:

@@ -1,4 +1,5 @@
-"""What a score over gold positions amounts to: spread, gap, primacy, recency, middle drop (``docs/metrics.md``)."""
+"""What a score over gold positions amounts to: spread, gap, primacy, recency, middle drop
+(``docs/metrics.md``)."""
 
 from __future__ import annotations
 
@@ -11,9 +12,10 @@ import pandas as pd
 from posbench.stats.bootstrap import CHUNK, Array, Estimate, quantiles, resampled
 
 STATISTICS = ("position_bias", "gap", "gap_null", "primacy", "recency", "middle_drop")
-"""Statistics of the score over three gold positions or more: the standard deviation over positions without the part that
-sampling noise adds (the one to sort by), best minus worst position, what that is where positions do not matter, first
-position minus the inner ones, last minus the inner ones, mean of the ends minus the lowest inner one."""
+"""Statistics of the score over three gold positions or more: the standard deviation over positions without
+the part that sampling noise adds (the one to sort by), best minus worst position, what that is where
+positions do not matter, first position minus the inner ones, last minus the inner ones, mean of the ends
+minus the lowest inner one."""
 
 
 def curves(
@@ -53,8 +55,8 @@ def curve_statistics(means: Array) -> dict[str, Array]:
 
     Returns:
         By name [...]: ``primacy`` and ``recency``, first and last position minus the mean of the inner ones;
-        ``middle_drop``, mean of the ends minus the lowest inner one; ``gap``, best minus worst (Zhang et al. 2024,
-        Ms-PoE: "Gap"). Sampling noise alone raises the last two.
+        ``middle_drop``, mean of the ends minus the lowest inner one; ``gap``, best minus worst (Zhang et al.
+        2024, Ms-PoE: "Gap"). Sampling noise alone raises the last two.
     """
     first, inner, last = means[..., 0], means[..., 1:-1], means[..., -1]
     return {
@@ -65,6 +67,31 @@ def curve_statistics(means: Array) -> dict[str, Array]:
     }
 
 
+def dips(frame: pd.DataFrame, name: str, resamples: int) -> tuple[float, Array]:
+    """1 - mean of a column in the middle / its mean at the lower of the two ends: the value, and its draws
+    [R].
+
+    The middle is every gold position at a depth of 25 to 75 % of the prompt, give or take 5 for rounded
+    positions.
+
+    Args:
+        frame: Rows of one number of items, with items, gold_position, depth (0..1), cluster and the column.
+        name: The column.
+        resamples: Bootstrap draws R.
+    """
+    ((curve, draws),) = curves(frame, name, "items", resamples).values()
+    depth = np.sort(frame["depth"].unique())
+    middle = (depth >= 0.2) & (depth <= 0.8)
+    middle[[0, -1]] = False
+
+    def dip(means: Array) -> Array:
+        ends = means[:, [0, -1]].min(1)
+        inner = means[:, middle].mean(1) if middle.any() else np.full(len(means), np.nan)
+        return np.divide(ends - inner, ends, out=np.full(len(means), np.nan), where=ends > 0)
+
+    return float(dip(curve[None])[0]), dip(draws)
+
+
 def position_bias(curve: Array, draws: Array) -> tuple[float, Array]:
     """Standard deviation over gold positions without what sampling noise adds.
 
@@ -73,8 +100,8 @@ def position_bias(curve: Array, draws: Array) -> tuple[float, Array]:
         draws: Its bootstrap draws, [R, K].
 
     Returns:
-        The root of what is left of the variance, 0 where noise explains more than all of it; and its draws [R], off
-        which the noise is taken twice: that of the sample and that of the draw.
+        The root of what is left of the variance, 0 where noise explains more than all of it; and its draws
+        [R], off which the noise is taken twice: that of the sample and that of the draw.
     """
     variance, drawn = curve.var(ddof=1), draws.var(-1, ddof=1)
     noise = np.nanmean(drawn) - variance
@@ -86,10 +113,11 @@ def rows(
 ) -> Iterator[tuple[str, str, Estimate]]:
     """Method, statistic of :data:`STATISTICS` or its difference from the unmodified model, estimate.
 
-    The draws of a statistic that noise raises lie twice as far up as its estimate does (noise of the sample, and of
-    the draw), so twice that bias is taken off them. A gap is off by at most the gap of the curve's errors; its interval
-    adds the 95 % quantile of that, as Tukey's range test does. Without position bias the intervals then reach zero. A
-    difference of two gaps gets no row: the errors of two maxima do not cancel, and no such interval would hold.
+    The draws of a statistic that noise raises lie twice as far up as its estimate does (noise of the sample,
+    and of the draw), so twice that bias is taken off them. A gap is off by at most the gap of the curve's
+    errors; its interval adds the 95 % quantile of that, as Tukey's range test does. Without position bias the
+    intervals then reach zero. A difference of two gaps gets no row: the errors of two maxima do not cancel,
+    and no such interval would hold.
 
     Args:
         frame: Rows with method, gold_position, cluster and the score.
@@ -125,8 +153,8 @@ def rows(
 
 
 def _shuffled_gaps(part: pd.DataFrame, name: str, resamples: int, seed: int) -> Array:
-    """Best minus worst position after positions were shuffled, [R]: within questions that were asked at several
-    positions, else among all prompts."""
+    """Best minus worst position after positions were shuffled, [R]: within questions that were asked at
+    several positions, else among all prompts."""
     _, member = np.unique(part["cluster"], return_inverse=True)
     order = np.argsort(member, kind="stable")
     block = member[order] if member.max() + 1 < len(member) else np.zeros(len(member))
