@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
@@ -35,7 +36,8 @@ def index_draws(clusters: int, resamples: int, seed: int) -> Iterator[NDArray[np
 
 
 def _draws(strata: NDArray[np.int64], resamples: int, seed: int) -> Iterator[Array]:
-    """How often each cluster occurs in each draw, [r, C] at a time; each stratum keeps its size in every draw.
+    """How often each cluster occurs in each draw, [r, C] at a time; each stratum keeps its size in every
+    draw.
 
     Args:
         strata: Stratum 0, 1, ... of each of C clusters.
@@ -56,13 +58,14 @@ def _draws(strata: NDArray[np.int64], resamples: int, seed: int) -> Iterator[Arr
 def resampled(
     groups: Mapping[K, Group], *, stratified: bool, resamples: int = RESAMPLES, seed: int = 0
 ) -> dict[K, tuple[float, Array]]:
-    """Mean of every group, exact and resampled [R]; each draw is the same in all groups, which keeps pairs together.
+    """Mean of every group, exact and resampled [R]; each draw is the same in all groups, which keeps pairs
+    together.
 
     Args:
         groups: Values by group; a cluster may occur in several.
-        stratified: Draw clusters among those that occur in the same groups, so that no group runs out. For gold
-            positions this draws prompts within a position where each is a question of its own, and whole questions
-            where each is asked at every position.
+        stratified: Draw clusters among those that occur in the same groups, so that no group runs out. For
+            gold positions this draws prompts within a position where each is a question of its own, and whole
+            questions where each is asked at every position.
         resamples: Draws R.
         seed: Seed of the draws.
     """
@@ -149,3 +152,12 @@ def wilson(successes: float, n: int) -> tuple[float, float]:
     centre = (p + z2 / (2 * n)) / (1 + z2 / n)
     half = Z95 * np.sqrt(p * (1 - p) / n + z2 / (4 * n * n)) / (1 + z2 / n)
     return float(max(centre - half, 0)), float(min(centre + half, 1))
+
+
+def difference_of_shares(first: int, second: int, n: int) -> Estimate:
+    """Difference of two counts as shares of n, with its 95 % interval from theirs (Newcombe 1998, method
+    10)."""
+    a, b = first / n, second / n
+    (a_low, a_high), (b_low, b_high) = wilson(first, n), wilson(second, n)
+    low = a - b - math.hypot(a - a_low, b_high - b)
+    return Estimate((first - second) / n, low, a - b + math.hypot(a_high - a, b - b_low), n)

@@ -222,7 +222,7 @@ class Prompts:
 
         Args:
             file: JSON-lines file in the run folder.
-            label: Text beside the progress bar.
+            label: Text of the progress bar.
             key: Fields that tell these rows from others of the file.
             compute: Rows of one batch.
         """

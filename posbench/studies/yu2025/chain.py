@@ -97,8 +97,8 @@ class Chain(Study):
             "(c) Mean of the positional channel over random text and over the layers behind the first, where "
             "a span (grey) cannot see what comes before it, or has shifted position ids. (d) Attention to a "
             "gold item whose mask is cropped, or whose position ids are moved. (e) Attention to every item "
-            "where the channel of one (circle) is moved towards the beginning. (f) Score with the attention to "
-            "one item doubled. Bands: 95 %."
+            "where the channel of one (circle) is moved towards the beginning. (f) Score with the attention "
+            "to one item doubled. Bands: 95 %."
         )
         drawn = {"chain": (chain_figure(tables), caption)}
         for name, link in self._links().items():

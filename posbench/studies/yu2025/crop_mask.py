@@ -122,8 +122,9 @@ class CropMask(Study):
     def figures(self, tables: Tables) -> Drawn:
         """See :meth:`Study.figures`."""
         caption = (
-            "Score, and attention of the last token to the gold item, over its position, with 95 % intervals; right: change "
-            "of that attention in every layer, mean over inner gold positions (shaded: layers with a cropped mask)."
+            "Score, and attention of the last token to the gold item, over its position (95 %); right: change "
+            "of that attention in every layer, mean over inner gold positions (shaded: layers with a cropped "
+            "mask)."
         )
         return {"crop_mask": (crop_figure(tables["crop_mask"], tables["crop_mask_layers"]), caption)}
 
@@ -132,7 +133,7 @@ class CropMask(Study):
         table = tables["crop_mask"].iloc[0]
         where = shared.named(table["retrieval_first"], table["retrieval_last"])
         note = f"mask cropped in {shared.named(table['crop_first'], table['crop_last'])}"
-        inner, late = f"{where}, mean over inner gold positions", "last third of the gold positions"
+        inner, late = f"{where}, inner gold positions", "last third of the gold positions"
         claims = [
             Claim(
                 "crop_attention",
@@ -143,8 +144,8 @@ class CropMask(Study):
             Claim(
                 "crop_level",
                 f"C2: the crop mask brings that attention nearly to its level at the beginning ({SOURCE})",
-                f"attention in {where} at inner positions under the crop mask, as a share of that of the unmodified "
-                "model at the first position; holds from 0.8 up",
+                f"attention in {where} at inner positions under the crop mask, as a share of that of the "
+                "unmodified model at the first position; holds from 0.8 up",
                 0.8,
             ),
             Claim(
@@ -155,8 +156,7 @@ class CropMask(Study):
             Claim(
                 "crop_over_moves",
                 f"C2: moved position ids raise attention less than the crop mask ({SOURCE})",
-                "change under the crop mask minus the larger change under PE to beginning or end, "
-                f"{where}, inner positions",
+                f"change under the crop mask minus the larger one under PE to beginning or end, {inner}",
                 quoted=("pe_to_beginning_attention", "pe_to_end_attention"),
             ),
             Claim(
@@ -172,7 +172,7 @@ class CropMask(Study):
             Claim(
                 "crop_over_other",
                 "Control: cropping another item does not do it",
-                f"change under the crop mask of the gold item minus that of another item, {where}, inner positions",
+                f"change under the crop mask of the gold item minus that of another item, {inner}",
                 quoted=("crop_other_attention",),
             ),
         ]

@@ -46,7 +46,7 @@ SOURCE = "Yu et al. 2025, Appendix D.2"
 class Doubling(Study):
     """Attention weight on one item, multiplied in the forward pass: what it does to attention and accuracy.
 
-    Three changes beside the unmodified model: of the item at one place whatever it holds (``item``: Figure
+    Three changes, against the unmodified model: of the item at one place whatever it holds (``item``: Figure
     7), of the gold item at every position (``gold``), and of an item drawn among the others (``other``, the
     negative control).
 
@@ -142,9 +142,9 @@ class Doubling(Study):
         renormalised = "" if self.renormalise else ", not renormalised"
         layers = "all layers" if self.layers is None else f"layers {', '.join(map(str, self.layers))}"
         caption = (
-            f"The last prompt token's weight on one item times {self.factor:g}{renormalised}: on item {place} "
-            "(dotted line), on the gold item, or on another one. Attention after the change: mean over heads "
-            f"of {layers}. Bands: 95 %."
+            f"The last prompt token's weight on one item times {self.factor:g}{renormalised}: on item "
+            f"{place} (dotted line), on the gold item, or on another one. Attention after the change: mean "
+            f"over heads of {layers}. Bands: 95 %."
         )
         return {"doubling": (doubling_figure(table, place), caption)}
 

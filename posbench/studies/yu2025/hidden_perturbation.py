@@ -166,10 +166,12 @@ class HiddenPerturbation(Study):
 
     def figures(self, tables: Tables) -> Drawn:
         """See :meth:`Study.figures`."""
-        curves = "The positional channel over the token position, mean over random texts, a line per layer; grey: span."
+        curves = (
+            "The positional channel over the token position, mean over texts, a line per layer; grey: span."
+        )
         layers = (
-            "Change of the channel's mean inside the span, in units of its range over the text in that layer, "
-            "positive towards its value at the beginning; 95 % intervals over texts. Dashed: random channels' mean."
+            "Change of the channel's mean inside the span, in units of its range over the text in the layer, "
+            "positive towards its value at the beginning; 95 % intervals. Dashed: mean of random channels."
         )
         return {
             "hidden_perturbation": (curves_figure(tables["curves"]), curves),
