@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import random
 import string
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 
 from posbench.errors import UserError
 from posbench.model import families
@@ -104,20 +104,14 @@ def average_states(
     rows, state = strings.draw(lm), start or Sums()
     captured: dict[Site, dict[int, Tensor]] = {"attention_input": {}, "residual": {}}
 
-    def capture(site: Site) -> Callable[[int], Callable[..., None]]:
-        def of_layer(layer: int) -> Callable[..., None]:
-            def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-                captured[site][layer] = families.attention_input(args, kwargs).float().sum(0)
-
-            return hook
-
-        return of_layer
+    def sums_in(found: dict[int, Tensor]) -> Callable[[int, Tensor], None]:
+        return lambda layer, hidden: found.update({layer: hidden.float().sum(0)})
 
     advance(state.count)
     saved_at = state.count
     with ExitStack() as stack:
-        for site in captured:
-            stack.enter_context(before_each(families.site_modules(lm.model, site), None, capture(site)))
+        for site, found in captured.items():
+            stack.enter_context(reading(lm, site, sums_in(found)))
         for first in range(state.count, len(rows), strings.batch_size):
             batch = torch.tensor(rows[first : first + strings.batch_size], device=lm.device)
             out = lm.model.base_model(input_ids=batch, use_cache=False)
@@ -133,6 +127,16 @@ def average_states(
     return {name: (value / state.count).cpu().numpy() for name, value in state.sums.items()}
 
 
+def reading(lm: LM, site: Site, see: Callable[[int, Tensor], None]) -> AbstractContextManager[None]:
+    """Show the input [B, T, D] of every layer to a function, with the layer, in each forward inside the
+    block."""
+
+    def of_layer(layer: int) -> Callable[..., None]:
+        return lambda module, args, kwargs: see(layer, families.attention_input(args, kwargs))
+
+    return before_each(families.site_modules(lm.model, site), None, of_layer)
+
+
 @contextmanager
 def channel_input(
     lm: LM, channels: Sequence[int], site: Site = "attention_input"
@@ -144,12 +148,110 @@ def channel_input(
         Dict layer -> [B, T, C] of the latest forward, for C channels.
     """
     found: dict[int, Tensor] = {}
-
-    def read(layer: int) -> Callable[..., None]:
-        def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            found[layer] = families.attention_input(args, kwargs)[..., list(channels)]
-
-        return hook
-
-    with before_each(families.site_modules(lm.model, site), None, read):
+    with reading(lm, site, lambda layer, hidden: found.update({layer: hidden[..., list(channels)]})):
         yield found
+
+
+def stacked(found: Mapping[int, Tensor], prompts: int) -> NDArray[np.float64]:
+    """What :func:`channel_input` collected of so many prompts B, [B, L, T, C] in float64.
+
+    A method may run a prompt as several rows next to each other: these are averaged.
+    """
+    every = np.stack([found[layer].double().cpu().numpy() for layer in sorted(found)], axis=1)
+    return every.reshape(prompts, -1, *every.shape[1:]).mean(1)
+
+
+GROUPS = 20
+"""Groups of strings whose means :class:`Moments` keeps apart."""
+
+
+@dataclass(frozen=True)
+class Moments:
+    """Hidden states of one site over random strings.
+
+    Letters: L layers, P positions, D channels, C chosen ones, G groups of strings.
+
+    Attributes:
+        mean: Averages, [L, P, D].
+        shuffled: Averages with the positions behind the first ``skip`` shuffled within each string, [L, P,
+            D].
+        groups: Averages of each group of strings at the chosen channels, [G, L, P, C].
+        sizes: Strings in each group, [G].
+        variance: Variance over strings and positions behind the first ``skip``, [L, C].
+        strings: Number of strings.
+    """
+
+    mean: Array
+    shuffled: Array
+    groups: Array
+    sizes: Array
+    variance: Array
+    strings: int
+
+
+@torch.inference_mode()
+def moments(
+    lm: LM,
+    strings: Strings,
+    site: Site,
+    channels: Sequence[int],
+    skip: int,
+    advance: Callable[[int], None] = lambda n: None,
+) -> Moments:
+    """Run random strings and keep sums alone: memory is linear in the length of a string.
+
+    Args:
+        lm: The model.
+        strings: The strings.
+        site: Where the states are read; ``residual``: block outputs, the last after the final norm.
+        channels: Channels whose groups and variance are kept.
+        skip: First positions that are left where they are, and out of the variance.
+        advance: Told how many strings are done.
+    """
+    rows, rng = strings.draw(lm), np.random.default_rng(strings.seed)
+    (n, width), shape = (len(rows), families.text_config(lm.model).hidden_size), (lm.layers, strings.length)
+    mean, shuffled, squares, groups = (
+        torch.zeros(*size, dtype=torch.float32, device=lm.device)
+        for size in (
+            (*shape, width),
+            (*shape, width),
+            (*shape, len(channels)),
+            (GROUPS, *shape, len(channels)),
+        )
+    )
+    order = group = torch.empty(0)
+
+    def add(layer: int, hidden: Tensor) -> None:
+        states = hidden.float().to(lm.device)
+        part = states[..., channels]
+        mean[layer] += states.sum(0)
+        squares[layer] += (part**2).sum(0)
+        groups[:, layer].index_add_(0, group, part)
+        shuffled[layer] += states[torch.arange(len(states), device=lm.device)[:, None], order].sum(0)
+
+    def see(layer: int, hidden: Tensor) -> None:
+        # The output of a block is the input of the next one.
+        if site == "attention_input" or layer:
+            add(layer - (site == "residual"), hidden)
+
+    with reading(lm, site, see):
+        for start in range(0, n, strings.batch_size):
+            ids = rows[start : start + strings.batch_size]
+            places = np.tile(np.arange(strings.length), (len(ids), 1))
+            places[:, skip:] = rng.permuted(places[:, skip:], axis=1)
+            order = torch.tensor(places, device=lm.device)
+            group = torch.arange(start, start + len(ids), device=lm.device) % GROUPS
+            out = lm.model.base_model(input_ids=torch.tensor(ids, device=lm.device), use_cache=False)
+            if site == "residual":
+                add(lm.layers - 1, out.last_hidden_state)
+            advance(len(ids))
+    sizes = np.bincount(np.arange(n) % GROUPS, minlength=GROUPS).astype(np.float64)
+    kept, squared = (part.cpu().numpy().astype(np.float64) for part in (groups, squares))
+    return Moments(
+        mean=(mean / n).cpu().numpy(),
+        shuffled=(shuffled / n).cpu().numpy(),
+        groups=kept / sizes[:, None, None, None],
+        sizes=sizes,
+        variance=(squared[:, skip:] / n).mean(1) - (kept.sum(0)[:, skip:] / n).mean(1) ** 2,
+        strings=n,
+    )

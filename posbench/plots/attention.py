@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -71,3 +72,28 @@ def _heat(figure: Figure, axes: Axes, grid: pd.DataFrame, method: str, change: b
     axes.set(xlabel=plot.DEPTH_LABEL, ylabel="layer", title=title)
     bar = figure.colorbar(image, ax=axes, label="attention to the gold item" + (", change" if change else ""))
     bar.ax.ticklabel_format(axis="y", scilimits=(-3, 3))
+
+
+def over_positions(
+    attention: Axes,
+    score: Axes,
+    table: pd.DataFrame,
+    by: str,
+    labels: Mapping[Any, str],
+    ordered: bool = False,
+) -> None:
+    """Draw attention to the gold item and score over its position, with 95 % bands, into two panels.
+
+    Args:
+        attention: Panel of the attention.
+        score: Panel of the score, in %.
+        table: Rows with depth, attention and score (0..1), the latter with their intervals.
+        by: Column that tells the lines apart; see :func:`posbench.plots.base.bands`.
+        labels: Texts for the legend, by value.
+        ordered: Whether the values are an ordered scale.
+    """
+    plot.bands(attention, table, by, labels, name="attention", scale=1, ordered=ordered)
+    plot.bands(score, table, by, labels, name="score", ordered=ordered)
+    attention.set(xlabel=plot.DEPTH_LABEL, ylabel=plot.ATTENTION_LABEL)
+    plot.from_zero(attention)
+    plot.percent_axes(score, "score (%)")

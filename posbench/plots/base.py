@@ -7,7 +7,7 @@ figure survives a grey printer. The unmodified model (method `none`) is always b
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +86,36 @@ def percent_bars(axes: Axes, at: Any, rows: pd.DataFrame, upright: bool = True, 
     error = np.clip([value - low, high - value], 0, None)
     place = dict(x=at, y=value, yerr=error) if upright else dict(x=value, y=at, xerr=error)
     axes.errorbar(**place, elinewidth=0.8, **style)
+
+
+def bands(
+    axes: Axes,
+    table: pd.DataFrame,
+    by: str,
+    labels: Mapping[Any, str],
+    *,
+    x: str = "depth",
+    name: str = "",
+    scale: float = 100,
+    ordered: bool = False,
+) -> None:
+    """A line with its band for each value of a column, where the table has it, in the order of the labels.
+
+    Args:
+        axes: Where they are drawn.
+        table: See :func:`band`.
+        by: The column; its value ``none`` is the unmodified model.
+        labels: Texts for the legend, by value.
+        x: See :func:`band`.
+        name: See :func:`band`.
+        scale: See :func:`band`.
+        ordered: Whether the values are an ordered scale.
+    """
+    steps, first = len(labels) if ordered else 0, int("none" in labels)
+    for index, (value, label) in enumerate(labels.items()):
+        rows, style = table[table[by] == value], line_style(max(index - first, 0), value == "none", steps)
+        if len(rows):
+            band(axes, rows, style, x=x, name=name, scale=scale, label=label)
 
 
 def few_ticks(place: Callable[..., Any], names: Sequence[Any], most: int = 8) -> None:

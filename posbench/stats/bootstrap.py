@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
@@ -138,3 +139,12 @@ def wilson(successes: float, n: int) -> tuple[float, float]:
     centre = (p + z2 / (2 * n)) / (1 + z2 / n)
     half = Z95 * np.sqrt(p * (1 - p) / n + z2 / (4 * n * n)) / (1 + z2 / n)
     return float(max(centre - half, 0)), float(min(centre + half, 1))
+
+
+def difference_of_shares(first: int, second: int, n: int) -> Estimate:
+    """Difference of two counts as shares of n, with its 95 % interval from theirs (Newcombe 1998, method
+    10)."""
+    a, b = first / n, second / n
+    (a_low, a_high), (b_low, b_high) = wilson(first, n), wilson(second, n)
+    low = a - b - math.hypot(a - a_low, b_high - b)
+    return Estimate((first - second) / n, low, a - b + math.hypot(a_high - a, b - b_low), n)

@@ -59,6 +59,31 @@ def curve_statistics(means: Array) -> dict[str, Array]:
     }
 
 
+def dips(frame: pd.DataFrame, name: str, resamples: int) -> tuple[float, Array]:
+    """1 - mean of a column in the middle / its mean at the lower of the two ends: the value, and its draws
+    [R].
+
+    The middle is every gold position at a depth of 25 to 75 % of the prompt, give or take 5 for rounded
+    positions.
+
+    Args:
+        frame: Rows of one number of items, with items, gold_position, depth (0..1), cluster and the column.
+        name: The column.
+        resamples: Bootstrap draws R.
+    """
+    ((curve, draws),) = curves(frame, name, "items", resamples).values()
+    depth = np.sort(frame["depth"].unique())
+    middle = (depth >= 0.2) & (depth <= 0.8)
+    middle[[0, -1]] = False
+
+    def dip(means: Array) -> Array:
+        ends = means[:, [0, -1]].min(1)
+        inner = means[:, middle].mean(1) if middle.any() else np.full(len(means), np.nan)
+        return np.divide(ends - inner, ends, out=np.full(len(means), np.nan), where=ends > 0)
+
+    return float(dip(curve[None])[0]), dip(draws)
+
+
 def position_bias(curve: Array, draws: Array) -> tuple[float, Array]:
     """Standard deviation of a curve over K >= 2 gold positions without what sampling noise adds.
 

@@ -1,4 +1,5 @@
-"""What studies of gold positions share: prompts ready to run, the layers that are looked at, tables of effects."""
+"""What studies of gold positions share: prompts ready to run, the layers that are looked at, tables of
+effects."""
 
 from __future__ import annotations
 
@@ -12,24 +13,26 @@ import numpy as np
 import pandas as pd
 
 from posbench.errors import UserError
-from posbench.files.atomic import Row
+from posbench.files.atomic import Row, rounded
 from posbench.measure.items import attention_to_items, item_tokens
-from posbench.measure.replies import replies
+from posbench.measure.replies import encode_longest, replies
 from posbench.methods.scale_channel import check_channels, share
 from posbench.model import families
 from posbench.model.encode import Encoded
 from posbench.model.lm import LM
 from posbench.run.base import Run
 from posbench.stats import bootstrap
-from posbench.stats.bootstrap import Array, Estimate
+from posbench.stats.bootstrap import Array, Estimate, Group, K
 from posbench.stats.findings import Finding, ends, estimate
+from posbench.stats.frames import UNMODIFIED
 from posbench.tasks import Example, Task
 from posbench.tasks.items import placed
 
 Range = tuple[int, int]
 Block = Callable[[Sequence[Example]], AbstractContextManager[object]]
 CROP, RETRIEVAL = (1, 7), (15, 20)
-"""Yu et al. 2025, layers of 32, 0-based and inclusive: "2 to 8" of Section 2.2, counted from 1, and 15 to 20."""
+"""Yu et al. 2025, layers of 32, 0-based and inclusive: "2 to 8" of Section 2.2, counted from 1, and 15 to
+20."""
 NO_ROPE = "the model has no rotary embedding in attention that runs through the library's functions"
 
 
@@ -47,11 +50,31 @@ def need_items(task: Task) -> list[Example]:
     return there
 
 
-def retrieval_layers(given: Range | None, unmodified: Sequence[float] | Array) -> Range:
-    """The layers whose attention is looked at: those given, else the paper's 15 to 20 of 32, or that share of another depth.
+def check_prompts(run: Run, task: Task | None = None) -> None:
+    """Refuse a task without gold items, and prompts that do not fit the model: the longest one is tokenised.
 
-    A share says little about a model of fewer than 16 layers: there it is the one with the strongest attention to the gold
-    item.
+    Raises:
+        UserError: See :func:`need_items`; or the prompt does not fit.
+    """
+    task = task or run.task
+    need_items(task)
+    encode_longest(run.lm, task)
+
+
+def check_each_layer(lm: LM, name: str, layers: Sequence[int] | None) -> None:
+    """Raise UserError unless a list of layers names some, and all of them are the model's; None is for a
+    default."""
+    if layers is not None and (not layers or any(not 0 <= layer < lm.layers for layer in layers)):
+        allowed = f"layers from 0 to {lm.layers - 1}, or null"
+        raise UserError(name, list(layers), allowed, f"set {name}=null")
+
+
+def retrieval_layers(given: Range | None, unmodified: Sequence[float] | Array) -> Range:
+    """The layers whose attention is looked at: those given, else the paper's 15 to 20 of 32, or that share of
+    another depth.
+
+    A share says little about a model of fewer than 16 layers: there it is the one with the strongest
+    attention to the gold item.
 
     Args:
         given: First and last layer, or None.
@@ -88,8 +111,15 @@ def positional_channel(run: Run, channel: int | None) -> int:
 
 
 def random_channels(lm: LM, channel: int, count: int, seed: int) -> list[int]:
-    """``count`` channels other than the positional one, for a control."""
+    """``count`` channels other than the positional one, for a control.
+
+    Raises:
+        UserError: The model has fewer.
+    """
     others = [c for c in range(families.text_config(lm.model).hidden_size) if c != channel]
+    if count > len(others):
+        allowed = f"at most {len(others)}, the other channels of {lm.name}"
+        raise UserError("study.controls", count, allowed, "set study.controls=3")
     return sorted(random.Random(f"posbench control channels {seed}").sample(others, count))
 
 
@@ -104,6 +134,12 @@ def gold(example: Example) -> int:
     return int(example.gold_position or 0)
 
 
+def gold_attention(batch: Sequence[Example], attention: Array) -> list[Row]:
+    """What :meth:`Prompts.under` keeps of the attention [B, L, N]: that to the gold item, by layer."""
+    pairs = zip(batch, attention, strict=True)
+    return [{"attention": rounded(layers[:, gold(e)])} for e, layers in pairs]
+
+
 @dataclass(frozen=True)
 class Prompts:
     """Prompts of a task, ready to run.
@@ -114,7 +150,8 @@ class Prompts:
         examples: The examples, sorted by gold position.
         encoded: Tokens by example id.
         tokens: Spans of tokens of every item, by example id.
-        batches: All examples, those of a batch decoded alike and the longest first, as ``generate`` orders them too.
+        batches: All examples, those of a batch decoded alike and the longest first, as ``generate`` orders
+            them too.
     """
 
     run: Run
@@ -155,13 +192,25 @@ class Prompts:
         return [self.tokens[e.id][item(e)] for e in batch]
 
     def frame(self) -> pd.DataFrame:
-        """Rows of items (per prompt), id, cluster, gold_position and depth (0..1), in the order of the examples."""
+        """Rows of items (per prompt), id, cluster, gold_position and depth (0..1), in the order of the
+        examples."""
         count = len(self.examples[0].items)
         rows = [
             (count, e.id, e.cluster or e.id, e.gold_position, gold(e) / max(count - 1, 1))
             for e in self.examples
         ]
         return pd.DataFrame(rows, columns=["items", "id", "cluster", "gold_position", "depth"])
+
+    def results(self, rows: Mapping[str, Row], layers: Range | None = None) -> pd.DataFrame:
+        """:meth:`frame` with ``attention`` and ``score`` of measured rows by id.
+
+        Args:
+            rows: The rows; their attention is a number, or one for each layer.
+            layers: In the latter case the layers that are averaged.
+        """
+        found = [rows[e.id] for e in self.examples]
+        seen = [row["attention"] if layers is None else _mean(row["attention"], layers) for row in found]
+        return self.frame().assign(attention=seen, score=[float(row["score"]) for row in found])
 
     def complete(
         self,
@@ -174,7 +223,7 @@ class Prompts:
 
         Args:
             file: JSON-lines file in the run folder.
-            label: Text beside the progress bar.
+            label: Text of the progress bar.
             key: Fields that tell these rows from others of the file.
             compute: Rows of one batch.
         """
@@ -195,7 +244,8 @@ class Prompts:
     def under(
         self, variant: str, block: Block, keep: Callable[[Sequence[Example], Array], list[Row]]
     ) -> dict[str, Row]:
-        """Score and attention of every prompt inside a block; kept in ``rows.jsonl``, so that a killed run goes on.
+        """Score and attention of every prompt inside a block; kept in ``rows.jsonl``, so that a killed run
+        goes on.
 
         Args:
             variant: Name of what is done.
@@ -212,6 +262,10 @@ class Prompts:
             return [{"score": said["score"], **row} for said, row in zip(scored, kept, strict=True)]
 
         return self.complete("rows.jsonl", variant.replace("_", " "), {"variant": variant}, compute)
+
+
+def _mean(by_layer: Sequence[float], layers: Range) -> float:
+    return float(np.mean(by_layer[layers[0] : layers[1] + 1]))
 
 
 def means_by_position(frame: pd.DataFrame, columns: Sequence[str]) -> pd.DataFrame:
@@ -233,12 +287,42 @@ def means_by_position(frame: pd.DataFrame, columns: Sequence[str]) -> pd.DataFra
     return pd.DataFrame(rows)
 
 
+def contrasts(scores: pd.DataFrame, method: str, base: str, resamples: int) -> dict[str, float]:
+    """Columns of a method's row: its score (value) and n, and two paired differences with their intervals.
+
+    Args:
+        scores: See :func:`posbench.run.answers.compared`.
+        method: The method.
+        base: The method that ``difference`` is taken from; ``gain`` is that to the unmodified model.
+        resamples: Bootstrap draws.
+    """
+    own = scores[scores["method"] == method]
+    value = bootstrap.mean(own["score"].to_numpy(), list(own["cluster"]), resamples=resamples)
+    wide = scores.pivot(index="id", columns="method", values="score")
+    clusters = list(scores.drop_duplicates("id").set_index("id").loc[wide.index, "cluster"])
+    row: dict[str, float] = {**ends(value), "n": value.n}
+    for name, other in (("difference", base), ("gain", UNMODIFIED)):
+        change = (wide[method] - wide[other]).to_numpy()
+        row |= ends(bootstrap.difference(change, clusters, resamples=resamples), name)
+    return row
+
+
 # Effects: estimates by name, and the claims that are held against them
 
 
 def effects_table(effects: Mapping[str, Estimate]) -> pd.DataFrame:
     """Rows of effect, value, ci_low, ci_high, n."""
     return pd.DataFrame([(name, *at) for name, at in effects.items()], columns=["effect", *Estimate._fields])
+
+
+def group(rows: pd.DataFrame, column: str) -> Group:
+    """A column's values with their clusters, for a bootstrap."""
+    return list(rows[column]), list(rows["cluster"])
+
+
+def minus(groups: Mapping[K, Group], one: K, other: K, resamples: int) -> Estimate:
+    """Mean of a group minus that of another; see :func:`posbench.stats.bootstrap.statistic`."""
+    return bootstrap.statistic(groups, lambda m: m[one] - m[other], resamples=resamples)
 
 
 class Claim(NamedTuple):
@@ -250,6 +334,7 @@ class Claim(NamedTuple):
         statistic: What the number is.
         bound: What the interval must lie above.
         quoted: Further effects that the note quotes.
+        also: Another effect whose interval must lie above the bound, too.
     """
 
     effect: str
@@ -257,6 +342,7 @@ class Claim(NamedTuple):
     statistic: str
     bound: float = 0.0
     quoted: Sequence[str] = ()
+    also: str = ""
 
 
 def judged(
@@ -273,5 +359,7 @@ def judged(
             f"{name.replace('_', ' ')} {effects[name].value:.3g}" for name in each.quoted if name in effects
         ]
         text = "; ".join(filter(None, [note, *told]))
-        found.append(Finding.above(each.claim, each.statistic, effects[each.effect], each.bound, text))
+        at = effects[each.effect]
+        holds = min(at.ci_low, effects[each.also or each.effect].ci_low) > each.bound
+        found.append(Finding.that(holds, each.claim, each.statistic, at, text))
     return found

@@ -4,39 +4,41 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal
+from typing import Literal
 
 import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 
 from posbench.errors import UserError
-from posbench.methods import Method, ScaleChannel, Unmodified
+from posbench.methods import Method
+from posbench.methods.scale_channel import ScaleChannel
+from posbench.methods.unmodified import Unmodified
+from posbench.model import families
 from posbench.model.lm import LM
-from posbench.pipeline.config import Config
-from posbench.plots.base import COLOURS, PAGE, UNMODIFIED, legend_below, new_figure, styled
+from posbench.plots import base as plot
+from posbench.plots.section import Drawn
+from posbench.run.answers import compared
 from posbench.run.base import Run
-from posbench.search import Candidate, ChannelSearch
-from posbench.search import channel_run as channel_search
+from posbench.schema import Whole
+from posbench.search.base import Search
+from posbench.search.channel import ChannelSearch
 from posbench.search.statistics import ChannelStatistics
-from posbench.studies import paired
-from posbench.studies.base import Finding, Study, Verdict
+from posbench.stats.findings import Finding, estimate
+from posbench.stats.frames import UNMODIFIED
+from posbench.studies.base import Study, Tables
+from posbench.studies.prompts import contrasts
 
 LOSSES, ROWS = "ablation_losses.jsonl", "ablation_predictions.jsonl"
-FULL, CONTROL = "full method", "control: random channel"
-NO_MONOTONICITY, NO_SMOOTHNESS, NO_VALIDATION = (
-    "without monotonicity",
-    "without smoothness",
-    "without validation",
-)
-TWO, LAST_16, ALL_TOKENS = "top-2 channels", "last 16 tokens", "all tokens"
+FULL, CONTROL, TWO = "full method", "control: random channel", "top-2 channels"
+NO_MONOTONICITY, NO_SMOOTHNESS = "without monotonicity", "without smoothness"
 CLAIMS = {
     NO_MONOTONICITY: "without the filter by monotonicity performance may decline",
     NO_SMOOTHNESS: "without the filter by smoothness performance may decline",
-    NO_VALIDATION: "without the validation set performance declines more",
+    "without validation": "without the validation set performance declines more",
     TWO: "with two channels most models lose",
-    LAST_16: "with the last 16 tokens most models lose",
-    ALL_TOKENS: "with all tokens most models lose",
+    "last 16 tokens": "with the last 16 tokens most models lose",
+    "all tokens": "with all tokens most models lose",
 }
 
 
@@ -48,311 +50,200 @@ class Ablations(Study):
     not there), so these are ours; see ``conf/study/ablations.yaml``.
 
     Attributes:
-        smoothness: What replaces the smoothest K channels: ``all`` monotone ones go to validation, or
-            ``random`` K of them.
+        search: The channel search that is ablated.
+        smoothness: What goes to validation in place of the smoothest K: ``all`` monotone channels, or
+            ``random`` K.
         control: Whether a channel drawn at random is scaled, too, with the full method's factor and layers.
         seed: Seed of both draws.
     """
 
-    uses_search: ClassVar[bool] = True
-
+    search: Search
     smoothness: Literal["all", "random"] = "all"
     control: bool = True
-    seed: int = 0
+    seed: Whole = 0
 
-    def check(self, config: Config, lm: LM | None) -> None:
-        """Refuse another search than Algorithm 1, a method that would be ablated with it, and what the search
-        refuses.
-
-        Raises:
-            UserError: See above.
-        """
-        search = config.search
-        kind = (
-            f"{search.variant}, {search.candidates}"
-            if isinstance(search, ChannelSearch)
-            else type(search).__name__
-        )
-        if kind != "paper, monotone":
-            raise UserError(
-                "search",
-                kind,
-                "channel with variant=paper and candidates=monotone: Algorithm 1 is what is ablated",
-                "leave search= out",
-            )
-        if config.trial().needs_prompt:
+    def check(self, run: Run) -> None:
+        """See :meth:`Study.check`; refuses methods that would be ablated, too."""
+        search = channel_search(self.search)
+        if (search.variant, search.candidates) != ("paper", "monotone"):
+            allowed = "channel with variant=paper and candidates=monotone: Algorithm 1 is what is ablated"
+            raise UserError("search", f"{search.variant}, {search.candidates}", allowed, "leave search= out")
+        if run.trial().needs_prompt:
             allowed = "none, or a method that treats all tokens alike: the study scales channels itself"
-            raise UserError("method", config.method_name, allowed, "leave the method out")
-        assert lm is not None
-        channel_search.check(config, lm)
+            raise UserError("method", run.choice.name, allowed, "leave the method out")
+        search.check(run)
 
     def measure(self, run: Run) -> dict[str, pd.DataFrame]:
-        """Tables ``ablations``, a row each; ``positions``, their score by gold position; ``candidates``, what
-        validation saw."""
-        search, resamples = run.config.search, run.config.runtime.resamples
-        assert isinstance(search, ChannelSearch)
-        averages = channel_search.average_states(run.lm, search, run)
+        """Tables ``ablations``, ``positions`` (by gold position), ``candidates`` (what validation saw)."""
+        search = channel_search(self.search)
+        averages = search.averages(run)
         found, free = search.statistics(averages), search.statistics(averages, monotone_only=False)
         pools = self.pools(search, found, free)
-        ranges = channel_search.ranges(run)
-        channels = list(dict.fromkeys(c for pool in pools.values() for c in pool))
-        candidates = [Candidate(c, factor, r) for c in channels for r in ranges for factor in search.factors]
-        each = channel_search.calibration_losses(run, LOSSES, candidates)
+        channels = dict.fromkeys(c for pool in pools.values() for c in pool)
+        candidates = [c for channel in channels for c in search.ask(found, search.ranges(run), channel)]
+        each = search.losses(run, LOSSES, candidates)
         losses = dict(zip(candidates, each[1:].mean(1).tolist(), strict=True))
-        settings = self.settings(pools, losses, len(found.smoothness))
-        methods: dict[str, Method] = {
-            UNMODIFIED: Unmodified(),
-            **{label(method): method for method in settings.values()},
+        settings = self.settings(run.lm, pools, losses)
+        table, scores = evaluated(run, ROWS, settings, FULL)
+        paper = {row["method"]: row["value"] for row in run.reference if row["model"] == run.model.name}
+        placed = scores.groupby(["setting", "gold_position"], sort=False)["score"].agg(value="mean", n="size")
+        named, tried = {"setting": "ablation"}, [c.channels[0] for c in losses]
+        seen = {
+            "channel": tried,
+            "factor": [c.factor for c in losses],
+            "layer_first": [c.layers[0] for c in losses],
+            "layer_last": [c.layers[1] for c in losses],
+            "loss": list(losses.values()),
+            "loss_unmodified": each[0].mean(),
+            "monotone_layers": found.monotone_layers[tried],
+            "smoothness": found.smoothness[tried],
+            "smoothness_all_layers": free.smoothness[tried],
         }
-        scores = paired.scores(run, ROWS, methods)
-        printed = paper(run)
-        rows = []
-        for name, method in {UNMODIFIED: None, **settings}.items():
-            text = label(method) if method else UNMODIFIED
-            own = paired.accuracy(scores, text, resamples)
-            change = paired.difference(scores, text, label(settings[FULL]), resamples)
-            gain = paired.difference(scores, text, UNMODIFIED, resamples)
-            rows.append(
-                {
-                    "ablation": name,
-                    "channels": "+".join(map(str, method.channels)) if method else "",
-                    "factor": method.factor if method else np.nan,
-                    "layers": f"{method.layers[0]}-{method.layers[1]}" if method else "",
-                    "last": str(method.last) if method else "",
-                    **own,
-                    **{
-                        f"difference{end}": change[key]
-                        for end, key in (("", "value"), ("_low", "low"), ("_high", "high"))
-                    },
-                    **{
-                        f"gain{end}": gain[key]
-                        for end, key in (("", "value"), ("_low", "low"), ("_high", "high"))
-                    },
-                    "paper": printed.get(name, np.nan),
-                }
-            )
-        names = {label(method): name for name, method in reversed(settings.items())} | {
-            UNMODIFIED: UNMODIFIED
-        }
-        placed = (
-            scores.dropna(subset=["position"])
-            .groupby(["method", "position"], sort=False)["score"]
-            .agg(["mean", "size"])
-        )
-        positions = placed.reset_index().set_axis(["ablation", "position", "value", "n"], axis=1)
-        table = pd.DataFrame([{**_plain(c), "loss": loss} for c, loss in losses.items()])
-        facts = {
-            "loss_unmodified": float(each[0].mean()),
-            "monotone_layers": [int(found.monotone_layers[c]) for c in table["channel"]],
-            "smoothness": [float(found.smoothness[c]) for c in table["channel"]],
-            "smoothness_all_layers": [float(free.smoothness[c]) for c in table["channel"]],
-        }
-        pooled = {
-            name.replace(" ", "_"): [c in pool for c in table["channel"]] for name, pool in pools.items()
-        }
+        seen |= {name.replace(" ", "_"): np.isin(tried, pool) for name, pool in pools.items()}
         return {
-            "ablations": pd.DataFrame(rows),
-            "positions": positions.assign(ablation=positions["ablation"].map(names)),
-            "candidates": table.assign(**facts, **pooled),
+            "ablations": table.assign(paper=table["setting"].map(paper).astype(float)).rename(columns=named),
+            "positions": placed.reset_index().rename(columns=named),
+            "candidates": pd.DataFrame(seen),
         }
 
     def pools(
         self, search: ChannelSearch, found: ChannelStatistics, free: ChannelStatistics
     ) -> dict[str, list[int]]:
-        """The channels that go to validation, in the order in which ties are broken.
+        """The channels that go to validation, by ablation, in the order in which ties are broken.
 
         Args:
             search: For K.
             found: The filter's statistics.
             free: The same without the filter by monotonicity.
-
-        Raises:
-            UserError: No channel passes the filter.
         """
-        passed = list(
-            dict.fromkeys(
-                c.channel for c in replace(search, top_k=len(found.smoothness)).ask(found, [(0, 0)])
-            )
-        )
-        some = passed
+        search.ask(found, [])  # refuses a model in which no channel passes
+        passed = some = list(found.ranking)
         if self.smoothness == "random":
             drawn = np.random.default_rng(self.seed).permutation(len(passed))[: search.top_k]
             some = [passed[i] for i in sorted(drawn)]
-        return {
-            FULL: passed[: search.top_k],
-            NO_MONOTONICITY: free.ranking[: search.top_k],
-            NO_SMOOTHNESS: some,
-        }
+        filtered, every = passed[: search.top_k], free.ranking[: search.top_k]
+        return {FULL: filtered, NO_MONOTONICITY: every, NO_SMOOTHNESS: some}
 
     def settings(
-        self, pools: Mapping[str, Sequence[int]], losses: Mapping[Candidate, float], width: int
+        self, lm: LM, pools: Mapping[str, Sequence[int]], losses: Mapping[ScaleChannel, float]
     ) -> dict[str, ScaleChannel]:
         """What each ablation scales.
 
         Args:
+            lm: The model, for the control.
             pools: Channels that go to validation, by ablation.
             losses: Mean calibration loss of every candidate.
-            width: Channels of the model, for the control.
         """
-
-        def best(channels: Sequence[int]) -> Candidate:
-            return min(
-                (c for channel in channels for c in losses if c.channel == channel), key=losses.__getitem__
-            )
-
-        full = best(pools[FULL])
-        rest = [replace(full, channel=c) for c in pools[FULL] if c != full.channel]
-        method = scaling(full)
-        found = {
-            FULL: method,
-            NO_MONOTONICITY: scaling(best(pools[NO_MONOTONICITY])),
-            NO_SMOOTHNESS: scaling(best(pools[NO_SMOOTHNESS])),
-            NO_VALIDATION: scaling(replace(full, channel=pools[FULL][0])),
+        won = {
+            name: min((c for channel in pool for c in losses if c.channel == channel), key=losses.__getitem__)
+            for name, pool in pools.items()
         }
+        full, smoothest = won[FULL], pools[FULL][0]
+        found = {**won, "without validation": replace(full, channel=smoothest)}
+        rest = [replace(full, channel=c) for c in pools[FULL] if c != full.channel]
         if rest:
-            found[TWO] = replace(method, channel=(full.channel, min(rest, key=losses.__getitem__).channel))
-        found |= {LAST_16: replace(method, last=16), ALL_TOKENS: replace(method, last="all")}
+            second = min(rest, key=losses.__getitem__)
+            found[TWO] = replace(full, channel=(*full.channels, *second.channels))
+        found |= {"last 16 tokens": replace(full, last=16), "all tokens": replace(full, last="all")}
         if self.control:
-            others = [c for c in range(width) if c != full.channel]
-            found[CONTROL] = replace(method, channel=int(np.random.default_rng(self.seed).choice(others)))
+            found[CONTROL] = replace(full, channel=random_channel(lm, full, self.seed))
         return found
 
-    def figures(self, tables: Mapping[str, pd.DataFrame]) -> dict[str, tuple[Figure, str]]:
-        """Scores, and differences from the full method."""
+    def figures(self, tables: Tables) -> Drawn:
+        """See :meth:`Study.figures`."""
         caption = (
-            "Left: score over all gold positions with 95 % intervals. Right: paired difference from the full method. "
-            "Diamonds: the paper's numbers, where this model, task and setting have any."
+            "Left: score over all gold positions with 95 % intervals. Right: paired difference from the full "
+            "method. Diamonds: the paper's numbers, where this model, task and setting have any."
         )
         return {"ablations": (ablation_figure(tables["ablations"]), caption)}
 
-    def findings(self, tables: Mapping[str, pd.DataFrame]) -> Sequence[Finding]:
-        """The paper's reading of Table 6, an ablation at a time, the control, and the gain of the full
-        method."""
+    def findings(self, tables: Tables) -> Sequence[Finding]:
+        """The gain of the full method, the paper's reading of Table 6 an ablation at a time, the control."""
         rows = tables["ablations"].set_index("ablation")
-        full = rows.loc[FULL]
-        found = [
-            _finding(
-                "C5: the method raises the average (Yu et al. 2025, Tables 1 and 6)",
-                "full method minus unmodified",
-                [full["gain"], full["gain_low"], full["gain_high"]],
-                int(full["n"]),
-                "",
-                below=False,
-            )
-        ]
+        full, scaled = rows.loc[FULL], ["channels", "factor", "layers", "last"]
+        gain = "C5: the method raises the average (Yu et al. 2025, Tables 1 and 6)"
+        found = [Finding.above(gain, "full method minus unmodified, points", estimate(full, "gain", 100))]
         claims = {name: f"{words} (Yu et al. 2025, Table 6)" for name, words in CLAIMS.items()}
-        for name, claim in (
-            claims | {CONTROL: "Control: a random channel does not do what the chosen one does"}
-        ).items():
-            if name not in rows.index:
-                continue
-            row = rows.loc[name]
-            values = [row["difference"], row["difference_low"], row["difference_high"]]
-            scaled = ["channels", "factor", "layers", "last"]
-            same = (row[scaled].astype(str) == full[scaled].astype(str)).all()
-            note = (
-                "it chooses what the full method chooses"
-                if same
-                else "better than the full method"
-                if values[1] > 0
-                else ""
-            )
-            found.append(
-                _finding(claim, f"{name} minus full method", values, int(row["n"]), note, below=True)
-            )
+        claims[CONTROL] = "Control: a random channel does not do what the chosen one does"
+        for name, claim in claims.items():
+            if name in rows.index:
+                row, words = rows.loc[name], f"{name} minus full method, points"
+                change = estimate(row, "difference", 100)
+                same = (row[scaled].astype(str) == full[scaled].astype(str)).all()
+                note = "better than the full method" if change.ci_low > 0 else ""
+                note = "it chooses what the full method chooses" if same else note
+                found.append(Finding.below(claim, words, change, note=note))
         return found
 
 
-def scaling(candidate: Candidate) -> ScaleChannel:
-    """The method of a candidate."""
-    return ScaleChannel(channel=candidate.channel, factor=candidate.factor, layers=candidate.layers)
+def channel_search(search: Search) -> ChannelSearch:
+    """The search, where it is the channel search; another one is refused."""
+    if not isinstance(search, ChannelSearch):
+        allowed = "channel: the study takes its factors, layers and calibration losses"
+        raise UserError("search", type(search).__name__, allowed, "leave search= out")
+    return search
+
+
+def random_channel(lm: LM, method: ScaleChannel, seed: int) -> int:
+    """Another channel than a method's own, for a control."""
+    others = [c for c in range(families.text_config(lm.model).hidden_size) if c != method.channels[0]]
+    return int(np.random.default_rng(seed).choice(others))
+
+
+def evaluated(
+    run: Run, file: str, settings: Mapping[str, ScaleChannel], base: str
+) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """Rows of setting with what it scales and its :func:`contrasts`, the unmodified model first; and the
+    scores.
+
+    Equal settings are measured once, and stand under the first of their names among the scores.
+    """
+    names = {UNMODIFIED: UNMODIFIED} | {name: label(method) for name, method in settings.items()}
+    methods: dict[str, Method] = {names[name]: method for name, method in settings.items()}
+    scores, rows = compared(run, file, {UNMODIFIED: Unmodified(), **methods}), []
+    for name, text in names.items():
+        change = contrasts(scores, text, names[base], run.runtime.resamples)
+        rows.append({"setting": name, **_shown(settings.get(name)), **change})
+    first = {text: name for name, text in reversed(names.items())}
+    return pd.DataFrame(rows), scores.assign(setting=scores["method"].map(first))
 
 
 def label(method: ScaleChannel) -> str:
-    """`ch 15+20 x -1, layers 1-3, last 1`: equal settings are measured once."""
+    """`ch 15+20 x -1, layers 1-3, last 1`."""
+    shown = _shown(method)
+    return f"ch {shown['channels']} x {method.factor:g}, layers {shown['layers']}, last {method.last}"
+
+
+def _shown(method: ScaleChannel | None) -> dict[str, str | float]:
+    """What a table shows of a setting; nothing of the unmodified model."""
+    if method is None:
+        return {"channels": "", "factor": np.nan, "layers": "", "last": ""}
+    layers, last = f"{method.layers[0]}-{method.layers[1]}", str(method.last)
     channels = "+".join(map(str, method.channels))
-    return (
-        f"ch {channels} x {method.factor:g}, layers {method.layers[0]}-{method.layers[1]}, last {method.last}"
-    )
+    return {"channels": channels, "factor": method.factor, "layers": layers, "last": last}
 
 
-def paper(run: Run) -> dict[str, float]:
-    """The paper's numbers by ablation, where the experiment has some for this model, task and setting."""
-    reference = run.config.experiment.reference if run.config.experiment else None
-    task = run.config.task
-    if reference is None or any(
-        getattr(task, key, None) != value for key, value in reference.setting.items()
-    ):
-        return {}
-    return {
-        r["method"]: r["value"]
-        for r in reference.rows()
-        if r["model"] == run.config.model.name and r["task"] == task.name
-    }
-
-
-def _plain(candidate: Candidate) -> dict[str, Any]:
-    first, last = candidate.layers
-    return {
-        "channel": candidate.channel,
-        "factor": candidate.factor,
-        "layer_first": first,
-        "layer_last": last,
-    }
-
-
-def _finding(claim: str, what: str, values: Sequence[float], n: int, note: str, below: bool) -> Finding:
-    value, low, high = (100 * float(v) for v in values)
-    verdict: Verdict = "holds" if (high < 0 if below else low > 0) else "does not hold"
-    return Finding(
-        claim=claim,
-        statistic=f"{what}, points",
-        value=value,
-        low=low,
-        high=high,
-        n=n,
-        verdict=verdict,
-        note=note,
-    )
-
-
-@styled
+@plot.styled
 def ablation_figure(table: pd.DataFrame) -> Figure:
-    """Scores of the ablations (left), and their paired differences from the full method (right), with 95 %
-    intervals."""
-    figure = new_figure(PAGE, 0.9 + 0.2 * len(table))
-    left, right = figure.subplots(1, 2, sharey=True)
-    y = np.arange(len(table))
-    for axes, (value, low, high) in (
-        (left, ("value", "low", "high")),
-        (right, ("difference", "difference_low", "difference_high")),
-    ):
-        values, error = (
-            100 * table[value],
-            100 * np.stack([table[value] - table[low], table[high] - table[value]]),
-        )
-        style: dict[str, Any] = {"linestyle": "none", "marker": "o", "color": COLOURS[0], "elinewidth": 0.8}
-        axes.errorbar(values, y, xerr=np.clip(error, 0, None), label="posbench", **style)
+    """Scores of the ablations, and their paired differences from the full method, with 95 % intervals."""
+    figure, rows = plot.new_figure(plot.PAGE, 0.9 + 0.2 * len(table)), table.set_index("ablation")
+    panels, y = figure.subplots(1, 2, sharey=True), np.arange(len(table))
+    style = {"linestyle": "none", "marker": "o", "color": plot.COLOURS[0], "elinewidth": 0.8}
+    diamond = {"linestyle": "none", "marker": "D", "color": plot.COLOURS[1], "markerfacecolor": "white"}
+    for axes, name, prefix in zip(panels, ("value", "difference"), ("", "difference_"), strict=True):
+        low, high = rows[name] - rows[f"{prefix}ci_low"], rows[f"{prefix}ci_high"] - rows[name]
+        error = 100 * np.stack([low, high]).clip(0)
+        axes.errorbar(100 * rows[name], y, xerr=error, label="posbench", **style)
         axes.grid(axis="y", color="0.9", linewidth=0.5)
-        axes.set_axisbelow(True)
-    if table["paper"].notna().any():
-        full = float(table.set_index("ablation").loc[FULL, "paper"])
-        for axes, values in ((left, table["paper"]), (right, table["paper"] - full)):
-            axes.plot(
-                100 * values,
-                y,
-                linestyle="none",
-                marker="D",
-                color=COLOURS[1],
-                markerfacecolor="white",
-                label="paper",
-            )
-        legend_below(figure, left)
-    base = 100 * float(table.set_index("ablation").loc[UNMODIFIED, "value"])
-    left.axvline(base, color="black", linestyle=(0, (4, 2)), linewidth=1)
+        paper = rows["paper"] - (rows.loc[FULL, "paper"] if prefix else 0)
+        if paper.notna().any():
+            axes.plot(100 * paper, y, label="paper", **diamond)
+    left, right = panels
+    if rows["paper"].notna().any():
+        plot.legend_below(figure, left)
+    left.axvline(100 * rows.loc[UNMODIFIED, "value"], color="black", linestyle=plot.DASHED, linewidth=1)
     right.axvline(0, color="0.5", linestyle=":", linewidth=1)
-    names = table["ablation"].replace(UNMODIFIED, "unmodified")
-    left.set_yticks(y, list(names))
+    left.set_yticks(y, ["unmodified" if name == UNMODIFIED else name for name in rows.index])
     left.set(xlabel="score over all positions (%)", ylim=(len(table) - 0.5, -0.5))
     right.set(xlabel="difference from the full method (points)")
     return figure

@@ -1,4 +1,5 @@
-"""Does what the causal mask wrote into the hidden states steer attention? The gold item is cropped, or moved."""
+"""Does what the causal mask wrote into the hidden states steer attention? The gold item is cropped, or
+moved."""
 
 from __future__ import annotations
 
@@ -8,10 +9,11 @@ from dataclasses import dataclass
 
 import numpy as np
 import pandas as pd
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from posbench.files.atomic import Row, rounded
+from posbench.files.atomic import Row
 from posbench.methods.scale_channel import check_layers, share
 from posbench.perturbations.crop_mask import crop_mask
 from posbench.perturbations.move_positions import can_move, move_positions
@@ -20,23 +22,12 @@ from posbench.plots.section import Drawn
 from posbench.run.base import Run
 from posbench.schema import Count, Whole
 from posbench.stats import bootstrap
-from posbench.stats.bootstrap import Array, Group
+from posbench.stats.bootstrap import Group
 from posbench.stats.findings import Finding, ends
 from posbench.stats.frames import UNMODIFIED
+from posbench.studies import prompts as shared
 from posbench.studies.base import Study, Tables
-from posbench.studies.prompts import (
-    CROP,
-    Claim,
-    Prompts,
-    Range,
-    effects_table,
-    gold,
-    inclusive,
-    judged,
-    named,
-    other_item,
-    retrieval_layers,
-)
+from posbench.studies.prompts import Claim, Prompts, Range, gold
 from posbench.tasks import Example
 
 LABELS = {
@@ -44,7 +35,7 @@ LABELS = {
     "crop": "crop mask",
     "pe_to_beginning": "PE to beginning",
     "pe_to_end": "PE to end",
-    "crop_other": "crop another item (control)",
+    "crop_other": "crop another (control)",
 }
 MOVES = ("pe_to_beginning", "pe_to_end")
 SOURCE = "Yu et al. 2025, Section 2.2, Figure 3"
@@ -57,13 +48,15 @@ class CropMask(Study):
     Position ids are moved in all layers, for the rows of the last prompt token and of the generated ones; see
     :mod:`posbench.perturbations.move_positions`. Models without rotary embedding run without them.
 
-    Source: Yu et al. 2025, Section 2.2, Appendix D.3, Figures 3, 8 and 9. The control, an item drawn at random, is ours.
+    Source: Yu et al. 2025, Section 2.2, Appendix D.3, Figures 3, 8 and 9. The control, an item drawn at
+        random, is ours.
 
     Attributes:
-        layers: First and last layer with a cropped mask, 0-based; None: the paper's layers 2 to 8 of 32, counted from 1,
-            or that share of another depth, and none from the retrieval layers on. Appendix D.3 has 1 to 8: ``[0, 7]``.
-        retrieval: Layers whose attention to the gold item is averaged; None: the paper's 15 to 20 of 32, or that share;
-            below 16 layers the one that attends to it most in the unmodified model.
+        layers: First and last layer with a cropped mask, 0-based; None: the paper's layers 2 to 8 of 32,
+            counted from 1, or that share of another depth, and none from the retrieval layers on. Appendix
+            D.3 has 1 to 8: ``[0, 7]``.
+        retrieval: Layers whose attention to the gold item is averaged; None: the paper's 15 to 20 of 32, or
+            that share; below 16 layers the one that attends to it most in the unmodified model.
         keep_first: Whether the cropped item still sees the prompt's first token (Appendix D.3: yes).
         examples: Prompts of each gold position at most.
         seed: Seed of the control's items.
@@ -79,36 +72,30 @@ class CropMask(Study):
         """See :meth:`Study.check`."""
         check_layers(run.lm, "study.layers", self.layers)
         check_layers(run.lm, "study.retrieval", self.retrieval)
+        shared.check_prompts(run)
         nothing = [1], [(0, 0)]
         moved = move_positions(run.lm, *nothing, nothing[1]) if can_move(run.lm) else nullcontext()
         with run.trial().applied(run.lm), crop_mask(run.lm, *nothing, []), moved:
             pass
 
     def measure(self, run: Run) -> dict[str, pd.DataFrame]:
-        """Tables ``crop_mask`` (by variant and gold position), ``crop_mask_layers`` and ``crop_mask_effects``."""
+        """Tables ``crop_mask`` (by variant and gold position), ``crop_mask_layers`` and
+        ``crop_mask_effects``."""
         prompts = Prompts.of(run, self.examples)
-
-        def keep(batch: Sequence[Example], attention: Array) -> list[Row]:
-            rows = [layers[:, gold(e)] for layers, e in zip(attention, batch, strict=True)]
-            return [{"attention": [rounded(x) for x in row]} for row in rows]
-
         measured: dict[str, dict[str, Row]] = {}
         retrieval = cropped = (0, 0)
         for variant in [v for v in LABELS if v not in MOVES or can_move(run.lm)]:
-            measured[variant] = prompts.under(variant, self._block(prompts, variant, cropped), keep)
+            block = self._block(prompts, variant, cropped)
+            measured[variant] = prompts.under(variant, block, shared.gold_attention)
             if variant == UNMODIFIED:
                 every = np.array([row["attention"] for row in measured[variant].values()])
-                retrieval = retrieval_layers(self.retrieval, every.mean(0))
-                first, last = share(CROP, run.lm.layers)
+                retrieval = shared.retrieval_layers(self.retrieval, every.mean(0))
+                first, last = share(shared.CROP, run.lm.layers)
                 cropped = self.layers or (first, max(min(last, retrieval[0] - 1), first))
-        frame, resamples = _frame(prompts, measured, retrieval), run.runtime.resamples
-        layers = dict(
-            zip(
-                ("crop_first", "crop_last", "retrieval_first", "retrieval_last"),
-                (*cropped, *retrieval),
-                strict=True,
-            )
-        )
+        parts = [prompts.results(rows, retrieval).assign(variant=v) for v, rows in measured.items()]
+        frame, resamples = pd.concat(parts), run.runtime.resamples
+        layers = {"crop_first": cropped[0], "crop_last": cropped[1]}
+        layers |= {"retrieval_first": retrieval[0], "retrieval_last": retrieval[1]}
         return {
             "crop_mask": _by_position(frame, run.task.metric, resamples).assign(**layers),
             "crop_mask_layers": _by_layer(measured, prompts.examples, resamples).assign(**layers),
@@ -126,26 +113,27 @@ class CropMask(Study):
             if variant in MOVES:
                 target = prompts.spans(batch, lambda e: 0 if variant == MOVES[0] else -1)
                 return move_positions(lm, lengths, prompts.spans(batch, gold), target)
-            other = lambda e: other_item(e, "crop_mask", self.seed)  # noqa: E731
+            other = lambda e: shared.other_item(e, "crop_mask", self.seed)  # noqa: E731
             spans = prompts.spans(batch, gold if variant == "crop" else other)
-            return crop_mask(lm, lengths, spans, inclusive(cropped), keep_first=self.keep_first)
+            return crop_mask(lm, lengths, spans, shared.inclusive(cropped), keep_first=self.keep_first)
 
         return (lambda batch: nullcontext()) if variant == UNMODIFIED else block
 
     def figures(self, tables: Tables) -> Drawn:
         """See :meth:`Study.figures`."""
         caption = (
-            "Score, and attention of the last token to the gold item, over its position, with 95 % intervals; right: change "
-            "of that attention in every layer, mean over inner gold positions (shaded: layers with a cropped mask)."
+            "Score, and attention of the last token to the gold item, over its position (95 %); right: change "
+            "of that attention in every layer, mean over inner gold positions (shaded: layers with a cropped "
+            "mask)."
         )
         return {"crop_mask": (crop_figure(tables["crop_mask"], tables["crop_mask_layers"]), caption)}
 
     def findings(self, tables: Tables) -> Sequence[Finding]:
         """Claim C2: hidden states carry positional information of their own."""
         table = tables["crop_mask"].iloc[0]
-        where = named(table["retrieval_first"], table["retrieval_last"])
-        note = f"mask cropped in {named(table['crop_first'], table['crop_last'])}"
-        inner, late = f"{where}, mean over inner gold positions", "last third of the gold positions"
+        where = shared.named(table["retrieval_first"], table["retrieval_last"])
+        note = f"mask cropped in {shared.named(table['crop_first'], table['crop_last'])}"
+        inner, late = f"{where}, inner gold positions", "last third of the gold positions"
         claims = [
             Claim(
                 "crop_attention",
@@ -156,8 +144,8 @@ class CropMask(Study):
             Claim(
                 "crop_level",
                 f"C2: the crop mask brings that attention nearly to its level at the beginning ({SOURCE})",
-                f"attention in {where} at inner positions under the crop mask, as a share of that of the unmodified "
-                "model at the first position; holds from 0.8 up",
+                f"attention in {where} at inner positions under the crop mask, as a share of that of the "
+                "unmodified model at the first position; holds from 0.8 up",
                 0.8,
             ),
             Claim(
@@ -168,8 +156,7 @@ class CropMask(Study):
             Claim(
                 "crop_over_moves",
                 f"C2: moved position ids raise attention less than the crop mask ({SOURCE})",
-                "change under the crop mask minus the larger change under PE to beginning or end, "
-                f"{where}, inner positions",
+                f"change under the crop mask minus the larger one under PE to beginning or end, {inner}",
                 quoted=("pe_to_beginning_attention", "pe_to_end_attention"),
             ),
             Claim(
@@ -185,22 +172,11 @@ class CropMask(Study):
             Claim(
                 "crop_over_other",
                 "Control: cropping another item does not do it",
-                f"change under the crop mask of the gold item minus that of another item, {where}, inner positions",
+                f"change under the crop mask of the gold item minus that of another item, {inner}",
                 quoted=("crop_other_attention",),
             ),
         ]
-        return judged(tables["crop_mask_effects"], claims, note)
-
-
-def _frame(prompts: Prompts, measured: Mapping[str, Mapping[str, Row]], retrieval: Range) -> pd.DataFrame:
-    """The rows of :meth:`Prompts.frame` for each variant, with score and attention in the retrieval layers."""
-    frame, first, last = prompts.frame(), *retrieval
-    parts = []
-    for variant, rows in measured.items():
-        attention = [float(np.mean(rows[i]["attention"][first : last + 1])) for i in frame["id"]]
-        scores = [rows[i]["score"] for i in frame["id"]]
-        parts.append(frame.assign(variant=variant, score=scores, attention=attention))
-    return pd.concat(parts)
+        return shared.judged(tables["crop_mask_effects"], claims, note)
 
 
 def _by_position(frame: pd.DataFrame, metric: str, resamples: int) -> pd.DataFrame:
@@ -253,56 +229,51 @@ def _effects(frame: pd.DataFrame, resamples: int) -> pd.DataFrame:
         rows = frame[(frame["variant"] == variant) & frame["gold_position"].isin(where)]
         return list(rows[measure]), list(rows["cluster"])
 
-    def estimate(
-        groups: Mapping[str, Group], of: Callable[[Mapping[str, Array]], Array]
-    ) -> bootstrap.Estimate:
-        return bootstrap.statistic(groups, of, resamples=resamples)
-
     here = [v for v in LABELS if v in set(frame["variant"])]
-    attention = {v: group(v, "attention", inner) for v in here}
-    first = {**attention, "first": group(UNMODIFIED, "attention", positions[:1])}
+    attention, scores = ({v: group(v, measure, inner) for v in here} for measure in ("attention", "score"))
+    first = {"first": group(UNMODIFIED, "attention", positions[:1])}
+    ratio = lambda m: m["crop"] / m["first"]  # noqa: E731
     out = {
-        "unmodified_inner": estimate(attention, lambda m: m[UNMODIFIED]),
-        "unmodified_first": estimate({"first": first["first"]}, lambda m: m["first"]),
+        "unmodified_inner": bootstrap.statistic(attention, lambda m: m[UNMODIFIED], resamples=resamples),
+        "unmodified_first": bootstrap.statistic(first, lambda m: m["first"], resamples=resamples),
     }
     for variant in here[1:]:
-        change = lambda m, v=variant: m[v] - m[UNMODIFIED]  # noqa: E731
-        out[f"{variant}_attention"] = estimate(attention, change)
-        out[f"{variant}_score"] = estimate(
-            {v: group(v, "score", inner) for v in (variant, UNMODIFIED)}, change
-        )
-    out["crop_level"] = estimate(first, lambda m: m["crop"] / m["first"])
-    out["crop_over_other"] = estimate(attention, lambda m: m["crop"] - m["crop_other"])
+        out[f"{variant}_attention"] = shared.minus(attention, variant, UNMODIFIED, resamples)
+        out[f"{variant}_score"] = shared.minus(scores, variant, UNMODIFIED, resamples)
+    out["crop_level"] = bootstrap.statistic(attention | first, ratio, resamples=resamples)
+    out["crop_over_other"] = shared.minus(attention, "crop", "crop_other", resamples)
     if MOVES[0] in here:
         over = lambda m: m["crop"] - np.maximum(m[MOVES[0]], m[MOVES[1]])  # noqa: E731
-        out["crop_over_moves"] = estimate(attention, over)
+        out["crop_over_moves"] = bootstrap.statistic(attention, over, resamples=resamples)
         for measure in ("attention", "score"):
-            groups = {v: group(v, measure, late) for v in (MOVES[0], UNMODIFIED)}
-            out[f"beginning_late_{measure}"] = estimate(groups, lambda m: m[UNMODIFIED] - m[MOVES[0]])
-    return effects_table(out)
+            groups = {v: group(v, measure, late) for v in (UNMODIFIED, MOVES[0])}
+            out[f"beginning_late_{measure}"] = shared.minus(groups, UNMODIFIED, MOVES[0], resamples)
+    return shared.effects_table(out)
+
+
+def attention_panel(axes: Axes, table: pd.DataFrame) -> None:
+    """Attention to the gold item over its position, a line for each variant."""
+    plot.bands(axes, table[table["measure"] == "attention"], "variant", LABELS, scale=1)
+    first, last = int(table["retrieval_first"].iloc[0]), int(table["retrieval_last"].iloc[0])
+    title = plot.layer_title(range(first, last + 1), False)
+    axes.set(xlabel=plot.DEPTH_LABEL, ylabel=plot.ATTENTION_LABEL, title=title)
+    plot.from_zero(axes)
 
 
 @plot.styled
 def crop_figure(table: pd.DataFrame, layers: pd.DataFrame) -> Figure:
-    """Score and attention over the gold position, a line for each variant, and the change of attention by layer."""
-    figure, first = plot.new_figure(plot.PAGE, 2.7), table.iloc[0]
+    """Score and attention over the gold position, and the change of attention by layer; a line for each
+    variant."""
+    figure, first = plot.new_figure(plot.PAGE, 2.7), layers.iloc[0]
     left, middle, right = figure.subplots(1, 3)
     metric = next(m for m in table["measure"].unique() if m != "attention")
-    retrieval = list(inclusive((int(first["retrieval_first"]), int(first["retrieval_last"]))))
+    plot.bands(left, table[table["measure"] == metric], "variant", LABELS)
+    plot.percent_axes(left, f"{metric.replace('_', ' ')} (%)")
+    attention_panel(middle, table)
     right.axvspan(first["crop_first"] - 0.5, first["crop_last"] + 0.5, color="0.9", linewidth=0)
     right.axhline(0, color="black", linewidth=0.6)
-    for index, variant in enumerate(v for v in LABELS if v in set(table["variant"])):
-        style = plot.line_style(list(LABELS).index(variant) - 1, variant == UNMODIFIED)
-        for axes, measure, scale in ((left, metric, 100), (middle, "attention", 1)):
-            rows = table[(table["variant"] == variant) & (table["measure"] == measure)]
-            plot.band(axes, rows, style, scale=scale, label=LABELS[variant])
-        if index:
-            plot.band(right, layers[layers["variant"] == variant], style, x="layer", name="change", scale=1)
-    plot.percent_axes(left, f"{metric.replace('_', ' ')} (%)")
-    middle.set(
-        xlabel=left.get_xlabel(), ylabel=plot.ATTENTION_LABEL, title=plot.layer_title(retrieval, False)
-    )
-    plot.from_zero(middle)
+    changed = layers[layers["variant"] != UNMODIFIED]
+    plot.bands(right, changed, "variant", LABELS, x="layer", name="change", scale=1)
     right.set(xlabel="layer", ylabel="change of that attention\n(inner positions)")
     right.xaxis.set_major_locator(MaxNLocator(integer=True))
     right.ticklabel_format(axis="y", scilimits=(-3, 3))

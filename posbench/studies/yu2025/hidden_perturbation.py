@@ -1,35 +1,37 @@
-"""What writes the position into a channel: the causal mask is cropped, or position ids are shifted, for a
-span of random text."""
+"""What writes the position into a channel? The mask is cropped, or position ids shifted, for a span of random
+text."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any
 
 import numpy as np
 import pandas as pd
 import torch
-from matplotlib import colormaps
-from matplotlib.cm import ScalarMappable
-from matplotlib.colors import BoundaryNorm, ListedColormap
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from posbench.errors import UserError
-from posbench.files.atomic import Row
-from posbench.model.lm import LM, batches
-from posbench.perturbations import spans as perturb
-from posbench.perturbations.spans import Site
-from posbench.pipeline.config import Config
-from posbench.plots.base import COLUMN, PAGE, legend_below, line_style, new_figure, styled
-from posbench.run.base import UNMODIFIED, Run, complete
-from posbench.search import ChannelSearch
-from posbench.search.channel_run import random_strings
-from posbench.studies import perturbing
-from posbench.studies.base import Finding, Study
-from posbench.studies.perturbing import Array, Range
+from posbench.files.atomic import Row, rounded
+from posbench.measure.states import Alphabet, Site, Strings, channel_input, stacked
+from posbench.methods.scale_channel import check_layers
+from posbench.model.lm import LM
+from posbench.perturbations.crop_mask import crop_mask
+from posbench.perturbations.move_positions import can_move
+from posbench.plots import base as plot
+from posbench.plots.section import Drawn
+from posbench.run.base import Run
+from posbench.schema import Count, Share, Whole
+from posbench.stats import bootstrap
+from posbench.stats.bootstrap import Array
+from posbench.stats.findings import Finding, ends
+from posbench.stats.frames import UNMODIFIED
+from posbench.studies import prompts as shared
+from posbench.studies.base import Study, Tables
+from posbench.studies.prompts import Claim, Range
 
 LABELS = {UNMODIFIED: "unmodified", "crop": "crop mask", "shift": "position ids shifted"}
 SOURCE = "Yu et al. 2025, Appendix D.4, Figure 11"
@@ -37,354 +39,249 @@ SOURCE = "Yu et al. 2025, Appendix D.4, Figure 11"
 
 @dataclass(frozen=True, kw_only=True)
 class HiddenPerturbation(Study):
-    """Crop mask and shifted position ids of a span of random text, and the positional channel there (Yu et
-    al. 2025, Figure 11).
+    """Crop mask and shifted position ids of a span of random text, and the positional channel there.
 
     Every statistic is a change of the channel's mean over the span (or behind it) in units of the channel's
-    range over the prompt in that layer, positive towards its value at the beginning, and averaged over the
+    range over the text in that layer, positive towards its value at the beginning, and averaged over the
     layers behind the first cropped one.
 
-    Source: Yu et al. 2025, Appendix D.4. Random channels as a control are ours.
+    Source: Yu et al. 2025, Appendix D.4, Figure 11. Random channels as a control are ours.
 
     Attributes:
-        channel: The positional channel, 0-based.
+        channel: The positional channel, 0-based; None: that of the model's scale_channel block.
         texts: Random texts to average over.
         length: Tokens per text (paper: 1000).
-        alphabet: See :class:`posbench.search.ChannelSearch`.
+        alphabet: See :class:`posbench.measure.states.Strings`.
         span: Start and end of the span, as shares of the text (paper: tokens 400 to 600).
         layers: First and last layer with a cropped mask, 0-based; None is all (the paper does not say).
         keep_first: Whether the span still sees the first token (D.4: it sees no token before it; D.3 keeps
             the first).
         site: ``attention_input``, the tensor whose channel is scaled, or the ``residual`` stream.
-        skip: First positions left out of the range (paper: 30).
+        skip: First tokens left out of the range (paper: 30).
         bins: Points of a curve: means over equal parts of the text.
         controls: Random channels.
         seed: Seed of the texts and of the random channels.
     """
 
     channel: int | None = None
-    texts: int = 100
-    length: int = 1000
-    alphabet: Literal["characters", "tokens"] = "characters"
-    span: tuple[float, float] = (0.4, 0.6)
-    layers: Range | None = None
+    texts: Count = 100
+    length: Count = 1000
+    alphabet: Alphabet = "characters"
+    span: tuple[Share, Share] = (0.4, 0.6)
+    layers: tuple[int, int] | None = None
     keep_first: bool = False
     site: Site = "attention_input"
-    skip: int = 30
-    bins: int = 40
-    controls: int = 5
-    seed: int = 0
+    skip: Whole = 30
+    bins: Count = 40
+    controls: Count = 5
+    seed: Whole = 0
 
-    def check(self, config: Config, lm: LM | None) -> None:
-        """Refuse a channel, layers, a length or a span that does not fit the model."""
-        assert lm is not None
-        perturbing.check_counts(texts=self.texts, bins=self.bins, controls=self.controls)
-        perturbing.positional_channel(lm, self.channel)
-        perturbing.check_range(lm, "layers", self.layers)
-        if not self.skip + self.bins <= self.length <= lm.context_window:
-            raise UserError(
-                "study.length",
-                self.length,
-                f"from {self.skip + self.bins} (study.skip + study.bins) to {lm.context_window} (window of {lm.name})",
-                "set study.length=128",
-            )
+    def check(self, run: Run) -> None:
+        """See :meth:`Study.check`."""
+        lm, low = run.lm, self.skip + self.bins
+        shared.random_channels(lm, shared.positional_channel(run, self.channel), self.controls, self.seed)
+        check_layers(lm, "study.layers", self.layers)
+        if not low <= self.length <= lm.context_window:
+            allowed = f"from {low} (study.skip + study.bins) to {lm.context_window} (window of {lm.name})"
+            raise UserError("study.length", self.length, allowed, "set study.length=128")
         start, stop = self._span
         if not 0 < start < stop < self.length or stop > 2 * start:
+            ends = "[start, end] as shares of the text, not at its ends"
+            allowed = f"{ends}, and no longer than what comes before it"
+            raise UserError("study.span", list(self.span), allowed, "set study.span=[0.4,0.6]")
+        if self._cropped(lm)[0] == lm.layers - 1:
             raise UserError(
-                "study.span",
-                list(self.span),
-                "[start, end] as shares of the text, not at its ends, and no longer than what comes before it",
-                "set study.span=[0.4,0.6]",
+                "study.layers", self.layers, "layers before the last one", "set study.layers=null"
             )
-        if self.layers is not None and self.layers[0] == lm.layers - 1:
-            raise UserError(
-                "study.layers", list(self.layers), "layers before the last one", "set study.layers=null"
-            )
-        with config.trial().applied(lm), perturb.cropped(lm, [1], [(0, 0)], []):
+        with run.trial().applied(lm), crop_mask(lm, [1], [(0, 0)], []):
             pass
 
     @property
     def _span(self) -> Range:
         return round(self.span[0] * self.length), round(self.span[1] * self.length)
 
+    def _cropped(self, lm: LM) -> range:
+        return shared.inclusive(self.layers or (0, lm.layers - 1))
+
     def measure(self, run: Run) -> dict[str, pd.DataFrame]:
         """Tables ``curves``, ``layer_effects`` and ``effects``."""
-        lm, runtime = run.lm, run.config.runtime
-        channel = perturbing.positional_channel(lm, self.channel)
-        channels = [channel, *perturbing.random_channels(lm, channel, self.controls, self.seed)]
-        search = ChannelSearch(strings=self.texts, length=self.length, alphabet=self.alphabet, seed=self.seed)
-        texts = list(enumerate(random_strings(lm, search)))
-        variants = [v for v in LABELS if v != "shift" or perturb.can_move(lm)]
-        start, stop = self._span
-        parts = np.array_split(np.arange(self.length), self.bins)
+        channel, resamples = shared.positional_channel(run, self.channel), run.runtime.resamples
+        channels = [channel, *shared.random_channels(run.lm, channel, self.controls, self.seed)]
+        strings = Strings(count=self.texts, length=self.length, alphabet=self.alphabet, seed=self.seed)
+        variants = [v for v in LABELS if v != "shift" or can_move(run.lm)]
+        (start, stop), parts = self._span, np.array_split(np.arange(self.length), self.bins)
 
-        @torch.inference_mode()
         def compute(batch: Sequence[tuple[int, list[int]]]) -> list[Row]:
-            inputs, lengths = lm.pad([ids for _, ids in batch]), [self.length] * len(batch)
-            spans, made = [(start, stop)] * len(batch), []
-            for variant in variants:
-                given = dict(inputs)
-                if variant == "shift":
-                    given["position_ids"] = inputs["position_ids"].clone()
-                    given["position_ids"][:, start:stop] -= stop - start
-                cropped = (
-                    range(lm.layers) if self.layers is None else range(self.layers[0], self.layers[1] + 1)
-                )
-                crop = perturb.cropped(lm, lengths, spans, cropped, keep_first=self.keep_first)
-                with (
-                    crop if variant == "crop" else nullcontext(),
-                    perturb.channel_input(lm, channels, self.site) as found,
-                ):
-                    lm.model(**given, use_cache=False, logits_to_keep=1)
-                made.append(
-                    np.stack([found[layer].double().cpu().numpy() for layer in range(lm.layers)], axis=1)
-                )
-            every = np.stack(made, axis=1)
-            # A method may run a text as several rows next to each other.
-            every = every.reshape(len(batch), -1, *every.shape[1:]).mean(1)  # [B, V, L, P, C]
+            ids = [text for _, text in batch]
+            every = np.stack([self._channels(run.lm, ids, v, channels) for v in variants], axis=1)
             curves = np.stack([every[..., part, :].mean(-2) for part in parts], axis=-1)  # [B, V, L, C, bins]
-            inside, behind = every[..., start:stop, :].mean(-2), every[..., stop:, :].mean(-2)
-            return [
-                {"curves": _rounded(c), "inside": _rounded(i), "behind": _rounded(b)}
-                for c, i, b in zip(curves, inside, behind, strict=True)
-            ]
+            means = {"inside": every[..., start:stop, :].mean(-2), "behind": every[..., stop:, :].mean(-2)}
+            found = {"curves": curves, **means}
+            return [{name: rounded(part[i]) for name, part in found.items()} for i in range(len(batch))]
 
-        plan = batches([self.length] * self.texts, runtime.batch_size, runtime.batch_tokens)
-        rows = complete(
-            run,
-            "rows.jsonl",
-            "hidden perturbation",
-            [[texts[i] for i in group] for group in plan],
-            lambda text: {"text": text[0]},
-            compute,
-        )
+        batches = run.batches(list(enumerate(strings.draw(run.lm))), lambda text: self.length)
+        rows = run.complete("rows.jsonl", "hidden perturbation", batches, lambda t: {"text": t[0]}, compute)
         curves = np.mean([row["curves"] for row in rows], axis=0)
         middle = np.array([part.mean() for part in parts])
         whole = curves[0][..., middle >= self.skip]
-        reach = whole.max(-1) - whole.min(-1)  # [L, C]
-        unmodified = np.mean([row["inside"] for row in rows], axis=0)[0]
-        sign = np.sign(whole[..., 0] - unmodified)
-        change = {
-            where: sign / reach * (values - values[:, :1])
-            for where in ("inside", "behind")
-            for values in [np.array([row[where] for row in rows])]
-        }  # [texts, V, L, C]
-        after = list(range((self.layers or (0, 0))[0] + 1, lm.layers))
-        resamples = runtime.resamples
+        reach, change = whole.max(-1) - whole.min(-1), {}  # [L, C]; [texts, V, L, C]
+        sign = np.sign(whole[..., 0] - np.mean([row["inside"] for row in rows], axis=0)[0])
+        for where in ("inside", "behind"):
+            values = np.array([row[where] for row in rows])
+            change[where] = sign / reach * (values - values[:, :1])
+        after = slice(self._cropped(run.lm)[0] + 1, None)
+        averaged = {where: values[:, :, after].mean(2) for where, values in change.items()}
         return {
             "curves": self._curves(curves, channels, variants, middle),
             "layer_effects": _by_layer(change, channels, variants, resamples),
-            "effects": _effects(
-                {where: v[:, :, after].mean(2) for where, v in change.items()}, variants, resamples
-            ),
+            "effects": _effects(averaged, variants, resamples),
         }
+
+    @torch.inference_mode()
+    def _channels(self, lm: LM, ids: Sequence[list[int]], variant: str, channels: Sequence[int]) -> Array:
+        """The channels of texts under a variant, [B, L, P, C]."""
+        given, (start, stop) = lm.pad(ids), self._span
+        spans, layers = [self._span] * len(ids), self._cropped(lm)
+        block: AbstractContextManager[None] = nullcontext()
+        if variant == "crop":
+            block = crop_mask(lm, [self.length] * len(ids), spans, layers, keep_first=self.keep_first)
+        elif variant == "shift":
+            given["position_ids"][:, start:stop] -= stop - start
+        with block, channel_input(lm, channels, self.site) as found:
+            lm.model(**given, use_cache=False, logits_to_keep=1)
+        return stacked(found, len(ids))
 
     def _curves(
         self, curves: Array, channels: Sequence[int], variants: Sequence[str], middle: Array
     ) -> pd.DataFrame:
-        """Variant, layer, channel, control, position, value; start and end of the span, in tokens."""
-        variant, layer, channel, place = np.indices(curves.shape)
-        return pd.DataFrame(
-            {
-                "variant": np.array(variants)[variant.ravel()],
-                "layer": layer.ravel(),
-                "channel": np.array(channels)[channel.ravel()],
-                "control": channel.ravel() > 0,
-                "position": middle[place.ravel()],
-                "value": curves.ravel(),
-                "start": self._span[0],
-                "end": self._span[1],
-            }
-        )
+        """Rows of variant, layer, channel, control, token, value; start and end of the span, in tokens."""
+        variant, layer, channel, place = (index.ravel() for index in np.indices(curves.shape))
+        what = {
+            "variant": np.array(variants)[variant],
+            "layer": layer,
+            "channel": np.array(channels)[channel],
+        }
+        where = {"control": channel > 0, "token": middle[place], "value": curves.ravel()}
+        return pd.DataFrame({**what, **where, "start": self._span[0], "end": self._span[1]})
 
-    def figures(self, tables: Mapping[str, pd.DataFrame]) -> dict[str, tuple[Figure, str]]:
-        """The channel over the position under each perturbation, and its change in every layer."""
-        curves = "The positional channel over the token position, mean over random texts, a line per layer (grey: the span)."
+    def figures(self, tables: Tables) -> Drawn:
+        """See :meth:`Study.figures`."""
+        curves = (
+            "The positional channel over the token position, mean over texts, a line per layer; grey: span."
+        )
         layers = (
-            "Change of the channel's mean inside the span, in units of its range over the prompt in that layer, positive towards "
-            "its value at the beginning; 95 % intervals over texts. Dashed: mean over the random channels."
+            "Change of the channel's mean inside the span, in units of its range over the text in the layer, "
+            "positive towards its value at the beginning; 95 % intervals. Dashed: mean of random channels."
         )
         return {
             "hidden_perturbation": (curves_figure(tables["curves"]), curves),
             "hidden_perturbation_layers": (layers_figure(tables["layer_effects"]), layers),
         }
 
-    def findings(self, tables: Mapping[str, pd.DataFrame]) -> Sequence[Finding]:
+    def findings(self, tables: Tables) -> Sequence[Finding]:
         """Claim C3, second half: the causal mask, not the position embedding, makes positional hidden
         states."""
-        effects = tables["effects"].set_index("effect")
+        inside = "change inside the span under the crop mask"
         unit = (
             "in units of the channel's range, towards its value at the beginning, mean over layers and texts"
         )
         claims = [
-            (
+            Claim(
                 "crop_inside",
                 f"C3: without what comes before, the channel in the span falls back ({SOURCE}b)",
-                f"change inside the span under the crop mask, {unit}",
+                f"{inside}, {unit}",
+                quoted=("crop_behind",),
             ),
-            (
+            Claim(
                 "crop_over_shift",
                 f"C3: the causal mask, not the position embedding, makes positional hidden states ({SOURCE})",
-                "change inside the span under the crop mask minus the size of that under shifted position ids, same unit",
+                f"{inside} minus the size of that under shifted position ids, same unit",
+                quoted=("shift_inside", "shift_behind"),
             ),
-            (
+            Claim(
                 "crop_over_control",
                 "Control: the crop mask moves random channels less",
-                "change inside the span under the crop mask minus the mean over the random channels, same unit",
+                f"{inside} minus the mean over the random channels, same unit",
+                quoted=("control_crop_inside",),
             ),
         ]
-        found = []
-        for name, claim, statistic in claims:
-            if name not in effects.index:
-                text = (
-                    "the model has no rotary embedding in attention that runs through the library's functions"
-                )
-                found.append(
-                    Finding(
-                        claim=claim,
-                        statistic=statistic,
-                        value=np.nan,
-                        n=0,
-                        verdict="not testable here",
-                        note=text,
-                    )
-                )
-                continue
-            row = effects.loc[name]
-            others = [
-                f"{key.replace('_', ' ')} {effects.at[key, 'value']:.3g}"
-                for key in CONTEXT[name]
-                if key in effects.index
-            ]
-            found.append(
-                Finding(
-                    claim=claim,
-                    statistic=statistic,
-                    value=row["value"],
-                    low=row["low"],
-                    high=row["high"],
-                    n=int(row["n"]),
-                    verdict=perturbing.verdict(row["low"]),
-                    note="; ".join(others),
-                )
-            )
-        return found
-
-
-CONTEXT = {
-    "crop_inside": ("crop_behind",),
-    "crop_over_shift": ("shift_inside", "shift_behind"),
-    "crop_over_control": ("control_crop_inside",),
-}
-"""Further effects that a finding's note quotes."""
-
-
-def _rounded(values: Array) -> list[float]:
-    """Nested lists with 6 significant digits."""
-    flat = np.array([float(f"{x:.6g}") for x in values.ravel()])
-    return flat.reshape(values.shape).tolist()
+        return shared.judged(tables["effects"], claims)
 
 
 def _by_layer(
     change: Mapping[str, Array], channels: Sequence[int], variants: Sequence[str], resamples: int
 ) -> pd.DataFrame:
-    """Variant, where, layer, channel, control, change, low, high, n: in units of the range of the channel in
-    that layer."""
+    """Rows of variant, where, layer, channel, control, change with its interval (in units of the channel's
+    range), n."""
     out = []
     for where, values in change.items():
-        for v, variant in enumerate(variants[1:], start=1):
-            for layer in range(values.shape[2]):
-                for c, channel in enumerate(channels):
-                    found = values[:, v, layer, c]
-                    estimate = perturbing.change_of(list(found), _texts(found), resamples)
-                    out.append((variant, where, layer, channel, c > 0, *estimate, len(found)))
-    columns = ["variant", "where", "layer", "channel", "control", "change", "low", "high", "n"]
-    return pd.DataFrame(out, columns=columns)
+        clusters = _texts(values)
+        for variant, layer, channel in np.ndindex(values.shape[1:]):
+            if variant:
+                at = bootstrap.difference(values[:, variant, layer, channel], clusters, resamples=resamples)
+                place = {"variant": variants[variant], "where": where, "layer": layer}
+                which = {"channel": channels[channel], "control": channel > 0}
+                out.append({**place, **which, **ends(at, "change"), "n": at.n})
+    return pd.DataFrame(out)
 
 
 def _effects(change: Mapping[str, Array], variants: Sequence[str], resamples: int) -> pd.DataFrame:
     """The numbers behind the verdicts, from changes [texts, V, C] averaged over layers."""
-    out: dict[str, tuple[tuple[float, float, float], int]] = {}
+    out, clusters = {}, _texts(change["inside"])
     for where, values in change.items():
-        for v, variant in enumerate(variants[1:], start=1):
-            for name, found in (
-                (variant, values[:, v, 0]),
-                (f"control_{variant}", values[:, v, 1:].mean(-1)),
-            ):
-                out[f"{name}_{where}"] = (
-                    perturbing.change_of(list(found), _texts(found), resamples),
-                    len(found),
-                )
+        for number, variant in enumerate(variants[1:], start=1):
+            own, controls = values[:, number, 0], values[:, number, 1:].mean(-1)
+            for name, found in ((variant, own), (f"control_{variant}", controls)):
+                out[f"{name}_{where}"] = bootstrap.difference(found, clusters, resamples=resamples)
     inside = change["inside"]
-    crop = variants.index("crop")
-    groups = {"crop": inside[:, crop, 0], "control": inside[:, crop, 1:].mean(-1)}
+    groups = {v: (inside[:, i, 0], clusters) for i, v in enumerate(variants) if i}
+    groups["control"] = inside[:, variants.index("crop"), 1:].mean(-1), clusters
+    out["crop_over_control"] = shared.minus(groups, "crop", "control", resamples)
     if "shift" in variants:
-        groups["shift"] = inside[:, variants.index("shift"), 0]
-    named = {key: (list(values), _texts(values)) for key, values in groups.items()}
-    n = len(inside)
-    out["crop_over_control"] = (
-        perturbing.interval(named, lambda m: m["crop"] - m["control"], resamples=resamples),
-        n,
-    )
-    if "shift" in variants:
-        out["crop_over_shift"] = (
-            perturbing.interval(named, lambda m: m["crop"] - np.abs(m["shift"]), resamples=resamples),
-            n,
-        )
-    return perturbing.effects_table(out)
+        over = lambda m: m["crop"] - np.abs(m["shift"])  # noqa: E731
+        out["crop_over_shift"] = bootstrap.statistic(groups, over, resamples=resamples)
+    return shared.effects_table(out)
 
 
 def _texts(values: Array) -> list[str]:
     return [str(i) for i in range(len(values))]
 
 
-@styled
+@plot.styled
 def curves_figure(curves: pd.DataFrame) -> Figure:
-    """The positional channel over the position, a panel per perturbation and a line per layer."""
-    rows = curves[~curves["control"].astype(bool)]
-    layers, first = sorted(rows["layer"].unique()), rows.iloc[0]
-    colours = ListedColormap(colormaps["viridis"](np.linspace(0, 0.9, len(layers))))
+    """The positional channel over the token position, a panel per perturbation and a line per layer."""
+    rows = curves[~curves["control"]]
+    colours, first = plot.LayerColours(sorted(rows["layer"].unique())), rows.iloc[0]
     variants = [v for v in LABELS if v in set(rows["variant"])]
-    figure = new_figure(PAGE, 2.4)
+    figure = plot.new_figure(plot.PAGE, 2.4)
     panels = figure.subplots(1, len(variants), sharey=True)
     for axes, variant in zip(panels, variants, strict=True):
         axes.axvspan(first["start"], first["end"], color="0.9", linewidth=0)
         for layer, line in rows[rows["variant"] == variant].groupby("layer"):
-            dash = ("-", "--", "-.", ":")[layers.index(layer) % 4]
-            axes.plot(line["position"], line["value"], color=colours(layers.index(layer)), linestyle=dash)
+            axes.plot(line["token"], line["value"], **colours.style(layer))
         axes.set(xlabel="token position", title=LABELS[variant])
     panels[0].set_ylabel(f"mean value of channel {first['channel']}")
-    norm = BoundaryNorm(np.arange(len(layers) + 1) - 0.5, len(layers))
-    ticks = list(range(0, len(layers), max(1, len(layers) // 8)))
-    bar = figure.colorbar(ScalarMappable(norm, colours), ax=list(panels), label="layer", ticks=ticks)
-    bar.ax.set_yticklabels([str(layers[tick]) for tick in ticks])
-    bar.minorticks_off()
+    colours.bar(figure, panels)
     return figure
 
 
-@styled
+@plot.styled
 def layers_figure(table: pd.DataFrame) -> Figure:
-    """Change inside the span by layer: the positional channel with its interval, and the mean over the random
+    """Change inside the span by layer: the positional channel with its interval, and the mean of the random
     ones."""
     inside = table[table["where"] == "inside"]
-    figure = new_figure(COLUMN, 2.5)
+    figure = plot.new_figure(plot.COLUMN, 2.5)
     axes = figure.subplots()
     axes.axhline(0, color="black", linewidth=0.6)
+    dashed: dict[str, Any] = {"linestyle": "--", "markerfacecolor": "white"}
     for index, variant in enumerate(v for v in LABELS if v in set(inside["variant"])):
-        rows, style = inside[inside["variant"] == variant], line_style(index)
-        control = rows["control"].astype(bool)
-        line = rows[~control].sort_values("layer")
-        axes.plot(line["layer"], line["change"], label=LABELS[variant], **style)
-        axes.fill_between(
-            line["layer"], line["low"], line["high"], color=style["color"], alpha=0.15, linewidth=0
-        )
-        random = rows[control].groupby("layer")["change"].mean()
-        dashed = style | {"linestyle": "--", "markerfacecolor": "white"}
-        axes.plot(random.index, random.to_numpy(), **dashed)
-    axes.plot(
-        [], [], color="0.4", linestyle="--", marker="o", markerfacecolor="white", label="random channels"
-    )
+        rows, style = inside[inside["variant"] == variant], plot.line_style(index)
+        own, label = rows[~rows["control"]], LABELS[variant]
+        plot.band(axes, own, style, x="layer", name="change", scale=1, label=label)
+        random = rows[rows["control"]].groupby("layer")["change"].mean()
+        axes.plot(random, **style | dashed)
+    axes.plot([], [], label="random channels", color="0.4", marker="o", **dashed)
     axes.set(xlabel="layer", ylabel="change inside the span\n(share of the range)")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    legend_below(figure, axes)
+    plot.legend_below(figure, axes)
     return figure

@@ -1,5 +1,5 @@
-"""Which layers to scale: every range on calibration prompts, the best one beside the published one and beside
-retrieval."""
+"""Which layers to scale: every range on calibration prompts, the published one, and the layers that
+retrieve."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from numpy.typing import NDArray
 
 from posbench.errors import UserError
 from posbench.files.atomic import Row
-from posbench.methods import Method, ScaleChannel, Unmodified
-from posbench.model.lm import LM, batches
-from posbench.pipeline.config import Config
-from posbench.pipeline.stages.intervene import attention_to_items
-from posbench.plots.base import COLOURS, PAGE, UNMODIFIED, new_figure, styled
-from posbench.run.base import Run, complete, encode
-from posbench.search import Candidate, ChannelSearch
-from posbench.search import channel_run as channel_search
-from posbench.stats.tables import mean_interval
-from posbench.studies import paired
-from posbench.studies.base import Finding, Study, Verdict
+from posbench.methods.scale_channel import ScaleChannel
+from posbench.plots import base as plot
+from posbench.plots.section import Drawn
+from posbench.run.base import Run
+from posbench.schema import Count, Whole
+from posbench.search.base import Search
+from posbench.stats import bootstrap
+from posbench.stats.bootstrap import Array, Estimate
+from posbench.stats.findings import Finding, ends, estimate
+from posbench.studies.base import Study, Tables
+from posbench.studies.prompts import Prompts, Range, check_prompts
+from posbench.studies.yu2025.ablations import CONTROL, channel_search, evaluated, random_channel
 from posbench.tasks import Example
 
-Array = NDArray[np.float64]
 LOSSES, ATTENTION, ROWS = "range_losses.jsonl", "range_attention.jsonl", "range_predictions.jsonl"
-CHOSEN, CONTROL = "channel of the method", "control: random channel"
-BEST, PUBLISHED, EVERY = "best range", "published range", "all layers"
+CHOSEN, BEST, PUBLISHED, EVERY = "channel of the method", "best range", "published range", "all layers"
+SOURCE = "Yu et al. 2025, Section 3.3"
+OUTSIDE = "inside minus outside the {} range"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +44,7 @@ class LayerSelection(Study):
     stay fixed.
 
     Attributes:
+        search: The channel search, for its calibration losses and steps.
         step: Ranges start and end on multiples of this; None gives about eight steps, as
             ``search.layers=auto`` does.
         control: Whether the ranges of a channel drawn at random are tried, too.
@@ -51,350 +52,212 @@ class LayerSelection(Study):
     """
 
     uses_method: ClassVar[bool] = True
-    uses_search: ClassVar[bool] = True
 
-    step: int | None = None
+    search: Search
+    step: Count | None = None
     control: bool = True
-    seed: int = 0
+    seed: Whole = 0
 
-    def check(self, config: Config, lm: LM | None) -> None:
-        """Refuse another method than scale_channel with one channel, another search, and a task without gold
-        positions.
-
-        Raises:
-            UserError: See above.
-        """
-        method = config.method()
-        if not isinstance(method, ScaleChannel) or len(method.channels) > 1:
-            allowed = "scale_channel with one channel: the study chooses its layers"
-            raise UserError("method", config.method_name, allowed, "set method=scale_channel")
-        if not isinstance(config.search, ChannelSearch):
-            allowed = "channel: its batch size and steps are used"
-            raise UserError("search", type(config.search).__name__, allowed, "leave search= out")
-        if config.task.items is None:
-            allowed = "a task with gold positions: kv_retrieval, nq_multidoc"
-            raise UserError("task", config.task.name, allowed, "set task=kv_retrieval")
-        if self.step is not None and self.step < 1:
-            raise UserError(
-                "study.step", self.step, "a whole number from 1 up, or null", "set study.step=null"
-            )
+    def check(self, run: Run) -> None:
+        """See :meth:`Study.check`."""
+        _method(run)
+        channel_search(self.search)
+        check_prompts(run)
 
     def measure(self, run: Run) -> dict[str, pd.DataFrame]:
         """Tables ``ranges``, ``edges`` (what the first and last layers do), ``layers`` and ``evaluation``."""
-        method, search, lm = run.config.method(), run.config.search, run.lm
-        assert isinstance(method, ScaleChannel) and isinstance(search, ChannelSearch)
-        resamples = run.config.runtime.resamples
-        grid = replace(search, layers="auto", layer_step=self.step).layer_ranges(lm.layers, None)
-        published = (method.layers[0], method.layers[1])
-        tried = list(dict.fromkeys([*grid, published]))
-        channels = {CHOSEN: method.channels[0]}
+        method, search, resamples = _method(run), channel_search(self.search), run.runtime.resamples
+        grid = replace(search, layers="auto", layer_step=self.step).layer_ranges(run.lm.layers, None)
+        kinds = {CHOSEN: method}
         if self.control:
-            others = [
-                c for c in range(lm.model.config.get_text_config().hidden_size) if c != method.channels[0]
-            ]
-            channels[CONTROL] = int(np.random.default_rng(self.seed).choice(others))
-        candidates = [Candidate(channel, method.factor, r) for channel in channels.values() for r in tried]
-        each = channel_search.calibration_losses(run, LOSSES, candidates)
-        changes = dict(zip(candidates, each[1:] - each[0], strict=True))
-        names = [e.cluster or e.id for e in run.examples("calibration")]
-        ranges = pd.DataFrame(
-            [
-                {
-                    "kind": kind,
-                    **_placed(c),
-                    "loss": float((changes[c] + each[0]).mean()),
-                    **_mean(changes[c], names, resamples),
-                }
-                for kind, channel in channels.items()
-                for c in candidates
-                if c.channel == channel
-            ]
-        ).assign(loss_unmodified=float(each[0].mean()))
-        best = {
-            kind: min((c for c in changes if c.channel == channel), key=lambda c: changes[c].mean())
-            for kind, channel in channels.items()
+            kinds[CONTROL] = replace(method, channel=random_channel(run.lm, method, self.seed))
+        tried = {
+            kind: [replace(m, layers=r) for r in dict.fromkeys([*grid, m.layers])]
+            for kind, m in kinds.items()
         }
-        settings = {
-            BEST: replace(method, layers=best[CHOSEN].layers),
-            PUBLISHED: method,
-            EVERY: replace(method, layers=(0, lm.layers - 1)),
-        }
+        candidates = [c for each in tried.values() for c in each]
+        each = search.losses(run, LOSSES, candidates)
+        changes, base = dict(zip(candidates, each[1:] - each[0], strict=True)), each[0]
+        clusters, rows = [e.cluster or e.id for e in run.examples("calibration")], []
+        for kind, c in [(kind, c) for kind, some in tried.items() for c in some]:
+            place = {"kind": kind, "channel": c.channel, "first": c.layers[0], "last": c.layers[1]}
+            change = bootstrap.difference(changes[c], clusters, resamples=resamples)
+            rows.append({**place, "loss": (changes[c] + base).mean(), **ends(change, "change")})
+        best = {kind: min(some, key=lambda c: changes[c].mean()) for kind, some in tried.items()}
+        settings = {BEST: best[CHOSEN], PUBLISHED: method}
+        settings[EVERY] = replace(method, layers=(0, run.lm.layers - 1))
         if self.control:
-            settings[CONTROL] = replace(method, channel=channels[CONTROL], layers=best[CONTROL].layers)
+            settings[CONTROL] = best[CONTROL]
+        own = {c.layers: changes[c] for c in tried[CHOSEN]}
         return {
-            "ranges": ranges,
-            "edges": edges(changes, channels[CHOSEN], lm.layers, names, resamples),
-            "layers": self.layers(run, changes, channels[CHOSEN], best[CHOSEN].layers, published, resamples),
-            "evaluation": _evaluation(run, settings, resamples),
+            "ranges": pd.DataFrame(rows).assign(loss_unmodified=base.mean()),
+            "edges": edges(own, run.lm.layers, clusters, resamples),
+            "layers": layer_table(
+                run, own, {"best": best[CHOSEN].layer_indices, "published": method.layer_indices}
+            ),
+            "evaluation": evaluated(run, ROWS, settings, PUBLISHED)[0],
         }
 
-    def layers(
-        self,
-        run: Run,
-        changes: Mapping[Candidate, Array],
-        channel: int,
-        best: tuple[int, int],
-        published: tuple[int, int],
-        resamples: int,
-    ) -> pd.DataFrame:
-        """Rows of layer: retrieval score with interval and n, benefit, and whether the ranges hold it; the
-        last row compares.
-
-        The retrieval score is the share of prompts in which the unmodified model gives the gold item the most
-        attention of all items, minus that of a guess; the benefit is the mean loss of the ranges without a
-        layer minus that of those with it.
-        """
-        hits, clusters, count = retrieval(run)
-        chance = 1 / count
-        rows = []
-        for layer in range(hits.shape[1]):
-            ranges = [
-                (c.layers[0] <= layer <= c.layers[1], float(v.mean()))
-                for c, v in changes.items()
-                if c.channel == channel
-            ]
-            without, within = ([v for inside, v in ranges if inside == wanted] for wanted in (False, True))
-            rows.append(
-                {
-                    "layer": str(layer),
-                    **_mean(hits[:, layer] - chance, clusters, resamples),
-                    "n": len(hits),
-                    "benefit": float(np.mean(without) - np.mean(within)) if without and within else np.nan,
-                    "best": best[0] <= layer <= best[1],
-                    "published": published[0] <= layer <= published[1],
-                }
-            )
-        for name, (first, last) in (("best", best), ("published", published)):
-            inside = np.isin(np.arange(hits.shape[1]), np.arange(first, last + 1))
-            none = {"change": np.nan, "low": np.nan, "high": np.nan}
-            shared = hits[:, inside].mean(1) - hits[:, ~inside].mean(1) if not inside.all() else None
-            compared = none if shared is None else _mean(shared, clusters, resamples)
-            flags = {"best": name == "best", "published": name == "published"}
-            rows.append(
-                {
-                    "layer": f"inside minus outside the {name} range",
-                    **compared,
-                    "n": len(hits),
-                    "benefit": np.nan,
-                    **flags,
-                }
-            )
-        return pd.DataFrame(rows).rename(columns={"change": "retrieval"})
-
-    def figures(self, tables: Mapping[str, pd.DataFrame]) -> dict[str, tuple[Figure, str]]:
-        """Loss over ranges, and retrieval and benefit layer by layer."""
+    def figures(self, tables: Tables) -> Drawn:
+        """See :meth:`Study.figures`."""
         caption = (
-            "Left: calibration loss of each range of layers minus that of the unmodified model; star: the lowest, square: the "
-            "published range. Right: retrieval score of each layer (share of prompts whose gold item gets the most attention, "
-            "minus chance), and what the loss gains where a range holds the layer."
+            "Left: calibration loss of each range of layers minus the unmodified model's; star: the lowest, "
+            "square: the published range. Right: retrieval score of each layer (share of prompts whose gold "
+            "item gets the most attention, minus chance); what the loss gains where a range holds the layer."
         )
         return {"layers": (layer_figure(tables["ranges"], tables["layers"]), caption)}
 
-    def findings(self, tables: Mapping[str, pd.DataFrame]) -> Sequence[Finding]:
+    def findings(self, tables: Tables) -> Sequence[Finding]:
         """Whether the search for a range pays, whether its layers retrieve, and what the first and last
         layers do."""
         rows, layers = tables["evaluation"].set_index("setting"), tables["layers"].set_index("layer")
-        best, n = rows.loc[BEST], int(rows["n"].iloc[0])
+        best = rows.loc[BEST]
         found = [
-            _finding(
+            Finding.above(
                 "Searching the layers improves on the published range",
                 "best minus published range, points of the score",
-                100 * best[["difference", "difference_low", "difference_high"]].to_numpy(dtype=float),
-                n,
-                f"layers {best['layers']} against {rows.loc[PUBLISHED, 'layers']}",
+                estimate(best, "difference", 100),
+                note=f"layers {best['layers']} against {rows.loc[PUBLISHED, 'layers']}",
             )
         ]
         claims = {
             "best": "The range with the lowest loss is that of the retrieval-related layers",
-            "published": "The layers to scale are more likely to be retrieval-related (Yu et al. 2025, Section 3.3)",
+            "published": f"The layers to scale are more likely to be retrieval-related ({SOURCE})",
         }
         for name, claim in claims.items():
-            row = layers.loc[f"inside minus outside the {name} range"]
-            values = row[["retrieval", "low", "high"]].to_numpy(dtype=float)
-            statistic = f"retrieval score of the layers inside minus outside the {name} range"
-            found.append(
-                _finding(
-                    claim, statistic, values, int(row["n"]), "" if values[0] == values[0] else "all layers"
-                )
-            )
-        for _, row in tables["edges"].iterrows():
-            claim = f"Scaling the {row['edge']} layers, too, does harm (Yu et al. 2025, Section 3.3)"
-            statistic = (
+            at = estimate(layers.loc[OUTSIDE.format(name)], "retrieval")
+            words = f"retrieval score of the layers {OUTSIDE.format(name)}"
+            whole = Finding.untestable(claim, words, "all layers", at.n)
+            found.append(whole if np.isnan(at.value) else Finding.above(claim, words, at))
+        for row in tables["edges"].to_dict("records"):
+            claim = f"Scaling the {row['edge']} layers, too, does harm ({SOURCE})"
+            words = (
                 f"calibration loss of ranges with the {row['edge']} layers minus that without, nats per token"
             )
-            found.append(
-                _finding(
-                    claim, statistic, row[["change", "low", "high"]].to_numpy(dtype=float), int(row["n"]), ""
-                )
-            )
+            found.append(Finding.above(claim, words, estimate(row, "change")))
         if CONTROL in rows.index:
-            row = rows.loc[CONTROL]
-            values = 100 * row[["difference", "difference_low", "difference_high"]].to_numpy(dtype=float)
+            value, low, high, n = estimate(rows.loc[CONTROL], "difference", -100)
             claim = "Control: a random channel with the best of its ranges stays below the published setting"
-            found.append(
-                _finding(
-                    claim, "published range minus control, points of the score", -values[[0, 2, 1]], n, ""
-                )
-            )
+            words = "published range minus control, points of the score"
+            found.append(Finding.above(claim, words, Estimate(value, high, low, n)))
         return found
 
 
-def _placed(candidate: Candidate) -> dict[str, int]:
-    return {"channel": candidate.channel, "first": candidate.layers[0], "last": candidate.layers[1]}
+def _method(run: Run) -> ScaleChannel:
+    """The method, where it is scale_channel with one channel.
 
-
-def _mean(values: Array, clusters: Sequence[str], resamples: int) -> dict[str, float]:
-    low, high = mean_interval(values, clusters, resamples=resamples, seed=0)
-    return {"change": float(values.mean()), "low": low, "high": high}
-
-
-def _finding(claim: str, statistic: str, values: Array, n: int, note: str) -> Finding:
-    """A claim that a number is above zero."""
-    value, low, high = map(float, values)
-    verdict: Verdict = "not testable here" if value != value else "holds" if low > 0 else "does not hold"
-    return Finding(
-        claim=claim, statistic=statistic, value=value, low=low, high=high, n=n, verdict=verdict, note=note
-    )
+    Raises:
+        UserError: It is another one.
+    """
+    method = run.method()
+    if not isinstance(method, ScaleChannel) or len(method.channels) > 1:
+        allowed = "scale_channel with one channel: the study chooses its layers"
+        raise UserError("method", run.choice.name, allowed, "set method=scale_channel")
+    return method
 
 
 def edges(
-    changes: Mapping[Candidate, Array], channel: int, layers: int, clusters: Sequence[str], resamples: int
+    changes: Mapping[Range, Array], layers: int, clusters: Sequence[str], resamples: int
 ) -> pd.DataFrame:
-    """What the first and the last layers add to the loss: ranges that hold them against those that start or
-    end a step inside.
+    """What the first and the last layers add to the loss: ranges that hold them against those a step further
+    inside.
+
+    Args:
+        changes: Loss of each range of layers minus the unmodified model's, by prompt.
+        layers: Layers of the model.
+        clusters: The question of each prompt.
+        resamples: Bootstrap draws.
 
     Returns:
-        Rows of edge (first, last), change (nats per answer token, mean over ranges) with interval, n
-        (calibration prompts).
+        Rows of edge (first, last), change (nats per answer token, mean over ranges) with its interval, n
+        (prompts).
     """
-    found = {c.layers: values for c, values in changes.items() if c.channel == channel}
-    starts, ends = sorted({first for first, _ in found}), sorted({last for _, last in found})
+    starts, stops = (sorted({layer[end] for layer in changes}) for end in (0, 1))
     rows = []
-    for edge in ("first", "last"):
-        pairs = [
-            (values, found.get((starts[1], last) if edge == "first" else (first, ends[-2])))
-            for (first, last), values in found.items()
-            if (first == 0 if edge == "first" else last == layers - 1) and len(starts) > 1 < len(ends)
-        ]
-        both = [outer - inner for outer, inner in pairs if inner is not None]
+    for edge in ("first", "last") if len(starts) > 1 < len(stops) else ():
+        outer = [r for r in changes if (r[0] == 0 if edge == "first" else r[1] == layers - 1)]
+        inner = [(starts[1], last) if edge == "first" else (first, stops[-2]) for first, last in outer]
+        both = [changes[a] - changes[b] for a, b in zip(outer, inner, strict=True) if b in changes]
         if both:
-            rows.append(
-                {"edge": edge, **_mean(np.mean(both, axis=0), clusters, resamples), "n": len(clusters)}
-            )
-    return pd.DataFrame(rows, columns=["edge", "change", "low", "high", "n"])
+            at = bootstrap.difference(np.mean(both, axis=0), clusters, resamples=resamples)
+            rows.append({"edge": edge, **ends(at, "change"), "n": at.n})
+    return pd.DataFrame(rows, columns=["edge", "change", "change_ci_low", "change_ci_high", "n"])
 
 
-def retrieval(run: Run) -> tuple[Array, list[str], int]:
-    """Whether each layer of the unmodified model gives the gold item the most attention of all items.
+def layer_table(run: Run, changes: Mapping[Range, Array], ranges: Mapping[str, range]) -> pd.DataFrame:
+    """Rows of layer: retrieval with its interval and n, benefit, and whether the ranges hold it; the last
+    ones compare.
 
-    Returns:
-        1 or 0, [prompts, L], for the first ``runtime.intervene_examples`` prompts of each gold position;
-        their clusters; items.
+    The retrieval score is the share of prompts (``runtime.intervene_examples`` of each gold position) in
+    which the unmodified model gives the gold item the most attention of all items, minus that of a guess; the
+    benefit is the mean loss of the ranges without a layer minus that of those with it.
     """
-    placed = [e for e in run.evaluation if e.gold_position is not None and e.items]
-    seen: dict[int | None, int] = {}
-    examples = []
-    for e in placed:
-        seen[e.gold_position] = seen.get(e.gold_position, 0) + 1
-        if seen[e.gold_position] <= run.config.runtime.intervene_examples:
-            examples.append(e)
-    encoded = {e.id: encode(run.lm, run.config.task, e) for e in examples}
-    runtime = run.config.runtime
-    plan = batches([len(encoded[e.id].ids) for e in examples], runtime.batch_size, runtime.batch_tokens)
+    prompts, rows = Prompts.of(run, run.runtime.intervene_examples), []
 
     def compute(batch: Sequence[Example]) -> list[Row]:
-        most = attention_to_items(run.lm, [encoded[e.id] for e in batch], batch).argmax(-1).tolist()
-        return [{"most": layers} for layers in most]
+        return [{"most": layers} for layers in prompts.attention(batch).argmax(-1).tolist()]
 
-    rows = complete(
-        run,
-        ATTENTION,
-        "attention",
-        [[examples[i] for i in group] for group in plan],
-        lambda e: {"id": e.id},
-        compute,
-    )
-    most = {row["id"]: row["most"] for row in rows}
-    hits = np.array([[float(item == e.gold_position) for item in most[e.id]] for e in examples])
-    return hits, [e.cluster or e.id for e in examples], len(examples[0].items)
+    most = prompts.complete(ATTENTION, "attention", {}, compute)
+    frame = prompts.frame()
+    hits = np.array([most[i]["most"] for i in frame["id"]]) == frame[["gold_position"]].to_numpy()
 
+    def add(name: str, values: Array | None, benefit: float, flags: Mapping[str, bool]) -> None:
+        at, clusters = Estimate(np.nan, np.nan, np.nan, len(hits)), list(frame["cluster"])
+        if values is not None:
+            at = bootstrap.difference(values, clusters, resamples=run.runtime.resamples)
+        rows.append({"layer": name, **ends(at, "retrieval"), "n": at.n, "benefit": benefit, **flags})
 
-def _evaluation(run: Run, settings: Mapping[str, ScaleChannel], resamples: int) -> pd.DataFrame:
-    """Rows of setting, channel, layers, score, gain over the unmodified model and difference from the
-    published range."""
-
-    def text(method: ScaleChannel) -> str:
-        return f"ch {method.channels[0]} x {method.factor:g}, layers {method.layers[0]}-{method.layers[1]}"
-
-    methods: dict[str, Method] = {UNMODIFIED: Unmodified(), **{text(m): m for m in settings.values()}}
-    scores = paired.scores(run, ROWS, methods)
-    rows: list[dict[str, Any]] = [{"setting": UNMODIFIED, "channel": "", "layers": "", "name": UNMODIFIED}]
-    for name, method in settings.items():
-        layers = f"{method.layers[0]}-{method.layers[1]}"
-        rows.append(
-            {"setting": name, "channel": str(method.channels[0]), "layers": layers, "name": text(method)}
+    for layer in range(run.lm.layers):
+        without, within = (
+            [change.mean() for (first, last), change in changes.items() if (first <= layer <= last) == held]
+            for held in (False, True)
         )
-    for row in rows:
-        name = row.pop("name")
-        row |= paired.accuracy(scores, name, resamples)
-        for kind, base in (("gain", UNMODIFIED), ("difference", text(settings[PUBLISHED]))):
-            change = paired.difference(scores, name, base, resamples)
-            row |= {kind: change["value"], f"{kind}_low": change["low"], f"{kind}_high": change["high"]}
+        benefit = np.mean(without) - np.mean(within) if without and within else np.nan
+        held = {name: layer in inside for name, inside in ranges.items()}
+        add(str(layer), hits[:, layer] - 1 / frame["items"].iloc[0], benefit, held)
+    for name, layers in ranges.items():
+        inside = np.isin(np.arange(run.lm.layers), layers)
+        apart = None if inside.all() else hits[:, inside].mean(1) - hits[:, ~inside].mean(1)
+        add(OUTSIDE.format(name), apart, np.nan, {other: other == name for other in ranges})
     return pd.DataFrame(rows)
 
 
-@styled
+@plot.styled
 def layer_figure(ranges: pd.DataFrame, layers: pd.DataFrame) -> Figure:
     """Loss over ranges, a map per channel on one scale (left); retrieval and benefit layer by layer
     (right)."""
-    kinds = list(ranges["kind"].unique())
-    figure = new_figure(PAGE, 2.6)
+    kinds, rows = list(ranges["kind"].unique()), layers[layers["layer"].str.isdigit()]
+    figure = plot.new_figure(plot.PAGE, 2.6)
     *maps, right = figure.subplots(1, len(kinds) + 1)
-    top = float(ranges["change"].abs().max()) or 1.0
-    published = layers[
-        layers["layer"].str.isdigit() & layers["published"].astype(str).str.lower().eq("true")
-    ]["layer"].astype(int)
-    image: Any = None
+    top, x = float(ranges["change"].abs().max()) or 1.0, rows["layer"].astype(int)
+    published = x[rows["published"].astype(str).str.lower() == "true"]
     for axes, kind in zip(maps, kinds, strict=True):
-        image = _loss_map(axes, ranges[ranges["kind"] == kind], top, (published.min(), published.max()))
-        channel = ranges.loc[ranges["kind"] == kind, "channel"].iloc[0]
-        axes.set_title(f"channel {channel}" + (" (random)" if kind == CONTROL else ""))
+        own = ranges[ranges["kind"] == kind]
+        image = _loss_map(axes, own, top, (published.min(), published.max()))
+        axes.set_title(f"channel {own['channel'].iloc[0]}" + (" (random)" if kind == CONTROL else ""))
     figure.colorbar(image, ax=maps, label="loss minus unmodified\n(nats per answer token)")
-    rows = layers[layers["layer"].str.isdigit()]
-    x = rows["layer"].astype(int).to_numpy()
-    error = np.stack([rows["retrieval"] - rows["low"], rows["high"] - rows["retrieval"]])
-    right.bar(
-        x, rows["retrieval"], yerr=np.clip(error, 0, None), color=COLOURS[5], error_kw={"elinewidth": 0.8}
-    )
-    right.set(xlabel="layer", xticks=x[:: max(1, len(x) // 8)])
-    right.set_ylabel("retrieval score (bars)")
+    low, high = (rows[f"retrieval_{end}"] for end in ("ci_low", "ci_high"))
+    error = np.stack([rows["retrieval"] - low, high - rows["retrieval"]]).clip(0)
+    right.bar(x, rows["retrieval"], yerr=error, color=plot.COLOURS[5], error_kw={"elinewidth": 0.8})
+    right.set(xlabel="layer", xticks=x[:: max(1, len(x) // 8)], ylabel="retrieval score (bars)")
     other = right.twinx()
-    other.plot(x, rows["benefit"], color=COLOURS[1], marker="D", markersize=3)
-    other.set_ylabel("benefit (line, nats)", color=COLOURS[1])
+    other.plot(x, rows["benefit"], color=plot.COLOURS[1], marker="D", markersize=3)
+    other.set_ylabel("benefit (line, nats)", color=plot.COLOURS[1])
     other.spines["right"].set_visible(True)
     return figure
 
 
 def _loss_map(axes: Axes, rows: pd.DataFrame, top: float, published: tuple[int, int]) -> Any:
     grid = rows.pivot(index="first", columns="last", values="change")
-    image = axes.imshow(
-        grid.to_numpy(dtype=float), cmap="PuOr_r", vmin=-top, vmax=top, aspect="auto", origin="lower"
-    )
+    image = axes.imshow(grid, cmap="PuOr_r", vmin=-top, vmax=top, aspect="auto", origin="lower")
     lowest = rows.loc[rows["change"].idxmin()]
     for (first, last), marker, size in (((lowest["first"], lowest["last"]), "*", 8), (published, "s", 12)):
-        at = grid.columns.get_loc(last), grid.index.get_loc(first)
-        fill = COLOURS[2] if marker == "*" else "none"
+        style: dict[str, Any] = {"markersize": size, "color": plot.COLOURS[2], "markeredgewidth": 1.2}
+        fill = plot.COLOURS[2] if marker == "*" else "none"
         axes.plot(
-            [at[0]],
-            [at[1]],
-            marker,
-            markersize=size,
-            color=COLOURS[2],
-            markerfacecolor=fill,
-            markeredgewidth=1.2,
+            grid.columns.get_loc(last), grid.index.get_loc(first), marker, markerfacecolor=fill, **style
         )
-    for names, place in ((grid.columns, axes.set_xticks), (grid.index, axes.set_yticks)):
-        step = max(1, len(names) // 6)
-        place(range(0, len(names), step), [str(n) for n in names[::step]])
+    plot.few_ticks(axes.set_xticks, grid.columns, 6)
+    plot.few_ticks(axes.set_yticks, grid.index, 6)
     axes.set(xlabel="last layer", ylabel="first layer")
     return image
