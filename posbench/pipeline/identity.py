@@ -85,6 +85,8 @@ def run_name(config: Config, who: Mapping[str, Any]) -> str:
         "typed": config.raw["typed"],
     }
     moves |= {key: config.raw[key] for key in ("method", "study", "search") if key in config.raw}
+    files = config.study.reads() if config.study else ()
+    moves |= {"reads": [hashlib.sha256(file.read_bytes()).hexdigest() for file in files]} if files else {}
     parts = (
         [config.model.name, config.study_name, config.choice.name]
         if config.uses_model
