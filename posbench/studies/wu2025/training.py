@@ -69,7 +69,7 @@ class Condition(data.Mixture, Attention):
             ("width", even, f"an even number with pe {made.pe}"),
         ):
             if not fits:
-                raise UserError(f"{where}.{name}", getattr(made, name), allowed, f"set {where}.{name}=...")
+                raise UserError(f"{where}.{name}", fields.get(name), allowed, f"set {where}.{name}=...")
         return made
 
     @property
