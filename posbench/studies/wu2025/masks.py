@@ -134,55 +134,50 @@ def _on_gaps(gaps: pd.DataFrame) -> Finding:
 # Tables
 
 
-def causal_rates() -> pd.DataFrame:
-    """Weight of token j (from 1) in the last row under a causal mask of equal weights, and Theorem 4.1's
-    bound.
+def _last_rows(weights: Array, layers: Sequence[int]) -> dict[int, Array]:
+    """The last row of the product of so many layers of equal weights, for each number of layers."""
+    found = masks.rollout([weights] * max(layers))
+    return {t: found[t - 1][-1] for t in layers}
 
-    ``predicted`` is the rate log j of the eigenvalue 1/j, drawn back from the last weight.
-    """
+
+def causal_rates() -> pd.DataFrame:
+    """Weights of tokens (from 1) in the last row under a causal mask; ``predicted``: the rate log j, drawn back."""
     n, layers, rows = 32, 40, []
-    found = masks.rollout([masks.uniform(masks.causal(n))] * layers)
-    for j, (t, weights) in product((2, 3, 5, 10), enumerate(found, start=1)):
-        bound = masks.causal_bound(n, t, 1 / n)[j - 1]
-        predicted = found[-1][-1, j - 1] * float(j) ** (layers - t)
-        rows.append((t, j, weights[-1, j - 1], bound, predicted, n))
+    found = _last_rows(masks.uniform(masks.causal(n)), range(1, layers + 1))
+    for j, (t, row) in product((2, 3, 5, 10), found.items()):
+        predicted = found[layers][j - 1] * float(j) ** (layers - t)
+        rows.append((t, j, row[j - 1], masks.causal_bound(n, t, 1 / n)[j - 1], predicted, n))
     return pd.DataFrame(rows, columns=["layers", "token", "weight", "bound", "predicted", "n"])
 
 
 def half_times() -> pd.DataFrame:
-    """Layers until half of the last token's weight is on the first one under a window; a random walk's drift.
-
-    ``reaches`` are the layers until there is any weight, ``hops`` are ceil((n - 1) / (width - 1)).
-    """
+    """Layers until half of the weight is on token 1 under a window, until any is (``reaches``), and hops to it."""
     n, rows = 32, []
     for width in (2, 3, 5, 9, 17, 32):
-        weights, state, t, reaches = masks.uniform(masks.window(n, width)), np.eye(n), 0, 0
-        while state[-1, 0] < 0.5:
-            state, t = weights @ state, t + 1
-            reaches = reaches or (t if state[-1, 0] > 0 else 0)
-        rows.append((width, t, masks.window_half_time(n, width), reaches, -(-(n - 1) // (width - 1)), n))
+        found = _last_rows(masks.uniform(masks.window(n, width)), range(1, 3 * n))
+        first = np.array([row[0] for row in found.values()])
+        measured, reaches = (int(there.argmax()) + 1 for there in (first >= 0.5, first > 0))
+        rows.append(
+            (width, measured, masks.window_half_time(n, width), reaches, -(-(n - 1) // (width - 1)), n)
+        )
     return pd.DataFrame(rows, columns=["width", "measured", "predicted", "reaches", "hops", "n"])
 
 
 def prefix_mass() -> pd.DataFrame:
-    """Weights of the last token on K prefix tokens (from 1) and the one behind, equal scores (Theorem 4.3).
-
-    ``predicted`` is 1 / K, and behind the prefix the rate log(K + 1), drawn back from the last weight.
-    """
+    """Last row under a prefix mask; ``predicted``: 1 / K, and behind the prefix the rate log(K + 1), drawn back."""
     length, layers, rows = 4, 20, []
-    found = masks.rollout([masks.uniform(masks.prefix(12, length))] * layers)
-    for t, weights in enumerate(found, start=1):
-        behind = found[-1][-1, length] * float(length + 1) ** (layers - t)
-        rows += [(t, k + 1, "prefix", weights[-1, k], 1 / length) for k in range(length)]
-        rows.append((t, length + 1, "behind", weights[-1, length], behind))
+    found = _last_rows(masks.uniform(masks.prefix(12, length)), range(1, layers + 1))
+    for t, row in found.items():
+        behind = found[layers][length] * float(length + 1) ** (layers - t)
+        rows += [(t, k + 1, "prefix", row[k], 1 / length) for k in range(length)]
+        rows.append((t, length + 1, "behind", row[length], behind))
     return pd.DataFrame(rows, columns=["layers", "token", "kind", "weight", "predicted"])
 
 
 def bounds(n: int = 24, draws: int = 20) -> pd.DataFrame:
-    """How often random attention breaks the bounds of Lemmas 4.4 and 4.6 (``broken``), by query (from 1).
+    """How often random attention breaks the bounds of Lemmas 4.4 and 4.6, by query (from 1).
 
-    ``slack`` and ``tightest`` are the median and the smallest factor of weight and bound. Scores under the decay
-    mask are even in [-0.2, 0.2]; under RoPE of 0.1 per token b is even in [1, 3], phi within 3 theta.
+    ``slack`` and ``tightest`` are the median and the smallest factor of weight and bound.
     """
     rng, theta, delta, seen = np.random.default_rng(0), 0.1, 3.0, masks.causal(n)
     names = ("4.4 lower", "4.4 upper, printed", "4.4 upper, first row corrected", "4.6 lower", "4.6 upper")
@@ -205,25 +200,15 @@ def bounds(n: int = 24, draws: int = 20) -> pd.DataFrame:
 
 
 def _decayed(n: int, m: float, layers: Sequence[int] = (2, 4, 6, 10, 16)) -> dict[int, Array]:
-    """The last row by distance after each number of layers, equal scores under a decay mask."""
-    found = masks.rollout([masks.attention(masks.decay(n, m), masks.causal(n))] * max(layers))
-    return {t: found[t - 1][-1, ::-1] for t in layers}
+    """Last rows of equal scores under a decay mask."""
+    return _last_rows(masks.attention(masks.decay(n, m), masks.causal(n)), layers)
 
 
-def _width(theta: float) -> float:
-    """Width of the attention in tokens, scores being of the same size at every theta."""
-    return SIGMA * 0.01 / theta
-
-
-def _rotated(theta: float) -> dict[int, Array]:
-    """The last row by distance after each number of layers under RoPE of one angle, queries equal to keys."""
-    n, found = int(np.pi / theta), dict[int, Array]()
-    weights = masks.attention(rope.scores(n, theta, rope.strength(theta, _width(theta))), masks.causal(n))
-    row = np.eye(n)[-1]
-    for t in range(1, 18):
-        row = row @ weights
-        found[t] = row[::-1]
-    return {t: found[t] for t in (2, 3, 5, 9, 17)}
+def _rotated(theta: float, width: float) -> dict[int, Array]:
+    """Last rows under RoPE of one angle, queries equal to keys; ``width`` is that of the attention in tokens."""
+    n = int(np.pi / theta)
+    scores = rope.scores(n, theta, rope.strength(theta, width))
+    return _last_rows(masks.attention(scores, masks.causal(n)), (2, 3, 5, 9, 17))
 
 
 def _by_distance(rows: Mapping[int, Array], law: Callable[[int, Any], Array]) -> pd.DataFrame:
@@ -231,7 +216,7 @@ def _by_distance(rows: Mapping[int, Array], law: Callable[[int, Any], Array]) ->
     parts = []
     for t, row in rows.items():
         x = np.arange(len(row))
-        parts.append(pd.DataFrame({"layers": t, "distance": x, "weight": row, "predicted": law(t, x)}))
+        parts.append(pd.DataFrame({"layers": t, "distance": x, "weight": row[::-1], "predicted": law(t, x)}))
     return pd.concat(parts, ignore_index=True)
 
 
@@ -244,44 +229,47 @@ def peaks() -> pd.DataFrame:
     """Distance of the largest weight behind the first token, measured and as t / (e^m - 1)."""
     rows = []
     for m in (M, 0.5):
-        rows += [(m, t, row[:-1].argmax(), masks.decay_peak(t, m)) for t, row in _decayed(512, m).items()]
+        rows += [(m, t, _peak(row), masks.decay_peak(t, m)) for t, row in _decayed(512, m).items()]
     return pd.DataFrame(rows, columns=["m", "layers", "measured", "predicted"])
+
+
+def _peak(row: Array) -> int:
+    """Distance of the largest weight; the first token is a sink of its own."""
+    return int(row[:0:-1].argmax())
 
 
 def rope_rows() -> pd.DataFrame:
     """The last row under RoPE of one angle, and Theorem 4.7's closed form, scaled to sum 1."""
 
     def closed(t: int, x: Any) -> Array:
-        form = np.exp(rope.law(t, _width(0.01), x))
+        form = np.exp(rope.law(t, SIGMA, x))
         return form / form.sum()
 
-    return _by_distance(_rotated(0.01), closed)
+    return _by_distance(_rotated(0.01, SIGMA), closed)
 
 
 def rope_peaks() -> pd.DataFrame:
     """Distance of the largest weight under RoPE of one angle, over depth and angle (radians).
 
-    ``formula_shared`` is ``formula`` with c / layers, ``stationary`` and ``appendix_h`` are the zeros of L',
-    corrected and printed, ``drift`` the mean distance of a random walk.
+    ``formula_shared`` has c / layers, ``stationary`` and ``appendix_h`` are zeros of L', corrected and printed.
     """
     rows = []
-    for theta in (0.005, 0.01, 0.02):
-        width = _width(theta)
-        for t, row in _rotated(theta).items():
+    # Scores are of the same size at every angle.
+    for theta, width in ((theta, SIGMA * 0.01 / theta) for theta in (0.005, 0.01, 0.02)):
+        for t, row in _rotated(theta, width).items():
             forms = rope.peak(t, width), rope.peak(t, width * np.sqrt(t))
             zeros = rope.stationary(t, width), rope.stationary(t, width, printed=theta)
-            rows.append((theta, t, int(row[:-1].argmax()), *forms, *zeros, rope.drift(t, width)))
+            rows.append((theta, t, _peak(row), *forms, *zeros, rope.drift(t, width)))
     names = ["theta", "layers", "measured", "formula", "formula_shared", "stationary", "appendix_h", "drift"]
     return pd.DataFrame(rows, columns=names)
 
 
 def item_mass() -> pd.DataFrame:
     """Weight of the last token on the first, middle and last item of the paper's sequences, equal scores."""
-    rows = []
+    rows, places = [], {"first": 0, "middle": 4, "last": 7}
     for kind, mask in KINDS.items():
         for t, row in _decayed(ITEMS, M if mask == "decay" else 0.0, (2, 4, 6)).items():
-            places = {"first": 0, "middle": 4, "last": 7}
-            rows += [(kind, t, name, row[::-1][2 * i] + row[::-1][2 * i + 1]) for name, i in places.items()]
+            rows += [(kind, t, place, row[2 * i] + row[2 * i + 1]) for place, i in places.items()]
     return pd.DataFrame(rows, columns=["attention", "layers", "item", "weight"])
 
 

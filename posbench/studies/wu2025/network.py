@@ -1,12 +1,9 @@
-"""The attention-only network of Wu et al. 2025, Section 5: one head, masks, positions, a small classifier.
-
-All parameters have a leading dimension of models, so that several seeds train as one batch on a GPU.
-"""
+"""The attention-only network of Wu et al. 2025, Section 5: one head, masks, positions, a small classifier."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import numpy as np
 import torch
@@ -56,29 +53,10 @@ class Attention:
         return torch.tensor(bias, dtype=torch.float32)
 
 
-class _Scores(torch.autograd.Function):
-    """bias + q k^T, with gradients laid out as their inputs: autograd's own for keys is copied."""
-
-    @staticmethod
-    def forward(ctx: Any, bias: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
-        ctx.save_for_backward(queries, keys)
-        return torch.baddbmm(bias, queries, keys.mT)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor, Tensor | None]:
-        queries, keys = ctx.saved_tensors
-        return None, grads[0] @ keys, grads[0].mT @ queries if ctx.needs_input_grad[2] else None
-
-
 class AttentionNetwork(nn.Module):
-    """M networks of one architecture, trained side by side; inputs and outputs have a leading dimension M.
+    """M networks for tokens [M, B, n, D], trained side by side: all parameters have a leading dimension M.
 
-    Args:
-        spec: Architecture.
-        width: Dimension of a token, D.
-        labels: Classes of the output, L.
-        tokens: Tokens of a sequence, n.
-        rngs: A generator per model, on its device; weights are uniform within 1 / sqrt(width), torch's default.
+    Each of the generators draws one, as torch does by default: uniform within 1 / sqrt(width).
     """
 
     def __init__(
@@ -118,7 +96,7 @@ class AttentionNetwork(nn.Module):
         return torch.stack(self._states(tokens, whole=True)[1], 1).unflatten(0, tokens.shape[:2])
 
     def _states(self, tokens: Tensor, whole: bool) -> tuple[Tensor, list[Tensor]]:
-        """The last states [M B, r, D] and each layer's weights; of the last layer the query's, if not ``whole``."""
+        """Last states [M B, r, D] and each layer's weights; of the last layer the query's, if not ``whole``."""
         x, found = tokens.flatten(0, 1), []
         x = x + self.sinusoids if self.spec.pe == "sin" else x
         for layer in range(self.spec.depth):
@@ -142,10 +120,9 @@ class AttentionNetwork(nn.Module):
         else:
             # q k^T = x (Wq Wk^T) x^T: one projection fewer.
             queries, keys = self._times(rows, query @ key.mT), x
-        scores: Tensor = _Scores.apply(self.score_bias[start:], queries, keys)
-        return scores.softmax(-1)
+        return torch.baddbmm(self.score_bias[start:], queries, keys.mT).softmax(-1)
 
     def _rotated(self, x: Tensor, start: int) -> Tensor:
-        """Rotary embedding as a complex product of interleaved pairs; the first row is token ``start``."""
+        """Interleaved pairs as complex numbers, turned; the first row is token ``start``."""
         pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)))
         return torch.view_as_real(pairs * self.rotation[start:]).flatten(-2)

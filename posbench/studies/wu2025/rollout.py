@@ -1,4 +1,4 @@
-"""Where a model's content comes from, and which tokens are sinks: the theory's quantities on trained weights."""
+"""Where a model's content comes from, and which tokens are sinks: the theory on trained weights."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ METRICS = {"by_head": "heads (Gu et al.)", "by_entry": "attention entries (Wu et
 class Rollout(Study):
     """Attention rollout and attention sinks of a model.
 
-    Source: Wu et al. 2025, Section 3 (cumulative context probability), Appendix K.4; Gu et al. 2024 (sink metric).
+    Source: Wu et al. 2025, Section 3 (cumulative context probability), Appendix K.4; Gu et al. 2024 (sinks).
 
     Attributes:
         prompts: Prompts of the task, evenly over its gold positions.
@@ -65,31 +65,21 @@ class Rollout(Study):
     def findings(self, tables: Tables) -> Sequence[Finding]:
         """Whether the first token is the strongest sink, and whether depth moves weight to the beginning."""
         changes = {row["what"]: estimate(row) for row in tables["changes"].to_dict("records")}
-        claim, found = "Under a causal mask the first token is the attention sink", list[Finding]()
+        claim = "Under a causal mask the first token is the attention sink (Wu et al. 2025, Figure 10)"
+        found = []
         for metric in [m for m in METRICS if m in changes]:
             sinks, at = tables["sinks"], changes[metric]
             first = sinks.loc[(sinks["metric"] == metric) & (sinks["token"] == 0), "share"].item()
             statistic = f"share of {METRICS[metric]} in which token 1 is a sink, minus the strongest other"
             note = f"token 1: {first:.3f}, strongest other of the first half: {first - at.value:.3f}"
-            claim_of = f"{claim} (Wu et al. 2025, Theorem 4.1, Figure 10)"
-            found.append(Finding.above(claim_of, statistic, at, note=note))
+            found.append(Finding.above(claim, statistic, at, note=note))
         claim = "Depth moves the content towards the first tokens (Wu et al. 2025, Theorem 4.1)"
         statistic = "weight of the last token on the first part, all layers minus one"
         return [*found, *(Finding.above(claim, f"{statistic}, {kind}", changes[kind]) for kind in KINDS)]
 
 
 def summary(rows: Sequence[Row], clusters: Sequence[str], resamples: int = 2000) -> dict[str, pd.DataFrame]:
-    """The tables, from what :func:`flow` found in each prompt; intervals resample questions.
-
-    Args:
-        rows: One row for each prompt.
-        clusters: The question each prompt belongs to.
-        resamples: Bootstrap draws.
-
-    Returns:
-        ``rollout`` (rollout, layers, part, weight), ``sinks`` (metric, token, share) and ``changes`` (what, value),
-        each with 95 % intervals and n prompts.
-    """
+    """Tables ``rollout``, ``sinks`` and ``changes`` of what :func:`flow` found in prompts of these clusters."""
 
     def interval(values: Array, which: Sequence[str] = clusters) -> Estimate:
         return bootstrap.difference(values, which, resamples=resamples)
@@ -119,7 +109,7 @@ def summary(rows: Sequence[Row], clusters: Sequence[str], resamples: int = 2000)
 
 @plot.styled
 def rollout_figure(table: pd.DataFrame) -> Figure:
-    """Rollout by depth of the prompt, a line per number of layers; a panel per share of the residual stream."""
+    """Rollout by depth of the prompt, a line per number of layers; a panel per kind of rollout."""
     figure = plot.new_figure(plot.PAGE, 2.6)
     table = table.assign(place=100 * (table["part"] + 0.5) / table["part"].nunique())
     depths = sorted(table["layers"].unique())

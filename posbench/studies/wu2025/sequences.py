@@ -1,7 +1,6 @@
-"""Sequences of labelled items with a known position bias (Wu et al. 2025, Section 5).
+"""Sequences x1 y1 ... x8 y8 xq of labelled items with a known position bias (Wu et al. 2025, Section 5).
 
-A sequence is x1 y1 ... x8 y8 xq: items of two classes, four copies each in random order, each followed by its
-label, and a query of the class of one item. Whole batches are drawn at once.
+The items are of two classes, four copies each in random order; the query is of the class of one item.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ class Mixture:
     Attributes:
         vocabulary: ``gaussian``: every item is a fresh draw around its class mean; ``fixed`` (Appendix L): a
             class is one vector with a component that all classes share.
-        scale: Standard deviation of all draws: 1 / sqrt(width) (``paper``), or that of the official code, 1 / width.
+        scale: Standard deviation of all draws: 1 / sqrt(width), or that of the official ``code``, 1 / width.
         bias: Items (from 0) whose class the query may have, uniformly; empty: any item, no bias.
         width: Dimension of a token.
         classes: Classes K of the training data.
@@ -31,8 +30,7 @@ class Mixture:
         copies: Items of each of the two classes of a sequence (the burstiness B).
         noise: Epsilon of ``gaussian``: x = (mean + epsilon eta) / sqrt(1 + epsilon^2).
         anisotropy: Lambda of ``fixed``: v = (mean + lambda omega) / sqrt(1 + lambda^2).
-        test_component: Whether the tests of ``fixed`` keep the shared component of the training, or draw one for
-            each set (``fresh``), as the official code does.
+        test_component: Shared component of the tests of ``fixed``; ``fresh``, as in the official code, for each set.
     """
 
     vocabulary: Literal["gaussian", "fixed"] = "gaussian"
@@ -84,7 +82,7 @@ class Sequences(NamedTuple):
 
 
 class Novel(NamedTuple):
-    """Sequences of two new classes: items [B, n, D], a query, the class of each item [B, n], and a label per class."""
+    """Two new classes a sequence: items [B, n, D], a query per class, class of each item [B, n], two labels."""
 
     items: Tensor
     queries: Tensor
@@ -150,10 +148,7 @@ def novel_sequences(mixture: Mixture, world: World, count: int, rng: torch.Gener
 
 
 def ask(novel: Novel, world: World, right: int, copy_at: int | None = None) -> Sequences:
-    """Ask for the class of item ``right`` (from 0); item ``copy_at`` gets its vector and keeps its own label.
-
-    Sets [a, b] and [b, a] made from the same `Novel` are paired: same classes, same order, same draws.
-    """
+    """Ask for the class of item ``right`` (from 0); item ``copy_at`` gets its vector and keeps its own label."""
     asked, items = novel.slots[:, right], novel.items
     rows = torch.arange(len(asked), device=asked.device)
     if copy_at is not None:
@@ -164,10 +159,7 @@ def ask(novel: Novel, world: World, right: int, copy_at: int | None = None) -> S
 
 
 def other_is_right(mixture: Mixture) -> float:
-    """Share of test sequences in which the overwritten item's own label is right too (the paper's data: 0.446).
-
-    Of the other items, copies - 1 out of items - 1 have the query's class, and two classes may share a label.
-    """
+    """Share of test sequences in which the overwritten item's own label is right too: 0.446 for the paper's."""
     same = (mixture.copies - 1) / (mixture.items - 1)
     return same + (1 - same) / mixture.labels
 

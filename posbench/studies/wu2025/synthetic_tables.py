@@ -18,7 +18,7 @@ from posbench.stats import reference
 from posbench.stats.bootstrap import Z95
 from posbench.studies.wu2025.network import Attention
 from posbench.studies.wu2025.sequences import Mixture, copying_gap
-from posbench.studies.wu2025.training import PAIRS, Condition
+from posbench.studies.wu2025.training import PAIRS, Measured
 from posbench.theory import masks
 
 SETTINGS = ["vocabulary", "scale", "mask", "pe", "depth", "residual", "bias"]
@@ -28,15 +28,14 @@ PAIR_NAMES = [f"{a}-{b}" for a, b in PAIRS]
 HALF = copying_gap(Mixture(), 0.5, 0)
 """Gap of copying the first item's label in half of the sequences: 0.277."""
 NEAR, ZERO = 0.05, 0.02
-"""Largest difference to the paper's cell that agrees: seeds spread by about 0.04 on biased data; gaps that count as
-none: three times the noise of 10,000 paired sequences."""
+"""So near to the paper's a gap agrees: seeds spread by about 0.04. So small it is none: three times the noise."""
 CHANCE = 0.9 * float(np.log(Mixture().labels))
 """Training loss (nats) above which nothing is learned yet: within a tenth of guessing among 32 labels."""
 PER_ROW = 6  # conditions next to each other in a figure of gaps
 
 
-def frames(measured: Sequence[tuple[Condition, Row]]) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """Tables ``gaps``, a row per pair of items, and ``sinks``, a row per token (from 0), from rows of a training."""
+def tabulated(measured: Measured, files: Sequence[str]) -> dict[str, pd.DataFrame]:
+    """Tables ``gaps`` (by pair of items), ``sinks`` (by token, from 0) and :func:`paper_cells`."""
     gaps, sinks = list[Row](), list[Row]()
     kept = ["n", "train_loss", "train_accuracy", "novel_first", "novel_middle", "novel_last", "hardware"]
     for condition, row in measured:
@@ -48,28 +47,27 @@ def frames(measured: Sequence[tuple[Condition, Row]]) -> tuple[pd.DataFrame, pd.
             gaps.append(where | both | at | {name: row[name] for name in kept})
         for token, (head, entry) in enumerate(zip(row["sink_by_head"], row["sink_by_entry"], strict=True)):
             sinks.append(where | {"n": row["n"], "token": token, "by_head": head, "by_entry": entry})
-    return pd.DataFrame(gaps), pd.DataFrame(sinks)
+    table = pd.DataFrame(gaps)
+    return {"gaps": table, "sinks": pd.DataFrame(sinks), "paper_cells": paper_cells(table, files)}
 
 
 def at_end(frame: pd.DataFrame) -> pd.DataFrame:
-    """Rows of each condition at the iteration behind which most training stands, of all seeds that reached it.
-
-    One seed that was trained a little longer than the others does not stand for all of them.
-    """
+    """Rows at the iteration behind which most training stands: no single seed that is ahead speaks for all."""
     work = frame.groupby([*SETTINGS, "iteration"])["seed"].transform("nunique") * frame["iteration"]
     return frame[work == work.groupby([frame[name] for name in SETTINGS]).transform("max")]
 
 
 def over_seeds(gaps: pd.DataFrame) -> pd.DataFrame:
-    """Mean gap over the seeds of each condition, iteration and pair.
-
-    Returns:
-        Settings, iteration, pair, gap with its interval (95 %, of the test sequences), seeds, spread (standard
-        deviation over seeds), novel_middle, train_loss, n.
-    """
+    """Mean over the seeds of each condition, iteration and pair; the interval is of the test sequences."""
     rows = gaps.assign(spread=gaps["gap"], variance=((gaps["ci_high"] - gaps["ci_low"]) / 2) ** 2)
-    how = {"gap": "mean", "variance": "sum", "seed": "nunique", "spread": "std", "novel_middle": "mean"}
-    how |= {"train_loss": "mean", "n": "sum"}
+    how = {
+        "gap": "mean",
+        "variance": "sum",
+        "seed": "nunique",
+        "spread": "std",
+        "train_loss": "mean",
+        "n": "sum",
+    }
     table = rows.groupby([*SETTINGS, "iteration", "pair"], sort=False).agg(how).reset_index()
     half = np.sqrt(table.pop("variance")) / table["seed"]
     table = table.assign(ci_low=table["gap"] - half, ci_high=table["gap"] + half)
@@ -77,11 +75,7 @@ def over_seeds(gaps: pd.DataFrame) -> pd.DataFrame:
 
 
 def printed_cells(file: str) -> pd.DataFrame:
-    """The paper's cells of one figure: figure, settings without scale, pair, paper (the gap).
-
-    Raises:
-        UserError: There is no such file, or it lacks a column.
-    """
+    """The paper's cells of one figure: figure, `CELL`, paper (the gap)."""
     with renamed("experiment.reference.file", "study.reference"):
         table = reference.table(file, "figure", *CELL, "gap")
     table = table.assign(residual=table["residual"] == "True").rename(columns={"gap": "paper"})
@@ -89,7 +83,7 @@ def printed_cells(file: str) -> pd.DataFrame:
 
 
 def paper_cells(gaps: pd.DataFrame, files: Sequence[str]) -> pd.DataFrame:
-    """The paper's cells with ours, at the iteration of :func:`at_end`; no rows where no condition was trained.
+    """The paper's cells with ours :func:`at_end`, of the conditions that were trained.
 
     The paper prints no intervals: the verdict is ``agrees`` within `NEAR`, ``same sign`` where both are beyond
     `ZERO` on one side, else ``differs``; ``not learned`` where the training loss is above `CHANCE`.
@@ -107,46 +101,45 @@ def paper_cells(gaps: pd.DataFrame, files: Sequence[str]) -> pd.DataFrame:
 
 
 def label(row: Mapping[str, Any], between: str = ", ") -> str:
-    """A condition in words, without its bias."""
+    """A condition in words, without its bias and scale."""
     mask = {"full": "no mask", "decay": "decay mask"}.get(row["mask"], row["mask"])
     pe = {"none": "no PE", "sin": "sin PE", "rope": "RoPE"}[row["pe"]]
-    alone = row["mask"] == "decay" and row["pe"] == "none"
-    words = [
-        *([] if alone else [pe]),
-        mask,
-        f"depth {row['depth']}",
-        *([] if row["residual"] else ["no residual"]),
-    ]
-    return between.join(words)
+    words = [mask] if (row["mask"], row["pe"]) == ("decay", "none") else [pe, mask]
+    return between.join([*words, f"depth {row['depth']}", *([] if row["residual"] else ["no residual"])])
+
+
+def scaled(row: Mapping[str, Any]) -> str:
+    """What to add to the label of a condition with the official code's scale."""
+    return ", std 1/D" if row["scale"] == "code" else ""
 
 
 def uniform_sinks(mask: str, tokens: int) -> pd.DataFrame:
-    """Sink metrics by token of equal weights under a mask of the tables (``window 5``): what needs no training."""
+    """Sink metrics by token of equal weights under a mask of the tables (``window 5``)."""
     kind, _, span = mask.partition(" ")
     network = Attention(mask=kind, **({kind: int(span)} if span else {}))  # type: ignore[arg-type]
     seen = network.seen(tokens)
     scores = masks.decay(tokens, network.decay) if kind == "decay" else np.zeros(seen.shape)
     weights = masks.attention(scores, seen)
-    shares = {"by_entry": masks.sink_by_entry(weights, seen), "by_head": masks.sink_by_head(np.tril(weights))}
-    return pd.DataFrame({"token": range(tokens), **shares})
+    by_head, by_entry = masks.sink_by_head(np.tril(weights)), masks.sink_by_entry(weights, seen)
+    return pd.DataFrame({"token": range(tokens), "by_entry": by_entry, "by_head": by_head})
 
 
 # Figures
 
 
 def figures(gaps: pd.DataFrame, sinks: pd.DataFrame, cells: pd.DataFrame) -> Drawn:
-    """Gaps at the end and over the training, for each kind of data and network, and sinks of plain networks."""
+    """Gaps at the end and over the training, for each kind of data and network; sinks of plain networks."""
     out: dict[str, tuple[Figure, str]] = {}
     for kind, rows in gaps.groupby(["vocabulary", "scale", "bias", "residual"], sort=False):
         vocabulary, scale, bias, residual = kind
-        others = ["" if vocabulary == "gaussian" else vocabulary, "residual" if residual else ""]
-        name = "_".join(filter(None, [bias.replace("+", "_"), *others, "code_scale" * (scale == "code")]))
-        std = "1/sqrt(D)" if scale == "paper" else "1/D"
-        what = f"{vocabulary} vocabulary, std {std}, bias of the data: {bias}"
+        fixed, code = vocabulary != "gaussian", scale == "code"
+        parts = {vocabulary: fixed, "residual": residual, "code_scale": code}
+        name = "_".join([bias.replace("+", "_"), *(part for part, there in parts.items() if there)])
+        what = f"{vocabulary} vocabulary, std {'1/D' if code else '1/sqrt(D)'}, bias of the data: {bias}"
         caption = (
             f"Accuracy gaps [a, b] - [b, a] ({what}); above 0 the earlier item wins. Bars: mean over seeds; "
-            "whiskers: 95 % over test sequences; dots: seeds; diamonds: the paper, 100,000 iterations. Dotted: "
-            f"copying by position alone, always one item ({2 * HALF:.3f}) or two in turn ({HALF:.3f})."
+            "whiskers: 95 % over test sequences; dots: seeds; diamonds: the paper, 100,000 iterations. "
+            f"Dotted: copying by position alone, one item ({2 * HALF:.3f}) or two in turn ({HALF:.3f})."
         )
         out[f"gaps_{name}"] = gaps_figure(rows, cells), caption
         if rows["iteration"].nunique() > 1:
@@ -154,9 +147,9 @@ def figures(gaps: pd.DataFrame, sinks: pd.DataFrame, cells: pd.DataFrame) -> Dra
     plain = sinks[(sinks["bias"] == "none") & (sinks["vocabulary"] == "gaussian") & (sinks["pe"] == "none")]
     plain = plain[~plain["residual"]]
     caption = (
-        "After training without PE and residual connections: share of heads and sequences in which a token is a "
-        "sink (mean weight above 0.3, Gu et al.), and of single weights above 0.2 (Wu et al.). Few queries see "
-        "late tokens."
+        "After training without PE and residual connections: share of heads and sequences in which a token is "
+        "a sink (mean weight above 0.3, Gu et al.), and of single weights above 0.2 (Wu et al.). Few queries "
+        "see late tokens."
     )
     return out if plain.empty else {**out, "sinks": (sinks_figure(plain), caption)}
 
@@ -165,7 +158,7 @@ def _policies(axes: Axes, top: float) -> None:
     """Gaps of copying by position, and an axis that shows small gaps as small."""
     for level in (-2 * HALF, -HALF, 0, HALF, 2 * HALF):
         axes.axhline(level, color="0.6", linewidth=0.6, linestyle=":" if level else "-", zorder=0)
-    axes.set(ylim=(-max(0.15, 1.15 * top), max(0.15, 1.15 * top)))
+    axes.set(ylim=(-max(0.15, 1.15 * top), max(0.15, 1.15 * top)), ylabel="accuracy gap")
 
 
 @plot.styled
@@ -177,12 +170,10 @@ def gaps_figure(gaps: pd.DataFrame, cells: pd.DataFrame) -> Figure:
         mean = mean.drop(columns="paper").merge(cells[[*key, "paper"]], "left", key)
     mean["place"] = mean.groupby(SETTINGS, sort=False).ngroup()
     seeds = last.merge(mean[mean["seeds"] > 1][[*key, "place"]], on=key)
-    top = np.nanmax([*last["gap"].abs(), *mean["paper"].abs()])
+    top, lines = np.nanmax([*last["gap"].abs(), *mean["paper"].abs()]), 1 + mean["place"].max() // PER_ROW
     diamond: dict[str, Any] = {"color": "black", "markerfacecolor": "white", "markersize": 4, "zorder": 4}
-    lines = 1 + mean["place"].max() // PER_ROW
     figure = plot.new_figure(plot.PAGE, 0.5 + 2.0 * lines)
-    panels = figure.subplots(lines, 1, squeeze=False).ravel()
-    for line, axes in enumerate(panels):
+    for line, axes in enumerate(figure.subplots(lines, 1, squeeze=False).flat):
         _policies(axes, top)
         for index, pair in enumerate(PAIR_NAMES):
             bars, dots = (f[(f["pair"] == pair) & (f["place"] // PER_ROW == line)] for f in (mean, seeds))
@@ -195,28 +186,26 @@ def gaps_figure(gaps: pd.DataFrame, cells: pd.DataFrame) -> Figure:
         rows = bars.to_dict("records")
         ticks = [f"{label(row, chr(10))}\n{row['iteration'] / 1000:g}k its" for row in rows]
         axes.set_xticks(range(len(ticks)), ticks)
-        axes.set(xlim=(-0.6, max(len(ticks), 3) - 0.4), ylabel="accuracy gap")
+        axes.set_xlim(-0.6, max(len(ticks), 3) - 0.4)
     if mean["paper"].notna().any():
         paper[0].set_label("paper")
-    plot.legend_below(figure, panels[-1])
+    plot.legend_below(figure, axes)
     return figure
 
 
-def _by_condition(
-    frame: pd.DataFrame, ylabel: str, draw: Callable[[Axes, Row, pd.DataFrame], None], sharey: bool
-) -> Figure:
+def _by_condition(frame: pd.DataFrame, draw: Callable[[Axes, Row, pd.DataFrame], None]) -> Figure:
     """A panel for each condition, three in a row, drawn from its settings and rows."""
     groups = list(frame.groupby(SETTINGS, sort=False))
     columns = min(3, len(groups))
     lines = -(-len(groups) // columns)
     figure = plot.new_figure(plot.PAGE, 0.4 + 1.6 * lines)
-    panels = figure.subplots(lines, columns, sharey=sharey, squeeze=False)
-    for axes, (key, rows) in zip(panels.flat, groups, strict=False):
-        draw(axes, dict(zip(SETTINGS, key, strict=True)), rows)
-    for axes in panels[:, 0]:
-        axes.set_ylabel(ylabel)
-    for axes in panels.flat[len(groups) :]:
-        axes.set_visible(False)
+    panels = figure.subplots(lines, columns, squeeze=False)
+    for number, axes in enumerate(panels.flat):
+        axes.set_visible(number < len(groups))
+        if number < len(groups):
+            key, rows = groups[number]
+            draw(axes, dict(zip(SETTINGS, key, strict=True)), rows)
+            axes.label_outer(remove_inner_ticks=False) if number % columns else None
     plot.legend_below(figure, panels[0, 0])
     return figure
 
@@ -233,7 +222,7 @@ def curves_figure(gaps: pd.DataFrame) -> Figure:
             axes.plot(line["iteration"] / 1000, line["gap"], label=name, **style)
         axes.set(xlabel="iterations (thousands)", xlim=(0, None), title=label(condition))
 
-    return _by_condition(gaps, "accuracy gap", draw, sharey=True)
+    return _by_condition(gaps, draw)
 
 
 @plot.styled
@@ -249,9 +238,7 @@ def sinks_figure(sinks: pd.DataFrame) -> Figure:
             axes.bar(x, here[metric], 0.4, color=plot.COLOURS[index], label=words)
         level = 100 * uniform_sinks(condition["mask"], len(tokens))["by_entry"]
         axes.plot(tokens - 0.2, level, "_", color="black", markersize=5, label="Wu et al., equal weights")
-        title = f"{condition['mask']}, depth {condition['depth']}" + ", std 1/D" * (
-            condition["scale"] == "code"
-        )
-        axes.set(xlabel="token", title=title, xticks=tokens[::4])
+        title = f"{condition['mask']}, depth {condition['depth']}{scaled(condition)}"
+        axes.set(xlabel="token", ylabel="sink (%)", title=title, xticks=tokens[::4])
 
-    return _by_condition(at_end(sinks), "sink (%)", draw, sharey=False)
+    return _by_condition(at_end(sinks), draw)

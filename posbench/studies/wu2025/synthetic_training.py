@@ -1,5 +1,4 @@
-"""Wu et al. 2025, Section 5 and Appendices J to L: networks trained on data with a known position bias, their
-gaps."""
+"""Wu et al. 2025, Section 5, Appendices J to L: networks trained on data with a known position bias."""
 
 from __future__ import annotations
 
@@ -10,6 +9,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -18,7 +18,6 @@ import torch
 from annotated_types import MinLen
 
 from posbench.errors import Faults, UserError
-from posbench.files.atomic import Row
 from posbench.files.hardware import hardware
 from posbench.model.load import torch_device
 from posbench.plots.section import Drawn
@@ -27,28 +26,15 @@ from posbench.schema import Count, build
 from posbench.stats.findings import Finding
 from posbench.studies.base import Study, Tables
 from posbench.studies.wu2025.synthetic_claims import findings
-from posbench.studies.wu2025.synthetic_tables import figures, frames, paper_cells, printed_cells
-from posbench.studies.wu2025.training import Condition, train
-
-PAPER_ITERATIONS, PAPER_SEEDS = 100_000, 5
-"""Section 5: iterations of each training, and runs averaged."""
-
-Job = tuple[Condition, list[int]]
-Rows = dict[int, list[Row]]
-"""What one call of :func:`train` is for, and what it returns."""
+from posbench.studies.wu2025.synthetic_tables import figures, printed_cells, tabulated
+from posbench.studies.wu2025.training import Condition, Measured, train
 
 
 class Trained(Study):
-    """What is shown of synthetic trainings, from tables ``gaps``, ``sinks`` and ``paper_cells``."""
+    """What is shown of synthetic trainings, from the tables ``gaps``, ``sinks`` and ``paper_cells``."""
 
     needs_model: ClassVar[bool] = False
     needs_task: ClassVar[bool] = False
-
-    @staticmethod
-    def tables(measured: Sequence[tuple[Condition, Row]], files: Sequence[str]) -> dict[str, pd.DataFrame]:
-        """These tables, with the paper's cells of some CSVs of ``experiments/reference``."""
-        gaps, sinks = frames(measured)
-        return {"gaps": gaps, "sinks": sinks, "paper_cells": paper_cells(gaps, files)}
 
     def figures(self, tables: Tables) -> Drawn:
         """See :meth:`Study.figures`."""
@@ -61,22 +47,19 @@ class Trained(Study):
 
 @dataclass(frozen=True, kw_only=True)
 class SyntheticTraining(Trained):
-    """Position bias of attention networks trained on synthetic sequences.
-
-    Source: Wu et al. 2025, Section 5 and Appendices J to L.
+    """Position bias of attention networks trained on synthetic sequences (Wu et al. 2025, Section 5).
 
     Attributes:
         conditions: Networks and data to train, each with fields of
             :class:`posbench.studies.wu2025.training.Condition`.
         common: Fields that all conditions share.
-        preset: ``quick``: ``quick_iterations`` and one seed, the early regime; ``paper``: 100,000 iterations,
-            five seeds (about 15 minutes a training of depth 2 on a free core).
+        preset: ``quick``: ``quick_iterations`` and one seed; ``paper``: 100,000 iterations, five seeds (about
+            15 minutes a training of depth 2 on a free core).
         quick_iterations: Iterations of the quick preset.
         iterations: Iterations instead of the preset's.
         seeds: Seeds 0, 1, ... instead of the preset's number.
         processes: Trainings at a time on a CPU, one thread each; None: as many as ``runtime.threads``.
-        trainings: Folder of the trainings; None: beside the run folder, shared by runs of the same code. What
-            is found there is continued, and not repeated.
+        trainings: Folder of the trainings, which are continued, not repeated; None: beside the run folder.
         reference: CSV in ``experiments/reference`` with the paper's cells.
     """
 
@@ -92,23 +75,14 @@ class SyntheticTraining(Trained):
 
     def check(self, run: Run) -> None:
         """See :meth:`Study.check`."""
-        faults = Faults()
-        with faults.collecting():
-            self.built()
-        with faults.collecting():
-            if self.reference:
-                printed_cells(self.reference)
+        self.built()
+        if self.reference:
+            printed_cells(self.reference)
         if self.trainings and Path(self.trainings).expanduser().is_file():
-            faults.found.append(UserError("study.trainings", self.trainings, "a folder", "check the path"))
-        faults.raise_any()
+            raise UserError("study.trainings", self.trainings, "a folder", "check the path")
 
     def built(self) -> list[Condition]:
-        """The conditions.
-
-        Raises:
-            UserError: A condition has an unknown or impossible field, or stands there twice; all of them
-                together.
-        """
+        """The conditions, checked."""
         faults, found = Faults(), list[Condition]()
         build(Condition, self.common, "study.common")
         for index, fields in enumerate(self.conditions):
@@ -122,28 +96,24 @@ class SyntheticTraining(Trained):
         return found
 
     def measure(self, run: Run) -> dict[str, pd.DataFrame]:
-        """Train what is not trained yet; see :class:`Trained` for the tables."""
+        """Train what is not trained yet; see :func:`tabulated`."""
         conditions, paper = self.built(), self.preset == "paper"
-        iterations = self.iterations or (PAPER_ITERATIONS if paper else self.quick_iterations)
-        seeds = list(range(self.seeds or (PAPER_SEEDS if paper else 1)))
+        iterations = self.iterations or (100_000 if paper else self.quick_iterations)
+        seeds, device = list(range(self.seeds or (5 if paper else 1))), torch_device(run.runtime.device)
         root = Path(self.trainings).expanduser() if self.trainings else run.out.path.parent / "trainings"
-        device = torch_device(run.runtime.device)
         work = partial(train, iterations=iterations, root=root, hardware=hardware())
         with run.progress("training", len(conditions) * len(seeds) * iterations) as advance:
             if device.type == "cpu":
                 jobs = [(condition, [seed]) for condition in conditions for seed in seeds]
-                rows = _on_cores(jobs, work, self.processes or torch.get_num_threads(), advance)
+                found = _on_cores(jobs, work, self.processes or torch.get_num_threads(), advance)
             else:
-                jobs = [(condition, seeds) for condition in conditions]
-                rows = [work(*job, device=str(device), advance=advance) for job in jobs]
-        found = zip(jobs, rows, strict=True)
-        measured = [(job[0], row) for job, made in found for each in made.values() for row in each]
-        return self.tables(measured, [self.reference] if self.reference else [])
+                found = [work(c, seeds, device=str(device), advance=advance) for c in conditions]
+        return tabulated([*chain(*found)], [self.reference] if self.reference else [])
 
 
 def _on_cores(
-    jobs: Sequence[Job], work: partial[Rows], processes: int, advance: Callable[[int], None]
-) -> list[Rows]:
+    jobs: Sequence[Any], work: partial[Measured], processes: int, advance: Callable[[int], None]
+) -> list[Measured]:
     """Trainings on the cores of a CPU, one single-threaded process each; with one process, in this one."""
     if min(processes, len(jobs)) == 1:
         before = torch.get_num_threads()
@@ -152,16 +122,16 @@ def _on_cores(
             return [work(*job, advance=advance) for job in jobs]
         finally:
             torch.set_num_threads(before)
-    spawned, found = multiprocessing.get_context("spawn"), list[Rows]()
+    spawned, found = multiprocessing.get_context("spawn"), list[Measured]()
     with ProcessPoolExecutor(processes, mp_context=spawned, initializer=_start_child) as pool:
-        for rows in pool.map(work, *zip(*jobs, strict=True)):
-            found.append(rows)
+        for measured in pool.map(work, *zip(*jobs, strict=True)):
+            found.append(measured)
             advance(work.keywords["iterations"])
     return found
 
 
 def _start_child() -> None:
-    """One thread for torch, and no life beyond the parent's: a killed run must not keep its folders locked."""
+    """One thread for torch, and no life beyond the parent's: a killed run must not keep folders locked."""
     torch.set_num_threads(1)
     parent = multiprocessing.parent_process()
     assert parent is not None

@@ -31,7 +31,7 @@ PAIRS = (("first", "middle"), ("first", "last"), ("middle", "last"))
 """The pairs of items compared; a positive gap is a bias to the earlier one."""
 CHUNK, CHECKPOINT_EVERY = 2000, 2000  # test sequences at a time; iterations
 TEST_SEEDS = 1_000_000
-"""Test sets of seed s are drawn from generator seed `TEST_SEEDS` + s, on the CPU: the same on every device."""
+"""Test sets of seed s are drawn from generator seed `TEST_SEEDS` + s, on the CPU."""
 ROWS, CHECKPOINT, FACTS = "rows.jsonl", "checkpoint.pt", "training.json"
 
 
@@ -53,11 +53,7 @@ class Condition(data.Mixture, Attention):
 
     @classmethod
     def of(cls, fields: Mapping[str, Any], where: str) -> Self:
-        """A condition from plain data; ``where`` is its dotted name.
-
-        Raises:
-            UserError: A field is unknown or out of bounds, or two do not fit each other.
-        """
+        """A condition from plain data; ``where`` is its dotted name, for errors."""
         made = build(cls, fields, where)
         items, bias, tokens = made.items, made.bias, f"at most {made.tokens}, the tokens of a sequence"
         unique = len(set(bias)) == len(bias) and max(bias, default=0) < items
@@ -89,6 +85,10 @@ class Condition(data.Mixture, Attention):
         return f"{self.vocabulary}_{network}_{self.scale}_{bias}_{digest(asdict(self))}"
 
 
+Measured = list[tuple[Condition, Row]]
+"""Rows of :meth:`Ensemble.measure` with their conditions."""
+
+
 def marks(until: int) -> list[int]:
     """Iterations of a measurement: 1000, 2000, 4000, ... 10,000, every 4000 from 12,000, and the end."""
     early = [1000, 2000, 4000, 6000, 8000, 10_000]
@@ -100,7 +100,7 @@ class Ensemble:
 
     def __init__(self, condition: Condition, seeds: Sequence[int], device: torch.device) -> None:
         self.condition, self.seeds, self.iteration, self.device = condition, list(seeds), 0, device
-        # Of their own for each seed, so that no draw depends on the other seeds.
+        # Each seed has its own, so that no draw depends on the other seeds.
         classes, weights, self.data = (
             [torch.Generator(device).manual_seed(3 * seed + kind) for seed in seeds] for kind in range(3)
         )
@@ -140,6 +140,7 @@ class Ensemble:
     def load(self, states: Sequence[Mapping[str, Any]]) -> None:
         """Go on from what `state` gave, a state per seed, all of one iteration."""
         self.iteration = states[0]["iteration"]
+        step = torch.tensor(float(self.iteration), device=self.device)
         for rng, state in zip(self.data, states, strict=True):
             rng.set_state(state["data"])
         for k, parameter in enumerate(self.network.parameters()):
@@ -148,17 +149,15 @@ class Ensemble:
                 for name in ("parameters", "first", "second")
             )
             parameter.copy_(values)
-            step = torch.tensor(float(self.iteration), device=self.device)
-            self.optimizer.state[parameter] = {"step": step, "exp_avg": first, "exp_avg_sq": second}
+            moments = {"step": step.clone(), "exp_avg": first, "exp_avg_sq": second}
+            self.optimizer.state[parameter] = moments
 
     @torch.no_grad()
     def measure(self) -> list[Row]:
         """What every seed has learned at this iteration, one row each.
 
-        ``train_loss`` (nats) and ``train_accuracy`` on the training's data; ``novel_first``, ... on new classes
-        when that item is asked for; ``acc_first_middle``, ... of the set [first, middle]; ``gap_first_middle``, ...
-        that minus [middle, first], with its standard error ``sd_first_middle``, ...; ``sink_by_head`` (Gu et al.)
-        and ``sink_by_entry`` (Wu et al.) of every token.
+        Loss (nats) and accuracy on the training's data; accuracy on new classes by item asked for (``novel_...``)
+        and of each paired set (``acc_...``); gaps with standard errors (``sd_...``); both sink metrics by token.
         """
         found, count = [], self.condition.sequences
         for index, seed in enumerate(self.seeds):
@@ -231,29 +230,16 @@ def train(
     hardware: str,
     device: str = "cpu",
     advance: Callable[[int], None] = lambda iterations: None,
-) -> dict[int, list[Row]]:
-    """Train every seed for that many iterations, going on where a folder under the root has got to.
+) -> Measured:
+    """Train every seed for that many iterations in all, going on where its folder under the root has got to.
 
     On a CPU the seeds run one after another; on a GPU those at the same iteration run as one.
 
-    Args:
-        condition: What is trained.
-        seeds: Seeds, each with a folder of its own.
-        iterations: Iterations of each, those of earlier calls included.
-        root: Folder of the trainings.
-        hardware: Written into each row.
-        device: Torch device.
-        advance: Called with the number of iterations done, over all seeds.
-
-    Returns:
-        Rows of :meth:`Ensemble.measure` up to ``iterations``, oldest first, by seed.
-
     Raises:
-        UserError: A checkpoint is of another device, another process trains a seed, or a training went further
-            and has no row this early.
+        UserError: A checkpoint is of another device, a seed is in other hands, or was measured only later.
     """
     root.mkdir(parents=True, exist_ok=True)
-    where, found, groups = torch.device(device), {}, dict[int, dict[int, Any]]()
+    where, found, groups = torch.device(device), Measured(), dict[int, dict[int, Any]]()
     with ExitStack() as stack:
         for seed in seeds:
             run = folder_of(root, condition, seed)
@@ -267,17 +253,22 @@ def train(
             if all(group.values()):
                 ensemble.load(list(group.values()))
             _run(ensemble, iterations, root, hardware, advance)
-    for seed in seeds:
-        run = folder_of(root, condition, seed)
-        found[seed] = [row for row in _rows(run) if row["iteration"] <= iterations]
-        if not found[seed]:
+    for run in (folder_of(root, condition, seed) for seed in seeds):
+        rows = [row for row in run.rows(ROWS) if row["iteration"] <= iterations]
+        if not rows:
             allowed = f"1000 or more: {run.path} is trained further, and was measured later only"
             raise UserError("iterations", iterations, allowed, "ask for more, or take another folder")
+        found += [(condition, row) for row in rows]
     return found
 
 
-def _rows(run: RunDir) -> list[Row]:
-    return sorted(run.rows(ROWS), key=lambda row: row["iteration"])
+def trainings(root: Path) -> Measured:
+    """What was measured in all trainings under a root, oldest first within each."""
+    found = []
+    for file in sorted(root.glob(f"*/{FACTS}")):
+        condition = build(Condition, json.loads(file.read_text())["condition"], str(file))
+        found += [(condition, row) for row in RunDir(file.parent).rows(ROWS)]
+    return found
 
 
 def _open(run: RunDir, condition: Condition, seed: int, device: torch.device) -> dict[str, Any] | None:
@@ -305,7 +296,7 @@ def _run(
     """Train up to an iteration, measure where it is due, and write checkpoints."""
     stops, start = set(marks(iterations)), ensemble.iteration
     runs = {seed: folder_of(root, ensemble.condition, seed) for seed in ensemble.seeds}
-    # A row that was damaged is made again where the training stands at it.
+    # From the start itself: a row that was damaged is made again where the training stands at it.
     for at in range(start, max(start, iterations) + 1):
         if at > start:
             ensemble.step()
@@ -313,7 +304,7 @@ def _run(
                 advance(len(runs) * (at % 100 or 100))
         if at in stops:
             # A training killed between a row and its checkpoint comes to the same row again, and keeps it.
-            missing = {s for s, run in runs.items() if at not in {row["iteration"] for row in run.rows(ROWS)}}
+            missing = {s for s, run in runs.items() if at not in [row["iteration"] for row in run.rows(ROWS)]}
             for row in ensemble.measure() if missing else []:
                 if row["seed"] in missing:
                     runs[row["seed"]].append(ROWS, [{**row, "hardware": hardware}])
@@ -322,12 +313,3 @@ def _run(
                 stream = io.BytesIO()
                 torch.save(ensemble.state(index), stream)
                 write_bytes(run.path / CHECKPOINT, stream.getvalue())
-
-
-def trainings(root: Path) -> list[tuple[Condition, Row]]:
-    """Every measured row of the trainings under a root, with its condition, oldest first within each."""
-    found = []
-    for file in sorted(root.glob(f"*/{FACTS}")):
-        condition = build(Condition, json.loads(file.read_text())["condition"], str(file))
-        found += [(condition, row) for row in _rows(RunDir(file.parent))]
-    return found
