@@ -29,6 +29,10 @@ class UserError(Exception):
         line = f"{self.field} = {self.value!r}: allowed: {self.allowed}; next: {self.hint}"
         return " ".join(line.split())
 
+    def __reduce__(self) -> tuple[type[UserError], tuple[object, ...]]:
+        # What an error is made of goes between processes, not its text.
+        return UserError, (self.field, self.value, self.allowed, self.hint)
+
     @property
     def faults(self) -> tuple[UserError, ...]:
         """Every fault; this one alone, but for :class:`SeveralErrors`."""

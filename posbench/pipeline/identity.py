@@ -59,6 +59,8 @@ def run_name(config: Config, who: Mapping[str, Any]) -> str:
     measured = [runtime.intervene_examples, runtime.resamples]
     moves = {"identity": who, "measured": measured, "typed": config.raw["typed"]}
     moves |= {key: config.raw[key] for key in ("method", "study", "search") if key in config.raw}
+    if config.study and (files := config.study.reads()):
+        moves["reads"] = [hashlib.sha256(file.read_bytes()).hexdigest() for file in files]
     parts = [config.study_name]
     if config.uses_model:
         parts = [config.model.name, config.study_name, config.choice.name]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import ClassVar
 
 import pandas as pd
@@ -37,6 +38,10 @@ class Study(ABC):
         Raises:
             UserError: Something does not fit; the message names it and what is allowed.
         """
+
+    def reads(self) -> Sequence[Path]:
+        """Files, beside model and task, that the numbers come from; what they hold is part of a run's identity."""
+        return ()
 
     @abstractmethod
     def measure(self, run: Run) -> dict[str, pd.DataFrame]:

@@ -50,6 +50,18 @@ def need_items(task: Task) -> list[Example]:
     return there
 
 
+def need_whole_maps(run: Run) -> None:
+    """Refuse a method that computes the last row apart from the others: no forward then has whole maps.
+
+    Raises:
+        UserError: The method is one of these.
+    """
+    if run.trial().needs_prompt:
+        name = run.choice.name
+        allowed = f"a method that leaves whole attention maps; {name} runs the last token apart"
+        raise UserError("method", name, allowed, "leave the method out")
+
+
 def check_prompts(run: Run, task: Task | None = None) -> None:
     """Refuse a task without gold items, and prompts that do not fit the model: the longest one is tokenised.
 

@@ -1,2 +1,1 @@
-"""What can be derived without a trained model: masks as graphs and RoPE (Wu et al. 2025), the causal mask
-alone (Behind RoPE)."""
+"""Theory without a trained model: masks and RoPE (Wu et al. 2025), the causal mask alone (Behind RoPE)."""

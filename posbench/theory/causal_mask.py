@@ -1,5 +1,4 @@
-"""How the causal mask alone encodes position (Behind RoPE): closed forms, the exact limit of many dimensions,
-and simulation.
+"""How the causal mask alone encodes position (Behind RoPE): closed forms, exact limit, simulation.
 
 The network has no parameters: f(X) = softmax(mask(Y Y')) Y + X with Y the rows of X at length 1. Inputs are
 unit vectors with cosine ``alpha`` between any two. Maps are of Y Y' before the softmax, numbered by the layer
@@ -12,6 +11,7 @@ from typing import Literal
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numpy.typing import ArrayLike, NDArray
 
 Array = NDArray[np.float64]
@@ -19,8 +19,7 @@ Norm = Literal["l2", "layernorm", "layernorm_sqrt"]
 
 
 def g(i: ArrayLike, alpha: float) -> Array:
-    """Unnormalised score of token i (from 1, i >= 2) with any earlier token at layer 2; Behind RoPE, Section
-    3."""
+    """Unnormalised score of token i (from 1, i >= 2) with any earlier token at layer 2 (Section 3)."""
     i, e, a = np.asarray(i, dtype=np.float64), np.e, float(np.exp(alpha))
     return 2 * (2 * alpha * e + a * (1 + alpha * (2 * i - 3))) / (e + (i - 1) * a)
 
@@ -41,35 +40,31 @@ def g_prime(i: ArrayLike, alpha: float) -> Array:
 def h_prime(i: ArrayLike, alpha: float) -> Array:
     """As :func:`h` without the residual stream.
 
-    Differs from source: Appendix A.2 prints the difference of squares with a wrong sign in its middle term,
-    see :func:`h_prime_step`.
+    Differs from source: Appendix A.2 prints a wrong sign, see :func:`h_prime_step`.
     """
     i, e, a = np.asarray(i, dtype=np.float64), np.e, float(np.exp(alpha))
-    return np.sqrt(e**2 + 2 * e * a * alpha * (i - 1) + a**2 * (i - 1) * (1 + alpha * (i - 2))) / (
-        e + (i - 1) * a
-    )
+    squared = e**2 + 2 * e * a * alpha * (i - 1) + a**2 * (i - 1) * (1 + alpha * (i - 2))
+    return np.sqrt(squared) / (e + (i - 1) * a)
 
 
 def h_prime_step(i: ArrayLike, alpha: float, *, printed: bool = False) -> Array:
-    """h'(i + 1)^2 - h'(i)^2 in closed form, never positive: the corrected line of Appendix A.2, or the
-    printed one."""
+    """h'(i + 1)^2 - h'(i)^2, never positive: the corrected line of Appendix A.2, or the printed one."""
     i, e, a = np.asarray(i, dtype=np.float64), np.e, float(np.exp(alpha))
     inside = 2 * e**3 + (-1 if printed else 1) * 2 * e**2 * a * (i - 1) + a**3 * i * (i - 1)
     return (alpha - 1) * a * inside / ((e + i * a) ** 2 * (e + (i - 1) * a) ** 2)
 
 
 def scores_2(n: int, alpha: float) -> Array:
-    """Scores that layer 2 reads, [n, n], below the diagonal: g(i) / (h(i) h(j)); 1 on the diagonal, not a
-    number above it."""
+    """Scores that layer 2 reads, [n, n]: g(i) / (h(i) h(j)), 1 on the diagonal, not a number above it."""
     i = np.arange(1, n + 1)
     found = np.outer(g(i, alpha) / h(i, alpha), 1 / h(i, alpha))
     found[np.diag_indices(n)] = 1
-    return np.where(np.tril(np.ones((n, n), dtype=bool)), found, np.nan)
+    return np.where(np.tri(n, dtype=bool), found, np.nan)
 
 
 def rope_kernel(n: int, dim: int = 64, base: float = 10000.0) -> Array:
-    """What RoPE multiplies the scores with in the limit, [n, n]: the mean over frequencies of cos((i - j)
-    theta)."""
+    """What RoPE multiplies the scores with in the limit, [n, n]: mean of cos((i - j) theta) over
+    frequencies."""
     distance = np.subtract.outer(np.arange(n), np.arange(n))
     theta = base ** (-2 * np.arange(dim // 2) / dim)
     return np.cos(distance[..., None] * theta).mean(-1)
@@ -99,7 +94,7 @@ def limit(
     """
     gram = (1 - alpha) * np.eye(n) + alpha
     kernel = np.ones((n, n)) if kernel is None else kernel
-    seen = np.tril(np.ones((n, n), dtype=bool)) if mask else np.ones((n, n), dtype=bool)
+    seen = np.tri(n, dtype=bool) if mask else np.ones((n, n), dtype=bool)
     state, found = np.eye(n), []
     for _ in range(layers):
         unit = state / np.sqrt(np.einsum("ij,jk,ik->i", state, gram, state))[:, None]
@@ -144,27 +139,21 @@ def simulate(
         batch: Draws at once.
     """
     generator = torch.Generator().manual_seed(seed)
-    total, square = (
-        torch.zeros(layers, n, n, dtype=torch.float64),
-        torch.zeros(layers, n, n, dtype=torch.float64),
-    )
-    distance = torch.arange(n, dtype=torch.float32)
-    angles = torch.outer(distance, 10000.0 ** (-2 * torch.arange(dim // 2) / dim)).repeat(1, 2)
+    total = torch.zeros(layers, n, n, dtype=torch.float64)
+    square = torch.zeros_like(total)
+    angles = torch.outer(torch.arange(n).float(), 10000.0 ** (-2 * torch.arange(dim // 2) / dim)).repeat(1, 2)
     shut = torch.triu(torch.ones(n, n, dtype=torch.bool), 1)
     factor = {"l2": 1.0, "layernorm": 1 / dim, "layernorm_sqrt": dim**-0.5}[norm]
-    done = 0
-    while done < draws:
+    for done in range(0, draws, batch):
         size = min(batch, draws - done)
         own = torch.randn(size, n, dim, generator=generator)
         shared = torch.randn(size, 1, dim, generator=generator)
         states = (1 - alpha) ** 0.5 * own + alpha**0.5 * shared
-        states = states / states.norm(dim=-1, keepdim=True) * input_norm
+        states = F.normalize(states, dim=-1) * input_norm
         for layer in range(layers):
-            if norm == "l2":
-                unit = states / states.norm(dim=-1, keepdim=True)
-            else:
-                unit = torch.nn.functional.layer_norm(states, (dim,), eps=1e-12)
-            turned = unit
+            unit = turned = (
+                F.normalize(states, dim=-1) if norm == "l2" else F.layer_norm(states, (dim,), eps=1e-12)
+            )
             if rope:
                 halves = torch.cat([-unit[..., dim // 2 :], unit[..., : dim // 2]], dim=-1)
                 turned = unit * angles.cos() + halves * angles.sin()
@@ -173,17 +162,14 @@ def simulate(
             square[layer] += scores.double().square().sum(0)
             weights = (scores.masked_fill(shut, float("-inf")) if mask else scores).softmax(-1)
             states = weights @ unit + states
-        done += size
     mean = total / draws
     error = ((square / draws - mean**2).clamp(min=0) / max(draws - 1, 1)).sqrt()
     return mean.numpy(), error.numpy()
 
 
 def diagonal_normalised(scores: Array) -> Array:
-    """Each sub-diagonal minus its own mean, [..., n, n]: what is left depends on more than i - j. NaN above
-    the diagonal."""
-    n = scores.shape[-1]
-    found = np.full(scores.shape, np.nan)
+    """Each sub-diagonal minus its own mean, [..., n, n]; NaN above the diagonal."""
+    n, found = scores.shape[-1], np.full(scores.shape, np.nan)
     for offset in range(n):
         rows = np.arange(offset, n)
         line = scores[..., rows, rows - offset]

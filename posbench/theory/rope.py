@@ -29,7 +29,7 @@ def scores(n: int, theta: float, b: ArrayLike, phi: ArrayLike = 0.0) -> Array:
 
 
 def bounds(n: int, theta: float, low: float, high: float, delta: float = 0.0) -> tuple[Array, Array]:
-    """Lower and upper bound of one layer's causal attention, both [n, n], 0 above the diagonal (Lemma 4.6).
+    """Bounds of one layer's causal attention, both [n, n], 0 above the diagonal (Lemma 4.6).
 
     They have the form C e^(-c (i - j)^2 theta^2), with c = ``high`` / 2 below and 2 ``low`` / pi^2 above:
     from 0 to pi, 1 - cos(x) lies between 2 x^2 / pi^2 and x^2 / 2. C is a row's own, as its softmax is.
@@ -58,37 +58,33 @@ def bounds(n: int, theta: float, low: float, high: float, delta: float = 0.0) ->
 
 
 def strength(theta: float, width: float) -> float:
-    """The b whose attention falls with distance as half a Gaussian of standard deviation ``width`` tokens:
-    (theta width)^-2."""
+    """The b whose attention falls as half a Gaussian of standard deviation ``width`` tokens."""
     return (theta * width) ** -2
 
 
 def law(layers: int, width: float, distance: ArrayLike) -> Array:
-    """Logarithm of binom(t + x, x) e^(-c x^2 theta^2), the closed form of Theorem 4.7, at distances x,
-    [len(distance)].
+    """Logarithm of binom(t + x, x) e^(-c x^2 theta^2), the closed form of Theorem 4.7, at distances x.
+
+    The theorem's Theta hides that c may be anything from a (t + 1)-th of one layer's up to it: t + 1 factors
+    share the distance.
 
     Args:
         layers: t + 1.
         width: Standard deviation of one layer's attention in tokens: c theta^2 = 1 / (2 width^2).
         distance: Distances x in tokens.
-
-    The theorem's Theta hides that c may be anything from a (t + 1)-th of one layer's up to it: t + 1 factors
-    share the distance.
     """
     x, t = np.asarray(distance, dtype=np.float64), layers - 1
     return gammaln(t + x + 1) - gammaln(x + 1) - gammaln(t + 1) - x**2 / (2 * width**2)
 
 
 def peak(layers: int, width: float) -> int:
-    """Distance of the largest value of :func:`law`, in tokens: it grows with depth about as sqrt(t), and with
-    the width."""
+    """Distance of the largest value of :func:`law`, in tokens: it grows as sqrt(t), and with the width."""
     # Its slope is below t / x - x / width^2, so the peak lies before sqrt(t) width.
     return int(law(layers, width, np.arange(int(np.sqrt(layers) * width) + 2)).argmax())
 
 
 def stationary(layers: int, width: float, printed: float | None = None) -> float:
-    """The distance x at which Stirling's L'(x) = log((t + x) / x) - 2 c theta^2 x is 0, in tokens (Appendix
-    H).
+    """Where Stirling's L'(x) = log((t + x) / x) - 2 c theta^2 x is 0, in tokens (Appendix H).
 
     Args:
         layers: t + 1, above 1.
@@ -101,6 +97,5 @@ def stationary(layers: int, width: float, printed: float | None = None) -> float
 
 
 def drift(layers: int, width: float) -> float:
-    """Mean distance after that many layers, in tokens: each goes back by the mean of half a Gaussian, width
-    sqrt(2 / pi)."""
+    """Mean distance after so many layers, in tokens, if each goes back by the mean of half a Gaussian."""
     return layers * width * np.sqrt(2 / np.pi)

@@ -1,129 +1,78 @@
-"""The attention-only network of Wu et al. 2025, Section 5: one head, masks, position encodings, and a small
-classifier.
-
-All parameters have a leading dimension of models, so that several seeds train as one batched ensemble on a
-GPU; a single training is an ensemble of one.
-"""
+"""The attention-only network of Wu et al. 2025, Section 5: one head, masks, positions, a small classifier."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Literal
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
+from annotated_types import Ge, Le
 from torch import Tensor, nn
 
-from posbench.errors import UserError
+from posbench.schema import Count, NonNegative, Positive
 from posbench.theory import masks
+
+HIDDEN_LAYERS = 3  # of the classifier
 
 
 @dataclass(frozen=True, kw_only=True)
 class Attention:
-    """Architecture of Wu et al. 2025, Section 5: no bias in queries, keys and values, no output projection,
-    no norm.
+    """Architecture of Wu et al. 2025, Section 5: no biases in attention, no output projection, no norm.
 
     Attributes:
         depth: Attention layers.
-        residual: Add a layer's input to its output. The official code's default is no residual, although its
-            flag ``--not_res`` says the opposite: passing it turns them on.
+        residual: Add a layer's input to its output. The official code's flag ``--not_res`` turns this on.
         mask: ``decay`` is causal with -(i - j) m added to the scores, i and j counted in tokens.
-        pe: Position encoding: none, sinusoids added to the tokens, or rotary of interleaved pairs over the
-            whole width.
+        pe: Position encoding: none, sinusoids added to the tokens, or rotary of interleaved pairs.
         window: Tokens seen under ``window``, the token itself included.
         prefix: Tokens seen by all under ``prefix``.
         decay: m of ``decay`` (the paper: -log 0.8).
         rope_base: Base of both ``rope`` and ``sin``.
     """
 
-    depth: int = 2
+    depth: Annotated[int, Ge(1), Le(64)] = 2
     residual: bool = False
     mask: Literal["full", "causal", "window", "prefix", "decay"] = "causal"
     pe: Literal["none", "sin", "rope"] = "none"
-    window: int = 5
-    prefix: int = 4
-    decay: float = 0.22314355131420976
-    rope_base: float = 10000.0
+    window: Count = 5
+    prefix: Count = 4
+    decay: NonNegative = 0.22314355131420976
+    rope_base: Positive = 10000.0
 
-    def seen(self, tokens: int) -> NDArray[np.bool_]:
+    def seen(self, tokens: int) -> masks.Mask:
         """Which tokens a token sees, [n, n]."""
-        if self.mask == "full":
-            return np.ones((tokens, tokens), dtype=bool)
-        if self.mask == "window":
-            return masks.window(tokens, self.window)
-        if self.mask == "prefix":
-            return masks.prefix(tokens, self.prefix)
-        return masks.causal(tokens)
+        own = {"window": masks.window(tokens, self.window), "prefix": masks.prefix(tokens, self.prefix)}
+        own["full"] = np.ones((tokens, tokens), dtype=bool)
+        return own.get(self.mask, masks.causal(tokens))
 
     def score_bias(self, tokens: int) -> Tensor:
-        """What the mask adds to the scores, [n, n]: 0, minus infinity, or the decay; the log of the official
-        code's factor."""
+        """What the mask adds to the scores, [n, n]: the log of the official code's factor."""
         seen = np.where(self.seen(tokens), 0.0, -np.inf)
-        return torch.tensor(
-            masks.decay(tokens, self.decay) if self.mask == "decay" else seen, dtype=torch.float32
-        )
-
-    def check_network(self, where: str, width: int, tokens: int) -> None:
-        """Raise `UserError` where a number is out of range; ``where`` is the dotted name of these fields."""
-        for name, least, most in (("depth", 1, 64), ("window", 1, tokens), ("prefix", 1, tokens)):
-            if not least <= getattr(self, name) <= most:
-                raise UserError(
-                    f"{where}.{name}", getattr(self, name), f"{least} to {most}", f"change {name}"
-                )
-        if self.decay < 0:
-            raise UserError(f"{where}.decay", self.decay, "0 or more", "the paper takes 0.2231")
-        if width % 2 and self.pe != "none":
-            raise UserError(f"{where}.width", width, f"an even number with pe {self.pe}", "take 64")
-
-
-HIDDEN_LAYERS = 3
-"""Hidden layers of the classifier."""
-
-
-class _Scores(torch.autograd.Function):
-    """bias + q k^T, with gradients that are laid out as their inputs are: autograd's own for keys is
-    transposed, and copied."""
-
-    @staticmethod
-    def forward(ctx: Any, bias: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
-        ctx.save_for_backward(queries, keys)
-        return torch.baddbmm(bias, queries, keys.mT)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor, Tensor | None]:
-        (grad,) = grads
-        queries, keys = ctx.saved_tensors
-        return None, grad @ keys, grad.mT @ queries if ctx.needs_input_grad[2] else None
+        bias = masks.decay(tokens, self.decay) if self.mask == "decay" else seen
+        return torch.tensor(bias, dtype=torch.float32)
 
 
 class AttentionNetwork(nn.Module):
-    """M networks of one architecture, trained side by side; inputs and outputs have a leading dimension M."""
+    """M networks for tokens [M, B, n, D], trained side by side: all parameters have a leading dimension M.
+
+    Each of the generators draws one, as torch does by default: uniform within 1 / sqrt(width).
+    """
 
     def __init__(
         self, spec: Attention, width: int, labels: int, tokens: int, rngs: list[torch.Generator]
     ) -> None:
-        """Draw the weights as torch's linear layers do by default: uniform within 1 / sqrt(width).
-
-        Args:
-            spec: Architecture.
-            width: Dimension of a token, D.
-            labels: Classes of the output, L.
-            tokens: Tokens of a sequence, n.
-            rngs: A generator per model; the model lives on their device.
-        """
         super().__init__()
         self.spec, self.models, self.scale = spec, len(rngs), width**-0.5
-        device = rngs[0].device
+        device, depth, sizes = rngs[0].device, spec.depth, [width] * HIDDEN_LAYERS + [labels]
 
         def drawn(*shape: int) -> nn.Parameter:
             parts = [(2 * torch.rand(shape, generator=rng, device=device) - 1) * width**-0.5 for rng in rngs]
             return nn.Parameter(torch.stack(parts))
 
-        self.query = nn.ParameterList(drawn(width, width) for _ in range(spec.depth))
-        self.key = nn.ParameterList(drawn(width, width) for _ in range(spec.depth))
-        self.value = nn.ParameterList(drawn(width, width) for _ in range(spec.depth))
-        sizes = [width] * HIDDEN_LAYERS + [labels]
+        self.query = nn.ParameterList(drawn(width, width) for _ in range(depth))
+        self.key = nn.ParameterList(drawn(width, width) for _ in range(depth))
+        self.value = nn.ParameterList(drawn(width, width) for _ in range(depth))
         self.weight = nn.ParameterList(drawn(width, size) for size in sizes)
         self.bias = nn.ParameterList(drawn(1, size) for size in sizes)
         angles = torch.arange(tokens)[:, None] * spec.rope_base ** (-torch.arange(0, width, 2) / width)
@@ -133,14 +82,8 @@ class AttentionNetwork(nn.Module):
         self.register_buffer("sinusoids", torch.stack([angles.sin(), angles.cos()], -1).flatten(1).to(device))
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Logits of the query's label, [M, B, L], from tokens [M, B, n, D].
-
-        The last layer computes the query's row alone: no other row is read.
-        """
-        x = self._embedded(tokens)
-        for layer in range(self.spec.depth):
-            rows = x[:, -1:] if layer + 1 == self.spec.depth else x
-            x = self._layer(layer, x, rows, self._weights(layer, x, rows))
+        """Logits of the query's label, [M, B, L], from tokens [M, B, n, D]."""
+        x, _ = self._states(tokens, whole=False)
         x = x.view(self.models, -1, x.shape[-1])
         for index, (weight, bias) in enumerate(zip(self.weight, self.bias, strict=True)):
             x = torch.baddbmm(bias, x, weight)
@@ -150,42 +93,36 @@ class AttentionNetwork(nn.Module):
     @torch.no_grad()
     def attentions(self, tokens: Tensor) -> Tensor:
         """Attention weights of every layer and row, [M, B, depth, n, n], from tokens [M, B, n, D]."""
-        x, found = self._embedded(tokens), []
+        return torch.stack(self._states(tokens, whole=True)[1], 1).unflatten(0, tokens.shape[:2])
+
+    def _states(self, tokens: Tensor, whole: bool) -> tuple[Tensor, list[Tensor]]:
+        """Last states [M B, r, D] and each layer's weights; of the last layer the query's, if not ``whole``."""
+        x, found = tokens.flatten(0, 1), []
+        x = x + self.sinusoids if self.spec.pe == "sin" else x
         for layer in range(self.spec.depth):
-            found.append(self._weights(layer, x, x))
-            x = self._layer(layer, x, x, found[-1])
-        return torch.stack(found, 1).unflatten(0, tokens.shape[:2])
-
-    def _embedded(self, tokens: Tensor) -> Tensor:
-        x = tokens.flatten(0, 1)
-        return x + self.sinusoids if self.spec.pe == "sin" else x
-
-    def _layer(self, layer: int, x: Tensor, rows: Tensor, weights: Tensor) -> Tensor:
-        """The rows' output [M B, r, D] from all tokens x [M B, n, D] and the rows' weights [M B, r, n]."""
-        mixed = self._times(weights @ x, self.value[layer])
-        return rows + mixed if self.spec.residual else mixed
+            rows = x if whole or layer + 1 < self.spec.depth else x[:, -1:]
+            found.append(self._weights(layer, x, rows))
+            mixed = self._times(found[-1] @ x, self.value[layer])
+            x = rows + mixed if self.spec.residual else mixed
+        return x, found
 
     def _times(self, x: Tensor, weight: Tensor) -> Tensor:
         """Rows [M B, r, D] times each model's matrix [M, D, E]."""
         return (x.reshape(self.models, -1, x.shape[-1]) @ weight).view(*x.shape[:-1], -1)
 
     def _weights(self, layer: int, x: Tensor, rows: Tensor) -> Tensor:
-        """Attention weights of the rows, which are the last ones of x [M B, n, D], over all tokens, [M B, r,
-        n]."""
+        """Attention of the rows, which are the last ones of x [M B, n, D], over all tokens, [M B, r, n]."""
         # The small matrix is scaled, not the scores: a pass less over the largest arrays.
-        start, query = x.shape[1] - rows.shape[1], self.query[layer] * self.scale
+        start, query, key = x.shape[1] - rows.shape[1], self.query[layer] * self.scale, self.key[layer]
         if self.spec.pe == "rope":
-            queries, keys = (
-                self._rotated(self._times(rows, query), start),
-                self._rotated(self._times(x, self.key[layer]), 0),
-            )
+            queries = self._rotated(self._times(rows, query), start)
+            keys = self._rotated(self._times(x, key), 0)
         else:
             # q k^T = x (Wq Wk^T) x^T: one projection fewer.
-            queries, keys = self._times(rows, query @ self.key[layer].mT), x
-        scores: Tensor = _Scores.apply(self.score_bias[start:], queries, keys)
-        return scores.softmax(-1)
+            queries, keys = self._times(rows, query @ key.mT), x
+        return torch.baddbmm(self.score_bias[start:], queries, keys.mT).softmax(-1)
 
     def _rotated(self, x: Tensor, start: int) -> Tensor:
-        """Rotary embedding as a complex product of interleaved pairs; the first row is token ``start``."""
+        """Interleaved pairs as complex numbers, turned; the first row is token ``start``."""
         pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)))
         return torch.view_as_real(pairs * self.rotation[start:]).flatten(-2)
