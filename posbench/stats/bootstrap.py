@@ -26,6 +26,11 @@ class Estimate(NamedTuple):
     ci_high: float
     n: int
 
+    @property
+    def words(self) -> str:
+        """As notes quote it: ``0.12 [0.1, 0.14]``."""
+        return f"{self.value:.3g} [{self.ci_low:.3g}, {self.ci_high:.3g}]"
+
 
 def index_draws(clusters: int, resamples: int, seed: int) -> Iterator[NDArray[np.int64]]:
     """Drawn cluster numbers, [r, clusters] at a time."""

@@ -46,6 +46,18 @@ def need_items(task: Task) -> list[Example]:
     return there
 
 
+def need_whole_maps(run: Run) -> None:
+    """Refuse a method that computes the last row apart from the others: no forward then has whole maps.
+
+    Raises:
+        UserError: The method is one of these.
+    """
+    if run.trial().needs_prompt:
+        name = run.choice.name
+        allowed = f"a method that leaves whole attention maps; {name} runs the last token apart"
+        raise UserError("method", name, allowed, "leave the method out")
+
+
 def retrieval_layers(given: Range | None, unmodified: Sequence[float] | Array) -> Range:
     """The layers whose attention is looked at: those given, else the paper's 15 to 20 of 32, or that share of another depth.
 
