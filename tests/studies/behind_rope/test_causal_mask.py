@@ -1,4 +1,4 @@
-"""The study of the causal mask: what its tables and verdicts say, against the theory and against independent numbers."""
+"""The study of the causal mask: its tables and verdicts against the theory and against independent numbers."""
 
 from __future__ import annotations
 
