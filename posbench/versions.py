@@ -4,6 +4,7 @@ from importlib.metadata import PackageNotFoundError, requires, version
 
 from packaging.requirements import Requirement
 
+import posbench
 from posbench.errors import UserError
 
 
@@ -27,3 +28,9 @@ def check() -> None:
                     f"version {requirement.specifier}",
                     f"pip install '{requirement}'",
                 )
+
+
+def summary() -> str:
+    """The versions that a time depends on, in one line."""
+    others = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers"))
+    return f"posbench {posbench.__version__}, {others}"
