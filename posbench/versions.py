@@ -35,3 +35,8 @@ def check() -> None:
         if found and not requirement.specifier.contains(found, prereleases=True):
             hint = f"pip install '{requirement}'"
             raise UserError("transformers", found, f"version {requirement.specifier}", hint)
+
+
+def summary() -> str:
+    """The versions that a time depends on, in one line."""
+    return f"posbench {__version__}, torch {version('torch')}, transformers {version('transformers')}"

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor
 
 from posbench.model.encode import Encoded
@@ -72,3 +73,26 @@ def pooled(weights: Sequence[Tensor], pool: Tensor) -> Tensor:
     # A sliding-window layer may hold the newest keys only: the others have no weight.
     layers = [F.pad(row, (pool.shape[-1] - row.shape[-1], 0)) for row in weights]
     return torch.einsum("lbht,bit->blhi", torch.stack(layers), pool)
+
+
+@torch.inference_mode()
+def attention_to_thirds(
+    lm: LM, prompts: Sequence[Sequence[int]], plan: Sequence[Sequence[int]]
+) -> NDArray[np.float64]:
+    """Share of the last token's attention on each third of its prompt, mean over heads, [N, L, 3].
+
+    Args:
+        lm: A model with rotary embedding, inside a method's block where one is meant.
+        prompts: Token ids of N prompts.
+        plan: Numbers of the prompts in each batch.
+    """
+    found = np.zeros((len(prompts), lm.layers, 3))
+    for batch in plan:
+        with lm.last_attention() as weights:
+            lm.model(**lm.pad([prompts[i] for i in batch]), use_cache=False, logits_to_keep=1)
+        for layer in range(lm.layers):
+            # A method may run a prompt as several rows, which are averaged as heads are.
+            rows = weights[layer].unflatten(0, (len(batch), -1)).flatten(1, 2).mean(1).double().cpu().numpy()
+            for row, i in zip(rows, batch, strict=True):
+                found[i, layer] = [part.sum() for part in np.array_split(row[-len(prompts[i]) :], 3)]
+    return found

@@ -6,6 +6,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import yaml
+
+from posbench import paths
 from posbench.errors import UserError, renamed
 from posbench.methods.base import Method
 from posbench.methods.composed import Composed
@@ -98,3 +101,9 @@ class MethodChoice:
                 hint = hint or "type {key}=..., or add the block to the model's YAML"
                 raise UserError(missing[0], None, allowed, hint.format(key=missing[0]))
             return build(self.cls, values, "method")
+
+
+def known() -> dict[str, type[Method]]:
+    """The classes of the methods in ``conf/method``, by the names of their files."""
+    files = sorted((paths.CONF / "method").glob("*.yaml"))
+    return {file.stem: target(yaml.safe_load(file.read_text()), Method, "method")[0] for file in files}

@@ -189,7 +189,7 @@ class GeneticSearch(ScaleSearch):
         """Write ``search.csv`` (candidates), ``generations.csv`` and ``curve.csv``; scores and state are kept
         as they come."""
         lm, out = run.lm, run.out
-        examples, positions = calibration(run.task)
+        examples, positions = calibration(run.task, self.calibration_seed)
         measure = answering(lm, run.task, examples, run.whole)
 
         def answer(scales: Scales, numbers: list[int]) -> list[float]:

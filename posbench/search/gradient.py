@@ -57,7 +57,7 @@ class GradientSearch(ScaleSearch):
     def search(self, run: Run) -> None:
         """Write ``search.csv``, a row per epoch; the last epoch's scales are found."""
         lm, out = run.lm, run.out
-        examples, positions = calibration(run.task)
+        examples, positions = calibration(run.task, self.calibration_seed)
         pairs = [lm.answer_ids(example.prompt, example.answers[0]) for example in examples]
         pools = [[i for i, position in enumerate(positions) if position == p] for p in range(len(POSITIONS))]
         scales = torch.full((lm.layers,), float(self.start), device=lm.device, requires_grad=True)

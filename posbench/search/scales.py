@@ -27,7 +27,11 @@ Weights = tuple[NonNegative, NonNegative, NonNegative]
 @dataclass(frozen=True, kw_only=True)
 class ScaleSearch(Search):
     """What searches for the scales of layer_scaling share: three gold positions with weights, and the found
-    block."""
+    block.
+
+    Attributes:
+        calibration_seed: Of the calibration questions; None: the task's, which also draws the evaluation.
+    """
 
     serves: ClassVar[type[LayerScaling]] = LayerScaling
     finds: ClassVar[Mapping[str, Any]] = {
@@ -40,6 +44,7 @@ class ScaleSearch(Search):
     weights: Weights = (0.2, 0.3, 0.5)
     batch_size: Count = 32
     seed: int = 0
+    calibration_seed: int | None = None
 
     def __post_init__(self) -> None:
         # The paper itself prints three times 0.333.
@@ -50,7 +55,7 @@ class ScaleSearch(Search):
     def check(self, run: Run) -> None:
         """Refuse typed scales, and a task whose gold answers have no places."""
         super().check(run)
-        calibration(run.task)
+        calibration(run.task, self.calibration_seed)
 
     def write_scales(
         self, run: Run, parameters: Mapping[str, Any], scales: Scales, scores: Scores, how: str
@@ -72,12 +77,13 @@ class ScaleSearch(Search):
         )
 
 
-def calibration(task: Task) -> tuple[list[Example], list[int]]:
+def calibration(task: Task, seed: int | None = None) -> tuple[list[Example], list[int]]:
     """Every calibration question three times, with the answer at the beginning, in the middle and at the end.
 
     Args:
-        task: A task with gold positions. Three ``calibration_positions`` replace the first, the middle (n //
-            2) and the last.
+        task: A task with gold positions. Three ``calibration_positions`` replace the first, the middle
+            (n // 2) and the last.
+        seed: Of the questions; None: the task's.
 
     Returns:
         The examples, and for each 0, 1 or 2.
@@ -95,6 +101,7 @@ def calibration(task: Task) -> tuple[list[Example], list[int]]:
         allowed = "null, or the beginning, the middle and the end: three of them"
         hint = 'set task.calibration_positions=["0%","50%","100%"]'
         raise UserError("task.calibration_positions", list(places), allowed, hint)
+    task = task if seed is None else replace(task, seed=seed)  # type: ignore[call-arg]
     examples, positions = list[Example](), list[int]()
     for number, place in enumerate(places):
         asked = replace(task, calibration_positions=(place,)).examples("calibration")  # type: ignore[call-arg]

@@ -27,6 +27,11 @@ class Estimate(NamedTuple):
     ci_high: float
     n: int
 
+    @property
+    def words(self) -> str:
+        """As notes quote it: ``0.12 [0.1, 0.14]``."""
+        return f"{self.value:.3g} [{self.ci_low:.3g}, {self.ci_high:.3g}]"
+
 
 def chunks(resamples: int, width: int) -> Iterator[int]:
     """Sizes of the parts in which draws of ``width`` entries each are made."""

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import ArrayLike
 from scipy.stats import rankdata
 
 from posbench.stats.bootstrap import Array
 
 
-def spearman(x: Array, y: Array) -> Array:
+def spearman(x: ArrayLike, y: ArrayLike) -> Array:
     """Rank correlation over the last axis of x and y, [..., P] each or [P]; NaN where a row is constant."""
     a, b = (rankdata(np.asarray(values, dtype=np.float64), axis=-1) for values in (x, y))
     a, b = a - a.mean(-1, keepdims=True), b - b.mean(-1, keepdims=True)

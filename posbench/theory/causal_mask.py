@@ -175,3 +175,15 @@ def diagonal_normalised(scores: Array) -> Array:
         line = scores[..., rows, rows - offset]
         found[..., rows, rows - offset] = line - line.mean(axis=-1, keepdims=True)
     return found
+
+
+def rising_rows(scores: Array) -> int:
+    """Rows in which the score rises strictly with the key, up to the one before the query."""
+    return sum(bool((np.diff(scores[i, :i]) > 0).all()) for i in range(2, len(scores)))
+
+
+def beyond_distance(scores: Array) -> float:
+    """Share of the variance below the diagonal that is left without each diagonal's mean; 0 where all are equal."""
+    lower = np.tril_indices(len(scores), -1)
+    whole = ((scores[lower] - scores[lower].mean()) ** 2).sum()
+    return float((diagonal_normalised(scores)[lower] ** 2).sum() / whole) if whole > 1e-20 else 0.0

@@ -1,41 +1,103 @@
-"""How much of a method's result is rounding: error against float64 per weight type, and drift with the batch
-size.
-
-``make precision``, or ``python -m posbench.studies.cost.precision --help``.
-"""
+"""How much of a method's result is rounding: error against float64 per weight type, and drift with the batch size."""
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Mapping, Sequence
-from pathlib import Path
+from dataclasses import dataclass, replace
 
+import pandas as pd
 import torch
-import transformers
+from matplotlib.figure import Figure
 from torch import Tensor
-from transformers.utils.logging import disable_progress_bar
 
-import posbench
-from posbench import paths
-from posbench.cli.main import _hydra as compose
-from posbench.errors import choices
-from posbench.files.atomic import write_text
-from posbench.files.hardware import hardware
-from posbench.files.markdown import markdown
-from posbench.methods import Method
+from posbench.errors import UserError
+from posbench.files.atomic import Row
+from posbench.methods import Method, Unmodified
+from posbench.methods.choice import MethodChoice, known
 from posbench.model.lm import LM, batches
-from posbench.pipeline import config as configs
+from posbench.model.load import load
+from posbench.plots import base as plot
+from posbench.plots.section import Drawn
+from posbench.run.base import Run
+from posbench.schema import Count, defaults
+from posbench.stats.frames import UNMODIFIED
+from posbench.studies.base import Study, Tables
+from posbench.studies.cost.timing import table
 
 DTYPES = ("float32", "bfloat16", "float16")
 BATCHES = (1, 4, 16)
 
 
-def methods_of(model: str) -> dict[str, Method]:
-    """Every method of ``conf/method`` with the constants of a model, by its name."""
-    found: dict[str, Method] = {}
-    for name in choices(paths.CONF / "method"):
-        job = [f"model={model}", f"method={name}", "stages=[evaluate]"]
-        compose(job, lambda config: found.update({name: configs.check(configs.plain(config)).method()}))  # noqa: B023
+@dataclass(frozen=True, kw_only=True)
+class Precision(Study):
+    """Logits of the first answer token under every method, in four weight types and three batch sizes.
+
+    The float64 run is exact but for norms, rotations and the softmax, which transformers computes in float32. Larger
+    batches are padded on the left and sum in another order.
+
+    Attributes:
+        prompts: Prompts of several lengths, so that batches are padded.
+    """
+
+    prompts: Count = 512
+
+    def check(self, run: Run) -> None:
+        """See :meth:`Study.check`."""
+        if not isinstance(run.trial(), Unmodified):
+            raise UserError("method", run.choice.name, "none: all methods are measured", "leave it out")
+
+    def measure(self, run: Run) -> dict[str, pd.DataFrame]:
+        """Tables ``errors`` and ``drifts``: method, weights, largest and mean difference of logits, and changed.
+
+        ``errors`` is against float64, one prompt at a time; its rows in float64 show how far a method moves the logits.
+        ``drifts`` is by batch, against one prompt at a time. ``changed``: share of prompts whose most likely token differs.
+        """
+        rows = [code.ids for code in run.encode(run.evaluation).values()]
+        rows = rows[:: max(1, len(rows) // self.prompts)][: self.prompts]
+        # Every other prompt loses some of its first pairs: equal lengths would need no padding.
+        rows = [row if i % 2 else row[:1] + row[1 + 4 * (i % 7) :] for i, row in enumerate(rows)]
+        methods = with_constants(run)
+        errors: list[Row] = []
+        drifts: list[Row] = []
+        with run.progress("weight types", 1 + len(DTYPES)) as advance:
+            lm = self._load(run, "float64")
+            exact = {name: next_logits(lm, method, rows, 1) for name, method in methods.items()}
+            advance(1)
+            for dtype in DTYPES:
+                lm = self._load(run, dtype)
+                for name, method in methods.items():
+                    alone, *others = (next_logits(lm, method, rows, size) for size in BATCHES)
+                    front = {"method": name, "weights": dtype}
+                    errors.append(front | compare(alone, exact[name]))
+                    for size, found in zip(BATCHES[1:], others, strict=True):
+                        drifts.append(front | {"batch": size} | compare(found, alone))
+                advance(1)
+        for name, found in exact.items():
+            moved = {"method": name, "weights": "float64"} | compare(found, exact[UNMODIFIED])
+            errors += [moved] if name != UNMODIFIED else []
+        return {"errors": table(errors), "drifts": table(drifts)}
+
+    def _load(self, run: Run, dtype: str) -> LM:
+        where = run.runtime
+        return load(replace(run.model, dtype=dtype), device=where.device, device_map=where.device_map)
+
+    def figures(self, tables: Tables) -> Drawn:
+        """Errors and effects."""
+        words = "Mean difference of logits: error of each weight type against float64, and what the method itself does."
+        return {"errors": (errors_figure(tables["errors"]), words)}
+
+
+def with_constants(run: Run) -> dict[str, Method]:
+    """Every method of ``conf/method`` that applies to the model, with the constants of the model's file."""
+    found = {}
+    for name, cls in known().items():
+        block = {k: v for k, v in run.model.blocks.get(name, {}).items() if k in defaults(cls)}
+        try:
+            method = MethodChoice(name=name, cls=cls, values=defaults(cls) | block).build()
+            method.check(run.lm)
+        except UserError:
+            continue
+        found[name] = method
     return found
 
 
@@ -50,98 +112,21 @@ def next_logits(lm: LM, method: Method, rows: Sequence[Sequence[int]], batch_siz
     return out
 
 
-def compare(found: Tensor, reference: Tensor) -> dict[str, float]:
-    """Largest and mean absolute difference of logits [N, V], and the share of prompts whose most likely token
-    differs."""
+def compare(found: Tensor, reference: Tensor) -> Mapping[str, float]:
+    """Largest and mean absolute difference of logits [N, V], and the share of prompts whose most likely token differs."""
     error = (found - reference).abs()
     changed = (found.argmax(-1) != reference.argmax(-1)).double().mean()
     return {"largest": error.max().item(), "mean": error.mean().item(), "changed": changed.item()}
 
 
-def measure(model: str, prompts: int, device: str) -> tuple[list[list[str]], list[list[str]]]:
-    """Rows of the two tables: error per method and weight type, and drift per method, weight type and batch
-    size.
-
-    Args:
-        model: A name in ``conf/model`` that has the constants of every method.
-        prompts: Prompts of several lengths, so that batches are padded.
-        device: Where to run.
-    """
-    exact = posbench.load(model, dtype="float64", device=device)
-    task = task_of(model)
-    rows = [exact.encode(e.prompt).ids for e in task.examples("evaluation")]
-    rows = rows[:: max(1, len(rows) // prompts)][:prompts]
-    # Every other prompt loses some of its first pairs: equal lengths would need no padding.
-    rows = [row if i % 2 else row[:1] + row[1 + 4 * (i % 7) :] for i, row in enumerate(rows)]
-    methods = methods_of(model)
-    references = {name: next_logits(exact, method, rows, 1) for name, method in methods.items()}
-    errors, drifts = [], []
-    for dtype in DTYPES:
-        lm = posbench.load(model, dtype=dtype, device=device)
-        for name, method in methods.items():
-            by_batch = {size: next_logits(lm, method, rows, size) for size in BATCHES}
-            errors.append([name, dtype, *_cells(compare(by_batch[1], references[name]))])
-            for size in BATCHES[1:]:
-                drifts.append([name, dtype, str(size), *_cells(compare(by_batch[size], by_batch[1]))])
-    plain = references["none"]
-    for name, reference in references.items():
-        if name != "none":
-            errors.append([f"{name} - none", "float64", *_cells(compare(reference, plain))])
-    return errors, drifts
-
-
-def task_of(model: str) -> configs.Task:
-    """The default task of a model."""
-    found = []
-    compose(
-        [f"model={model}", "stages=[evaluate]"],
-        lambda config: found.append(configs.check(configs.plain(config)).task),
-    )
-    return found[0]
-
-
-def _cells(numbers: Mapping[str, float]) -> list[str]:
-    return [f"{numbers['largest']:.1e}", f"{numbers['mean']:.1e}", f"{100 * numbers['changed']:.1f} %"]
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    """Measure, print, and write the page where asked."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", default="tiny")
-    parser.add_argument("--prompts", type=int, default=512)
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--out", type=Path, help="write the tables as Markdown")
-    options = parser.parse_args(argv)
-    torch.set_num_threads(1)
-    disable_progress_bar()
-    errors, drifts = measure(options.model, options.prompts, options.device)
-    versions = (
-        f"posbench {posbench.__version__}, torch {torch.__version__}, transformers {transformers.__version__}"
-    )
-    text = f"""# Precision
-
-Model {options.model}, {options.prompts} prompts, logits of the first answer token; {options.device}: {hardware()}; {versions}.
-Made by `make precision`.
-
-## Error against float64, one prompt at a time
-
-{markdown(("method", "weights", "largest", "mean", "other answer"), errors)}
-
-Absolute differences of logits. "Other answer": prompts whose most likely token differs. The float64 run is exact but for norms,
-rotations and the softmax, which transformers computes in float32. The rows `method - none` are no error: they show how far the
-method itself moves the logits.
-
-## Drift with the batch size, against one prompt at a time
-
-{markdown(("method", "weights", "batch", "largest", "mean", "other answer"), drifts)}
-
-Batches are padded on the left. In exact arithmetic all of these are zero; a larger batch sums in another order. Runs with another
-`runtime.batch_size` therefore get another folder, and a method is compared with the unmodified model at the same batch size.
-"""
-    print(text)
-    if options.out:
-        write_text(options.out, text)
-
-
-if __name__ == "__main__":
-    main()
+@plot.styled
+def errors_figure(errors: pd.DataFrame) -> Figure:
+    """Mean difference of logits, a line for each method: a mark for each weight type, and for the method's effect."""
+    figure = plot.new_figure(plot.PAGE, 2.4)
+    axes = figure.subplots()
+    for index, (weights, rows) in enumerate(errors.groupby("weights", sort=False)):
+        label = "effect of the method, float64" if weights == "float64" else f"error of {weights}"
+        axes.plot(rows["mean"], rows["method"], **plot.line_style(index) | {"linestyle": "", "label": label})
+    axes.set(xscale="log", xlabel="mean absolute difference of logits")
+    plot.legend_below(figure, axes)
+    return figure

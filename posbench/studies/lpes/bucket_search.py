@@ -1,187 +1,96 @@
-"""Bases for Attention Buckets from theory alone: attention waves whose troughs the peaks of other bases fill.
-
-``make bucket-search``, or ``python -m posbench.studies.lpes.bucket_search --help``. No model runs. The
-published list (10000, 17500, 18000, 19000, 20000, 25000) comes out in part only: what counts as a peak is not
-written down, and the choice depends on it.
-"""
+"""Bases for Attention Buckets from theory: attention waves whose troughs the peaks of other bases fill."""
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Annotated, ClassVar
 
 import numpy as np
 import pandas as pd
-from numpy.typing import NDArray
-from rich.console import Console
-from rich.table import Table
-from scipy.signal import argrelextrema
+from annotated_types import MinLen
+from matplotlib.figure import Figure
 
-from posbench.files.atomic import write_csv
-from posbench.studies.lpes.rope_curves import wave
+from posbench.plots import base as plot
+from posbench.plots.section import Drawn
+from posbench.run.base import Run
+from posbench.schema import Count, Several, Whole
+from posbench.stats.findings import Finding
+from posbench.studies.base import Study, Tables
+from posbench.theory.waves import Step, choose, extrema, wave
 
-PUBLISHED = (10000.0, 17500.0, 18000.0, 19000.0, 20000.0, 25000.0)
-"""The authors' list for tool use."""
-
-Positions = NDArray[np.int64]
+PUBLISHED = (10000.0, 17500.0, 18000.0, 19000.0, 20000.0, 25000.0)  # the authors' list for tool use
 
 
-@dataclass(frozen=True)
-class Step:
-    """One base of the search, in the order of choice.
+@dataclass(frozen=True, kw_only=True)
+class BucketSearch(Study):
+    """Whether the published bases come out of a greedy search on RoPE's waves, after Chen et al. 2023.
+
+    No search of the pipeline: it finds nothing for a model, and what counts as a peak is not written down.
 
     Attributes:
-        base: Theta of the rotary embedding.
-        coincidences: Its peaks near troughs, and troughs near peaks, that the set before it had left over.
-        offset: Mean squared distance of these pairs in tokens; NaN without any.
-    """
-
-    base: float
-    coincidences: int
-    offset: float
-
-
-def extrema(scores: NDArray[np.float64], reach: int) -> tuple[Positions, Positions]:
-    """Indices of peaks and troughs of a curve's envelope: the largest and smallest value within ``reach`` on
-    both sides.
-
-    A place nearer to an end of the curve than that is compared with what there is; the ends themselves are
-    neither.
-    """
-    return argrelextrema(scores, np.greater, order=reach)[0], argrelextrema(scores, np.less, order=reach)[0]
-
-
-def choose(
-    found: Mapping[float, tuple[Positions, Positions]], first: float, count: int, tolerance: int = 3
-) -> list[Step]:
-    """Greedy choice of bases whose peaks stand where the chosen ones have troughs, and the other way round.
-
-    A pair within ``tolerance`` cancels: neither counts for later bases. Ties go to the smaller mean squared
-    offset, then to the smaller base.
-
-    Args:
-        found: Peaks and troughs per candidate, in tokens.
-        first: The base to start from, one of the candidates.
+        dim: Size of a head.
+        distances: First and last distance in tokens.
+        candidates: First and last base, and the step between two.
+        first: The base to start from.
         count: Bases to choose, the first included.
-        tolerance: Largest distance of a pair in tokens.
-
-    Returns:
-        At most ``count`` steps; the first one has no coincidences.
-
-    Source: Attention Buckets (Chen et al. 2023), base search, after its released program.
+        tolerance: Largest distance in tokens of a peak and a trough that cancel.
+        reach: A peak is the largest score within so many tokens; the waves of the first value are written.
     """
-    steps = [Step(first, 0, float("nan"))]
-    open_peaks, open_troughs = (set(part.tolist()) for part in found[first])
-    while len(steps) < min(count, len(found)):
-        tried = []
-        for base in sorted(set(found) - {step.base for step in steps}):
-            peaks, troughs = found[base]
-            pairs = [*_pairs(peaks, open_troughs, tolerance), *_pairs(troughs, open_peaks, tolerance)]
-            offset = float(np.mean([(a - b) ** 2 for a, b in pairs])) if pairs else float("nan")
-            tried.append(Step(base, len(pairs), offset))
-        best = min(
-            tried, key=lambda step: (-step.coincidences, np.nan_to_num(step.offset, nan=np.inf), step.base)
-        )
-        peaks, troughs = found[best.base]
-        filled, emptied = _pairs(peaks, open_troughs, tolerance), _pairs(troughs, open_peaks, tolerance)
-        # In this order: a pair is a new extremum and an open one, and both are gone.
-        open_troughs = (open_troughs - {b for _, b in filled}) | (
-            set(troughs.tolist()) - {a for a, _ in emptied}
-        )
-        open_peaks = (open_peaks - {b for _, b in emptied}) | (set(peaks.tolist()) - {a for a, _ in filled})
-        steps.append(best)
-    return steps
+
+    needs_model: ClassVar[bool] = False
+    needs_task: ClassVar[bool] = False
+
+    dim: Several = 128
+    distances: tuple[Whole, Count] = (1000, 4090)
+    candidates: tuple[Count, Count, Count] = (10000, 30000, 500)
+    first: float = 10000.0
+    count: Count = 6
+    tolerance: Whole = 3
+    reach: Annotated[tuple[Count, ...], MinLen(1)] = (250, 150, 200, 300, 400)
+
+    def measure(self, run: Run) -> dict[str, pd.DataFrame]:
+        """Tables ``bases`` (reach, mean number of peaks and troughs, order, :class:`Step`, published) and
+        ``waves`` (step, base, distance, score, extremum)."""
+        distance, (low, high, step) = np.arange(self.distances[0], self.distances[1] + 1), self.candidates
+        candidates = sorted({self.first, *map(float, range(low, high + 1, step))})
+        scores = {base: wave(distance.astype(float), self.dim, base) for base in candidates}
+        rows, parts = [], []
+        for reach in self.reach:
+            found = {base: [distance[at] for at in extrema(each, reach)] for base, each in scores.items()}
+            extent = [np.mean([len(pair[side]) for pair in found.values()]) for side in (0, 1)]
+            for order, chosen in enumerate(choose(found, self.first, self.count, self.tolerance)):
+                rows.append((reach, *extent, order, *chosen, chosen.base in PUBLISHED))
+                kind = np.select([np.isin(distance, at) for at in found[chosen.base]], ["peak", "trough"], "")
+                line = {"distance": distance, "score": scores[chosen.base], "extremum": kind}
+                parts.append(pd.DataFrame({"step": order, "base": chosen.base, **line}))
+        bases = pd.DataFrame(rows, columns=["reach", "peaks", "troughs", "order", *Step._fields, "published"])
+        return {"bases": bases, "waves": pd.concat(parts[: len(parts) // len(self.reach)])}
+
+    def figures(self, tables: Tables) -> Drawn:
+        """The peaks and troughs of the chosen bases."""
+        words = f"Peaks and troughs of the chosen bases in their order, within {self.reach[0]} tokens each."
+        return {"waves": (waves_figure(tables["waves"]), words)}
+
+    def findings(self, tables: Tables) -> list[Finding]:
+        """Whether the published list comes out."""
+        counts, n = tables["bases"].groupby("reach", sort=False)["published"].sum(), len(PUBLISHED)
+        told = ", ".join(f"{count} with {reach}" for reach, count in counts.items())
+        claim = "Attention Buckets (Chen et al. 2023): peaks that fill troughs give the bases for tool use"
+        size = "published bases among those chosen, for the reach of a peak that finds most"
+        note = f"{told}; published: {', '.join(f'{base:g}' for base in PUBLISHED)}"
+        return [Finding.that(counts.max() == n, claim, size, (counts.max(), n), note)]
 
 
-def _pairs(new: Positions, there: set[int], tolerance: int) -> list[tuple[int, int]]:
-    """Each new position with the nearest one that is there and within reach; each of these is used once."""
-    free, pairs = set(there), []
-    for position in new.tolist():
-        nearest = min(free, key=lambda other: (abs(other - position), other), default=None)
-        if nearest is not None and abs(nearest - position) <= tolerance:
-            free.remove(nearest)
-            pairs.append((position, nearest))
-    return pairs
-
-
-def curves(
-    distance: Positions, found: Mapping[float, tuple[Positions, Positions]], steps: Sequence[Step], dim: int
-) -> pd.DataFrame:
-    """The waves of the chosen bases, to draw: rows of step, base, distance, score, and extremum (peak, trough
-    or nothing)."""
-    parts = []
-    for number, step in enumerate(steps):
-        kind = np.full(len(distance), "", dtype=object)
-        for name, positions in zip(("peak", "trough"), found[step.base], strict=True):
-            kind[np.isin(distance, positions)] = name
-        score = wave(distance.astype(float), dim, step.base)
-        parts.append(
-            pd.DataFrame(
-                {"step": number, "base": step.base, "distance": distance, "score": score, "extremum": kind}
-            )
-        )
-    return pd.concat(parts, ignore_index=True)
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    """Search, print the bases per definition of a peak, and write the waves of the chosen ones."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--dim", type=int, default=128, help="size of a head")
-    parser.add_argument("--distances", type=int, nargs=2, default=(1000, 4090), metavar=("FIRST", "LAST"))
-    parser.add_argument(
-        "--candidates", type=int, nargs=3, default=(10000, 30000, 500), metavar=("FIRST", "LAST", "STEP")
-    )
-    parser.add_argument("--first", type=float, default=10000.0, help="the base to start from")
-    parser.add_argument("--count", type=int, default=6, help="bases to choose")
-    parser.add_argument(
-        "--tolerance", type=int, default=3, help="largest distance of a peak and a trough that cancel"
-    )
-    parser.add_argument(
-        "--reach",
-        type=int,
-        nargs="+",
-        default=[250, 150, 200, 300, 400],
-        help="a peak is the largest score within so many tokens; the waves of the first value are written",
-    )
-    parser.add_argument("--out", type=Path, default=Path("outputs/bucket_search"))
-    options = parser.parse_args(argv)
-    distance = np.arange(options.distances[0], options.distances[1] + 1)
-    low, high, step = options.candidates
-    bases = [float(base) for base in range(low, high + 1, step)]
-    if options.first not in bases:
-        parser.error(f"--first {options.first:g} is none of the candidates")
-    waves = {base: wave(distance.astype(float), options.dim, base) for base in bases}
-    table = Table(
-        "reach",
-        "peaks and troughs per base",
-        "bases in the order of choice (coincidences)",
-        "of the published list",
-    )
-    for number, reach in enumerate(options.reach):
-        places = {base: extrema(scores, reach) for base, scores in waves.items()}
-        found = {base: (distance[peaks], distance[troughs]) for base, (peaks, troughs) in places.items()}
-        steps = choose(found, options.first, options.count, options.tolerance)
-        extent = [float(np.mean([len(pair[side]) for pair in found.values()])) for side in (0, 1)]
-        chosen = ", ".join(f"{s.base:g} ({s.coincidences})" for s in steps)
-        same = [s.base for s in steps if s.base in PUBLISHED]
-        table.add_row(
-            str(reach),
-            " and ".join(f"{n:.1f}" for n in extent),
-            chosen,
-            f"{len(same)} of {len(PUBLISHED)}: {', '.join(f'{base:g}' for base in same)}",
-        )
-        if not number:
-            frame = curves(distance, found, steps, options.dim)
-            options.out.mkdir(parents=True, exist_ok=True)
-            write_csv(options.out / "waves.csv", frame)
-    console = Console()
-    console.print(table)
-    console.print(
-        f"published: {', '.join(f'{base:g}' for base in PUBLISHED)}; waves of the first row: {options.out / 'waves.csv'}"
-    )
-
-
-if __name__ == "__main__":
-    main()
+@plot.styled
+def waves_figure(waves: pd.DataFrame) -> Figure:
+    """Where the waves of the chosen bases have their peaks and troughs, a line for each base."""
+    figure, bases = plot.new_figure(plot.PAGE, 2.4), waves.groupby("step")["base"].first()
+    axes = figure.subplots()
+    for kind, marker, colour in (("peak", "^", plot.COLOURS[1]), ("trough", "v", plot.COLOURS[0])):
+        at = waves[waves["extremum"] == kind]
+        axes.plot(at["distance"], at["step"], marker, color=colour, label=kind)
+    axes.set(xlabel="relative distance (tokens)", ylabel="base, in the order of choice")
+    axes.set_yticks(bases.index, [f"{base:g}" for base in bases])
+    axes.invert_yaxis()
+    plot.legend_below(figure, axes)
+    return figure

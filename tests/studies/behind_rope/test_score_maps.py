@@ -1,4 +1,4 @@
-"""Mean scores and Gram panels against full recomputations, one sample at a time."""
+"""The studies of score maps and Gram panels against full recomputations, one sample at a time."""
 
 from __future__ import annotations
 
@@ -12,9 +12,12 @@ import torch
 
 import posbench as package
 from posbench.errors import UserError
+from posbench.measure.scores import score_maps
 from posbench.methods.attention_buckets import AttentionBuckets
 from posbench.methods.moice import MoICE
-from posbench.studies.behind_rope import gram, score_map
+from posbench.studies.behind_rope import gram
+from posbench.studies.behind_rope.maps import long_table, stacked
+from posbench.studies.behind_rope.score_map import ScoreMap
 from posbench.theory.causal_mask import diagonal_normalised
 from tests.conftest import Result, run_folders
 from tests.models import BUILDERS
@@ -25,92 +28,19 @@ def _rows(count: int = 3, length: int = 9) -> list[list[int]]:
     return torch.randint(5, 250, (count, length)).tolist()
 
 
-@pytest.mark.parametrize("family", ["llama-gqa", "qwen3", "smollm3", "gemma", "phi3"])
-def test_scores_give_back_the_attention(family: str) -> None:
-    """The softmax of one sample's scores over what a token sees is its attention, averaged over nothing: one
-    head."""
-    torch.manual_seed(0)
-    lm = package.load(BUILDERS[family]())
-    rows = _rows()
-    found = [each.mean for each in score_map.score_maps(lm, [rows[:2], rows[2:]])]
-    assert len(found) == lm.layers and found[0].shape == (9, 9) and np.isnan(found[0][0, 1:]).all()
-    single = [[each.mean for each in score_map.score_maps(lm, [[row]])] for row in rows]
-    assert np.nan_to_num(found) == pytest.approx(np.nan_to_num(np.mean(single, axis=0)), abs=1e-4)
-    # Independent: eager weights are exp(score) over a row's sum, so log weights differ from scores by one
-    # number per row.
-    lm.model.set_attn_implementation("eager")
-    with torch.no_grad():
-        weights = lm.model(torch.tensor([rows[0]]), output_attentions=True).attentions
-    for layer in range(lm.layers):
-        logs = weights[layer][0].log().mean(0).numpy()
-        for i in range(1, 9):
-            away = logs[i, : i + 1] - single[0][layer][i, : i + 1]
-            assert away == pytest.approx(away.mean(), abs=1e-4)
-
-
-def test_mean_map_is_the_mean_of_single_maps() -> None:
-    torch.manual_seed(0)
-    query, key = torch.randn(5, 3, 12, 4), torch.randn(5, 3, 12, 4)
-    found = score_map.MeanMap(12)
-    found.add(query[:3], key[:3], 0.5)
-    found.add(query[3:], key[3:], 0.5)
-    each = 0.5 * torch.einsum("bhid,bhjd->bij", query, key).double().numpy() / 3
-    lower = np.tril_indices(12)
-    assert found.mean[lower] == pytest.approx(each.mean(0)[lower], abs=1e-5)
-    for half, rows in zip(found.halves, ([0, 2, 4], [1, 3]), strict=True):
-        assert half[lower] == pytest.approx(each[rows].mean(0)[lower], abs=1e-5)
-    for (near, shift), scores in zip(found.each, each, strict=True):
-        rows, distances = [], []
-        for i in range(5, 12):
-            keys = scores[i, 1:i]
-            rows.append(keys[-(len(keys) // 4) :].mean() - keys[: len(keys) // 4].mean())
-        for distance in range(1, 10):
-            pairs = np.array([scores[j + distance, j] for j in range(1, 12 - distance)])
-            half = len(pairs) // 2
-            distances.append(pairs[:half].mean() - pairs[-half:].mean())
-        assert near == pytest.approx(np.mean(rows), abs=1e-5) and shift == pytest.approx(
-            np.mean(distances), abs=1e-5
-        )
-
-
-def test_description_tells_relative_from_absolute_patterns() -> None:
-    """Planted scores: a decay with distance, and on top of it, or not, a slope along the keys; noise in every
-    sample."""
-    n, samples = 24, 40
-    place = torch.arange(n, dtype=torch.float32)
-    rng = torch.Generator().manual_seed(0)
-    told = {}
-    for slope in (0.0, 0.1):
-        found = score_map.MeanMap(n)
-        scores = -0.3 * (place[:, None] - place) + slope * place
-        for _ in range(samples):
-            noisy = scores + torch.randn(n, n, generator=rng)
-            # Keys that are unit vectors make the scores themselves the products.
-            found.add(noisy[None, None], torch.eye(n)[None, None])
-        told[slope] = score_map.describe(found)
-    relative, absolute = told[0.0], told[0.1]
-    lower = np.tril_indices(n - 1, -1)
-    exact = scores.numpy()[1:, 1:]
-    share = np.var(diagonal_normalised(exact)[lower]) / np.var(exact[lower])
-    assert relative["shift_low"] < 0 < relative["shift_high"] and relative["beyond"] < 0.01
-    assert absolute["shift_high"] < 0 and absolute["beyond"] == pytest.approx(share, rel=0.2)
-    assert (
-        relative["near_low"] > 0 and absolute["near_low"] > relative["near_high"] and absolute["n"] == samples
-    )
-
-
 def test_methods_that_attend_more_than_once() -> None:
     """Bases equal to the model's own change nothing, however often a method attends or runs a sample."""
     lm = package.load("tiny")
-    rows = score_map.samples(lm, 3, 10, None, 0)
-    plain = [np.nan_to_num(each.mean) for each in score_map.score_maps(lm, [rows])]
+    rows = ScoreMap(samples=3, tokens=10).rows(lm)
+    plain = [np.nan_to_num(each.mean) for each in score_maps(lm, [rows])]
     for method in (
         MoICE(weights="uniform", bases=(None, None), top_k=2),
         AttentionBuckets(bases=(None, None)),
     ):
         with method.applied(lm):
-            found = score_map.score_maps(lm, [rows])
+            found = score_maps(lm, [rows])
             panels = gram.gram_panels(lm, [rows])
+        assert all(len(each.each) == 3 for each in panels.values())
         assert [np.nan_to_num(each.mean) for each in found] == [
             pytest.approx(each, abs=1e-4) for each in plain
         ]
@@ -152,7 +82,7 @@ def test_gram_panels_are_inner_products_of_the_states() -> None:
                 want[name] = want[name] + (value @ value.T).numpy() / len(rows)
     for name, value in want.items():
         assert panels[name][lower] == pytest.approx(value[lower], abs=2e-3, rel=1e-3), name
-    scores = score_map.score_maps(lm, [rows])
+    scores = score_maps(lm, [rows])
     assert panels["b"][lower] == pytest.approx(scores[0].mean[lower], abs=1e-5)
     assert panels["i"][lower] == pytest.approx(scores[1].mean[lower], abs=1e-5)
 
@@ -160,7 +90,7 @@ def test_gram_panels_are_inner_products_of_the_states() -> None:
 @pytest.mark.parametrize("family", ["qwen3", "phi3", "mistral-window"])
 def test_gram_and_scores_agree_on_other_families(family: str) -> None:
     lm = package.load(BUILDERS[family]())
-    panels, scores = gram.gram_panels(lm, [_rows(2)]), score_map.score_maps(lm, [_rows(2)])
+    panels, scores = gram.gram_panels(lm, [_rows(2)]), score_maps(lm, [_rows(2)])
     lower = np.tril_indices(9)
     for panel, layer in (("b", 0), ("i", 1)):
         assert panels[panel].mean[lower] == pytest.approx(scores[layer].mean[lower], abs=1e-5)
@@ -169,14 +99,12 @@ def test_gram_and_scores_agree_on_other_families(family: str) -> None:
 
 def test_large_maps_are_means_over_blocks() -> None:
     values = np.random.default_rng(0).normal(size=(21, 21))
-    small = score_map.long_map({"score": values}, 30)
-    assert len(small) == 21 * 22 // 2 and score_map.stacked(small.assign(layer=1), "score").shape == (
-        1,
-        21,
-        21,
-    )
-    large = score_map.long_map({"score": values}, 8)  # blocks of three tokens
-    cells = score_map.stacked(large.assign(layer=1), "score")[0]
+    values[np.triu_indices(21, 1)] = np.nan
+    small = long_table("layer", {0: {"score": values}}, 30)
+    assert len(small) == 21 * 22 // 2 and stacked(small, "score").shape == (1, 21, 21)
+    assert small.iloc[-1].tolist() == [0, 21, 21, values[20, 20]]
+    large = long_table("layer", {0: {"score": values}}, 8)  # blocks of three tokens
+    cells = stacked(large, "score")[0]
     assert cells.shape == (7, 7) and np.isnan(cells[0, 1:]).all()
     assert cells[4, 1] == pytest.approx(values[12:15, 3:6].mean())
     assert cells[2, 2] == pytest.approx((values[7, 6] + values[8, 6] + values[8, 7]) / 3)
@@ -185,16 +113,16 @@ def test_large_maps_are_means_over_blocks() -> None:
 
 def test_samples(tmp_path: Path) -> None:
     lm = package.load("tiny")
-    rows = score_map.samples(lm, 5, 20, None, 1)
-    assert [len(row) for row in rows] == [20] * 5 and rows == score_map.samples(lm, 5, 20, None, 1)
-    assert rows != score_map.samples(lm, 5, 20, None, 2)
+    rows = ScoreMap(samples=5, tokens=20, seed=1).rows(lm)
+    assert [len(row) for row in rows] == [20] * 5 and rows == ScoreMap(samples=5, tokens=20, seed=1).rows(lm)
+    assert rows != ScoreMap(samples=5, tokens=20, seed=2).rows(lm)
     file = tmp_path / "words.txt"
     file.write_text(" ".join(["bal", "kop", "dip", "gel"] * 40))
-    assert [len(row) for row in score_map.samples(lm, 3, 12, file, 0)] == [12] * 3
+    assert [len(row) for row in ScoreMap(samples=3, tokens=12, text=str(file)).rows(lm)] == [12] * 3
     with pytest.raises(UserError, match="pieces of"):
-        score_map.samples(lm, 1000, 12, file, 0)
+        ScoreMap(samples=1000, tokens=12, text=str(file)).rows(lm)
     with pytest.raises(UserError, match=r"study\.text"):
-        score_map.samples(lm, 1, 12, tmp_path / "absent", 0)
+        ScoreMap(samples=2, tokens=12, text=str(tmp_path / "absent")).rows(lm)
 
 
 def test_families_that_cannot_be_listened_to_are_refused() -> None:
@@ -211,16 +139,16 @@ def test_the_commands(posbench: Callable[..., Result], outputs: Path) -> None:
         assert result.status == 0, result.err
     second, first = run_folders(outputs)
     maps = pd.read_csv(first / "maps.csv")
-    whole = score_map.stacked(maps, "score")
-    assert np.nan_to_num(score_map.stacked(maps, "normalised")) == pytest.approx(
+    whole = stacked(maps, "score")
+    assert np.nan_to_num(stacked(maps, "normalised")) == pytest.approx(
         np.nan_to_num(diagonal_normalised(whole)), abs=1e-6
     )
-    panels = score_map.stacked(pd.read_csv(second / "panels.csv"), "product", by="panel")
+    panels = stacked(pd.read_csv(second / "panels.csv"), "product", by="panel")
     assert np.nan_to_num(panels[8]) == pytest.approx(np.nan_to_num(whole[1]), abs=1e-5), (
         "scores of layer 2 in both studies"
     )
     tables = {"maps": maps, "layers": pd.read_csv(first / "layers.csv")}
-    study = score_map.ScoreMap(samples=8, tokens=12)
+    study = ScoreMap(samples=8, tokens=12)
     # Five layers: the first four raw and normalised with their colour bars, then all of them.
     shapes = {name: len(figure.axes) for name, (figure, _) in study.figures(tables).items()}
     assert shapes == {"score_map": 16, "all_layers_score": 10, "all_layers_normalised": 10}

@@ -4,7 +4,9 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from posbench.studies.lpes.bucket_search import PUBLISHED, Step, choose, extrema, main
+from posbench.studies.lpes.bucket_search import PUBLISHED
+from posbench.theory.waves import Step, choose, extrema
+from tests.conftest import run_folders
 
 EMPTY = np.array([], dtype=int)
 
@@ -54,12 +56,16 @@ def test_extrema_are_the_largest_and_smallest_within_reach():
         assert tuple(part.tolist() for part in extrema(curve, reach)) == expected
 
 
-def test_the_published_list_comes_out_in_part(tmp_path, capsys):
+def test_the_published_list_comes_out_in_part(posbench, outputs):
     """18000 and 19000 follow 10000 where a base has six to eight peaks; the rest of the list is not found."""
-    main(["--reach", "250", "--out", str(tmp_path)])
-    waves = pd.read_csv(tmp_path / "waves.csv", keep_default_na=False)
+    assert posbench("study=bucket_search", "study.reach=[250,400]", "stages=[study]").status == 0
+    (folder,) = run_folders(outputs)
+    waves = pd.read_csv(folder / "waves.csv", keep_default_na=False)
     bases = waves.groupby("step")["base"].first().tolist()
     assert bases[:3] == [10000, 18000, 19000] and set(bases) != set(PUBLISHED)
+    table = pd.read_csv(folder / "bases.csv").groupby("reach")
+    assert table.get_group(250)["base"].tolist() == bases
+    assert table["published"].sum().to_dict() == {250: 3, 400: 2}
     peaks = waves[(waves["base"] == 10000) & (waves["extremum"] == "peak")]
     assert 4 <= len(peaks) <= 9
     alone = waves[waves["base"] == 10000].set_index("distance")["score"]
@@ -67,4 +73,5 @@ def test_the_published_list_comes_out_in_part(tmp_path, capsys):
     assert alone[place] == alone.loc[max(place - 250, 1000) : place + 250].max()
     angles = place * 10000.0 ** (-np.arange(0, 128, 2) / 128)
     assert alone[place] == pytest.approx(2 * np.cos(angles).sum() / np.sqrt(128), rel=1e-6)
-    assert "3 of 6" in capsys.readouterr().out
+    (finding,) = pd.read_csv(folder / "findings.csv").itertuples()
+    assert (finding.value, finding.n, finding.verdict) == (3, 6, "does not hold")

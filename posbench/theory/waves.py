@@ -1,0 +1,113 @@
+"""The attention waves that RoPE alone makes, and bases whose waves fill each other's troughs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.signal import argrelextrema
+
+Array = NDArray[np.float64]
+Extrema = Sequence[NDArray[np.int64]]
+"""Places of peaks, and of troughs."""
+
+
+def wave(distance: Array, dim: int = 128, base: float = 10000.0, scale: float = 1.0) -> Array:
+    """Attention score of two equal unit vectors at a distance in tokens, as RoPE alone makes it.
+
+    Args:
+        distance: Relative distances m, [n].
+        dim: Size d of a head.
+        base: Theta of the rotary embedding.
+        scale: Divisor of the positions.
+
+    Returns:
+        (2 / sqrt(d)) sum over k < d / 2 of cos(m / scale * base^(-2k / d)), [n].
+
+    Source: Attention Buckets (Chen et al. 2023), the waveform; LPES, Figures 3 and 4.
+    """
+    frequencies = base ** (-2 * np.arange(dim // 2) / dim)
+    return 2 / np.sqrt(dim) * np.cos(np.outer(distance / scale, frequencies)).sum(1)
+
+
+def decay(distance: Array, dim: int = 128, base: float = 10000.0, scale: float = 1.0) -> Array:
+    """Upper bound of a score's size at a distance: the mean size of partial sums of e^(i m theta_k), [n].
+
+    Source: Su et al. 2021 (RoFormer), Section 3.4.3, the long-term decay.
+    """
+    angles = np.outer(distance / scale, base ** (-2 * np.arange(dim // 2) / dim))
+    return np.abs(np.cumsum(np.exp(1j * angles), axis=1)).mean(1)
+
+
+class Step(NamedTuple):
+    """One base of the search.
+
+    Attributes:
+        base: Theta of the rotary embedding.
+        coincidences: Its peaks near troughs, and troughs near peaks, that the set before it had left over.
+        offset: Mean squared distance of these pairs in tokens; not a number without any.
+    """
+
+    base: float
+    coincidences: int
+    offset: float
+
+
+def extrema(scores: Array, reach: int) -> Extrema:
+    """Indices of peaks and troughs: the largest and smallest value within ``reach`` on both sides.
+
+    Nearer to an end of the curve a place is compared with what there is; the ends themselves are neither.
+    """
+    return argrelextrema(scores, np.greater, order=reach)[0], argrelextrema(scores, np.less, order=reach)[0]
+
+
+def choose(found: Mapping[float, Extrema], first: float, count: int, tolerance: int = 3) -> list[Step]:
+    """Greedy choice of bases whose peaks stand where the chosen ones have troughs, and the other way round.
+
+    A pair within ``tolerance`` cancels: neither counts for later bases. Ties go to the smaller mean squared
+    offset, then to the smaller base.
+
+    Args:
+        found: Peaks and troughs of each candidate, in tokens.
+        first: The base to start from, one of the candidates.
+        count: Bases to choose, the first included.
+        tolerance: Largest distance of a pair in tokens.
+
+    Returns:
+        At most ``count`` steps; the first one has no coincidences.
+
+    Source: Attention Buckets (Chen et al. 2023), base search, after its released program.
+    """
+    steps = [Step(first, 0, float("nan"))]
+    open_peaks, open_troughs = (set(part.tolist()) for part in found[first])
+    while len(steps) < min(count, len(found)):
+        tried = []
+        for base in sorted(set(found) - {step.base for step in steps}):
+            peaks, troughs = found[base]
+            pairs = [*_pairs(peaks, open_troughs, tolerance), *_pairs(troughs, open_peaks, tolerance)]
+            offset = float(np.mean([(a - b) ** 2 for a, b in pairs])) if pairs else float("nan")
+            tried.append(Step(base, len(pairs), offset))
+        # Where there is no pair, all candidates are alike, and the smallest base wins.
+        best = min(tried, key=lambda step: (-step.coincidences, np.nan_to_num(step.offset), step.base))
+        peaks, troughs = found[best.base]
+        filled, emptied = _pairs(peaks, open_troughs, tolerance), _pairs(troughs, open_peaks, tolerance)
+        # A pair is a new extremum and an open one, and both are gone.
+        open_troughs -= {old for _, old in filled}
+        open_peaks -= {old for _, old in emptied}
+        open_troughs |= set(troughs.tolist()) - {new for new, _ in emptied}
+        open_peaks |= set(peaks.tolist()) - {new for new, _ in filled}
+        steps.append(best)
+    return steps
+
+
+def _pairs(new: NDArray[np.int64], there: set[int], tolerance: int) -> list[tuple[int, int]]:
+    """Each new position with the nearest one that is there and within reach; each of these is used once."""
+    free, pairs = set(there), []
+    for position in new.tolist():
+        nearest = min(free, key=lambda other: (abs(other - position), other), default=None)
+        if nearest is not None and abs(nearest - position) <= tolerance:
+            free.remove(nearest)
+            pairs.append((position, nearest))
+    return pairs
