@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 OLDEST := $(VENV)-oldest
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-fast test-versions lint format tiny tiny-seeds figure figures trainings results docs study bench lpes throughput scorers rope-curves bucket-search claims precision wheel clean
+.PHONY: help setup run test test-fast test-versions lint format tiny figure figures trainings results docs study bench lpes throughput scorers rope-curves bucket-search claims precision wheel clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-13s %s\n", $$1, $$2}'
@@ -59,12 +59,9 @@ trainings: setup ## the trainings of Wu et al. 2025 (hours): make trainings PRES
 results: setup ## docs/results from a folder of trainings: make results TRAININGS=outputs/trainings
 	$(BIN)/python -m posbench.studies.wu2025.synthetic_results $(or $(TRAININGS),outputs/trainings) --out docs/results
 
-tiny: setup ## train the embedded models again and check them, in outputs/tiny, tiny_nope, tiny_alibi (make tiny NAME=tiny: one)
+tiny: setup ## train the embedded models again and measure them (make tiny NAME=tiny: one)
 	@set -e; for name in $(or $(NAME),tiny tiny_nope tiny_alibi); do \
-		$(BIN)/python -m posbench.embedded.tiny retrain --model $$name --out outputs/$$name; done
-
-tiny-seeds: setup ## the study over ten seeds, in outputs/tiny_seeds
-	$(BIN)/python -m posbench.embedded.tiny seeds --seeds 0-9 --out outputs/tiny_seeds --workers 2
+		$(BIN)/posbench study=embedded_model study.model=$$name $(ARGS); done
 
 docs: setup ## the tables of the documentation that come from code
 	$(BIN)/python -m posbench.cli.families README.md
