@@ -4,13 +4,14 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from posbench.errors import UserError
-from posbench.files.sources import Source
+from posbench.files.sources import Source, local
 from posbench.schema import Count, Positive, Several
 
 Split = Literal["evaluation", "calibration"]
@@ -112,8 +113,20 @@ class Task(ABC):
         """Metrics of one reply, the task's ``metric`` among them; empty where no gold answer is known."""
 
     def files(self) -> tuple[Source, ...]:
-        """The files that :meth:`examples` reads, opened with :func:`posbench.files.sources.local`."""
+        """The files that :meth:`examples` reads."""
         return ()
+
+    def place(self) -> Path:
+        """The first of :meth:`files` on this machine.
+
+        Raises:
+            UserError: It is not here and cannot be downloaded.
+        """
+        first = self.files()[0]
+        if first.kind == "path" and not Path(first.id).expanduser().exists():
+            hint = f"get it from {self.source}, or set {first.field}=null"
+            raise UserError(first.field, first.id, "a file or folder on this machine", hint)
+        return local(first)
 
     def averages(self) -> Mapping[str, tuple[str, ...]]:
         """Named means over subsets or earlier averages; ``all`` is every subset's if it is not given."""

@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Literal, NamedTuple
 
 from annotated_types import Le
 
-from posbench.files.sources import Source, local
+from posbench.files.sources import Source
 from posbench.schema import Whole
 from posbench.tasks.base import EvaluationOnly, Example
 from posbench.tasks.reading import Line, check_names, pick, refuse, rows
@@ -113,7 +113,7 @@ class Exam(EvaluationOnly):
 
     def questions(self) -> list[Example]:
         """See :meth:`EvaluationOnly.questions`."""
-        folder = local(self.files()[0])
+        folder = self.place()
         out = [example for subject in self.chosen for example in self._of(folder, subject)]
         whole = self.parts[self.part]
         if not self.path and self.subjects == "all" and len(out) != whole:
@@ -166,7 +166,10 @@ class Exam(EvaluationOnly):
             file = folder / subject / f"{part}-00000-of-00001.parquet"
             lines = rows("path", file, count=5 if part == "dev" else None)
         seen, labelled = set[str](), part != self.unlabelled
-        return [self._question(row, number, labelled, seen) for number, (_, row) in enumerate(lines)]
+        found = [self._question(row, number, labelled, seen) for number, (_, row) in enumerate(lines)]
+        if not found:
+            refuse("path", str(file), "at least one question", f"get it again from {self.source}")
+        return found
 
     def _question(self, row: Line, number: int, labelled: bool, seen: set[str]) -> Question:
         """A row as a question. A wrong option may be blank, the right one not."""

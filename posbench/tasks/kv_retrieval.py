@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import ClassVar, Literal
 
-from posbench.files.sources import Source, local
+from posbench.files.sources import Source
 from posbench.schema import Count, Several
 from posbench.tasks.base import Example, Split
 from posbench.tasks.items import Placed, Spans, joined
@@ -140,7 +140,7 @@ class KVRetrieval(Placed):
         return self._example(name, list(zip(keys, values, strict=True)), position, name)
 
     def _from_file(self) -> Iterator[Example]:
-        path = local(self.files()[0])
+        path = self.place()
         lines = list(rows("path", path, count=QUESTIONS if self.path == "official" else None))
         self.need(len(lines), path)
         for number, (_, row) in enumerate(lines[: self.examples_per_position]):
@@ -162,6 +162,8 @@ class KVRetrieval(Placed):
 
     def _finished_prompts(self) -> Iterator[Example]:
         given = list(rows("calibration_path", str(self.calibration_path)))[: self.calibration_examples]
+        if not given:
+            refuse("calibration_path", self.calibration_path, "at least one prompt", "fill the file")
         evaluation = {example.prompt for example in self.examples("evaluation")} if self.path else set()
         questions = {_question(prompt) for prompt in evaluation}
         for number, row in given:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from posbench.files.sources import Source, local
+from posbench.files.sources import Source
 from posbench.schema import Count
 from posbench.tasks import scorers
 from posbench.tasks.base import EvaluationOnly, Example, Truncation
@@ -112,7 +112,7 @@ class LongBench(EvaluationOnly):
 
     def questions(self) -> list[Example]:
         """Ids are ``<task>-<_id>``, subsets the tasks (LongBench-E: ``<task>/<range>``)."""
-        place = local(self.files()[0])
+        place = self.place()
         return [example for task in self.chosen for example in self._task(place, task)]
 
     def score(self, example: Example, text: str) -> dict[str, float]:

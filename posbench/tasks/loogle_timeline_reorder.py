@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from posbench.files.sources import Source, local
+from posbench.files.sources import Source
 from posbench.schema import Count
 from posbench.tasks.base import EvaluationOnly, Example, Truncation
 from posbench.tasks.reading import Line, refuse, rows
@@ -112,7 +112,7 @@ class LooGLETimelineReorder(EvaluationOnly):
 
     def questions(self) -> list[Example]:
         """See :meth:`EvaluationOnly.questions`."""
-        place = local(self.files()[0])
+        place = self.place()
         file = place if self.path else place / HUB.files[0]
         member = self.member if file.suffix == ".zip" else None
         found = [e for line, row in rows("path", file, member=member) for e in self._document(line, row)]

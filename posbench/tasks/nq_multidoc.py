@@ -9,7 +9,7 @@ from itertools import islice
 from pathlib import Path
 from typing import ClassVar, Literal, NamedTuple
 
-from posbench.files.sources import Source, local
+from posbench.files.sources import Source
 from posbench.schema import Count, Several
 from posbench.tasks.base import Example, Split
 from posbench.tasks.items import Placed, Spans, joined
@@ -125,7 +125,7 @@ class NQMultiDoc(Placed):
 
     def examples(self, split: Split) -> list[Example]:
         """See :meth:`Task.examples`. Calibration: the file's next questions, if not asked before."""
-        file = local(self.files()[0])
+        file = self.place()
         lines = list(rows("path", file, count=None if self.path else QUESTIONS))
         self.need(len(lines), file)
         evaluation = [self._question(row) for _, row in lines[: self.examples_per_position]]

@@ -106,15 +106,15 @@ def rows(
         count: How many rows the benchmark's own file has, where this must be that file.
 
     Raises:
-        UserError: The file cannot be read (the message names the line), is empty, or the count differs.
+        UserError: The file cannot be read (the message names the line), or the count differs.
     """
     shown, total = f"{path}:{member}" if member else str(path), 0
     for number, row in _rows(field, Path(path).expanduser(), shown, member, names):
         total += 1
         yield number, Line(row, field, shown, number)
-    if total != count and (count is not None or total == 0):
-        allowed = f"{count} rows, as in the benchmark" if count else "at least one row"
-        refuse(field, f"{shown} with {total} rows", allowed, "get the file again, with posbench fetch")
+    if count is not None and total != count:
+        told, allowed = f"{shown} with {total} rows", f"{count} rows, as in the benchmark"
+        refuse(field, told, allowed, "fetch the file again: posbench fetch")
 
 
 def _rows(

@@ -11,7 +11,7 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from posbench.files.sources import Source, local
+from posbench.files.sources import Source
 from posbench.schema import Count
 from posbench.tasks import scorers
 from posbench.tasks.base import EvaluationOnly, Example, Truncation
@@ -91,7 +91,7 @@ class ZeroSCROLLS(EvaluationOnly):
 
     def questions(self) -> list[Example]:
         """Ids are ``<task>-<id>``; rows with one id are references of one example."""
-        place = local(self.files()[0])
+        place = self.place()
         return [example for subset in self.subsets for example in self._subset(place, subset)]
 
     def score(self, example: Example, text: str) -> dict[str, float]:
