@@ -1,8 +1,8 @@
-"""Training data of the tiny model: whole batches drawn as tensors.
+"""Training data: whole batches drawn as tensors.
 
 One context carries many questions. Every question is a block of five tokens (``"} The value of key "``, key,
 ``" is "``, value, ``"``) that continues the context at the same positions and sees the context and itself
-only, so a batch of Q questions equals Q separate prompts at a fraction of the work.
+only, so that a batch of Q questions equals Q separate prompts at a fraction of the work.
 """
 
 from __future__ import annotations
@@ -21,14 +21,17 @@ BLOCK = 5
 
 @dataclass(frozen=True)
 class Batch:
-    """One batch of contexts with questions."""
+    """One batch of contexts with questions.
+
+    Attributes:
+        ids: Token ids, [contexts, 4 * pairs + 5 * questions]: the context, then the blocks.
+        gold: Gold positions, [contexts, questions].
+        pairs: Pairs per context.
+    """
 
     ids: Tensor
-    """``[contexts, 4 * pairs + 5 * questions]`` token ids: the context, then the blocks."""
     gold: Tensor
-    """``[contexts, questions]`` 0-based gold positions."""
     pairs: int
-    """Pairs per context."""
 
     @property
     def context_length(self) -> int:
@@ -37,41 +40,30 @@ class Batch:
 
     @property
     def blocks(self) -> Tensor:
-        """``[contexts, questions, 5]`` token ids of the blocks."""
+        """Token ids of the blocks, [contexts, questions, 5]."""
         return self.ids[:, self.context_length :].view(self.ids.shape[0], -1, BLOCK)
-
-    def prompt(self, context: int, question: int) -> Tensor:
-        """``[4 * pairs + 3]`` token ids of one question as a prompt of its own."""
-        return torch.cat([self.ids[context, : self.context_length], self.blocks[context, question, :3]])
 
 
 def end_prior(pairs: int, scale: float, mix: float) -> Tensor:
-    """``[pairs]`` probabilities of the gold position: the ends' prior mixed with ``mix`` of uniform."""
+    """Probabilities of the gold position, [pairs]: the ends' prior mixed with ``mix`` of uniform."""
     x = (torch.arange(pairs) + 0.5) / pairs
     weight = torch.exp(-x / scale) + torch.exp(-(1 - x) / scale)
     return (1 - mix) * weight / weight.sum() + mix / pairs
 
 
 def draw_contexts(contexts: int, pairs: int, rng: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
-    """Context token ids ``[contexts, 4 * pairs]`` with their keys and values ``[contexts, pairs]``.
-
-    Keys are distinct and values are distinct; a word may be a key and a value of the same context.
-    """
+    """Contexts, [contexts, 4 * pairs], with their keys and their values, each distinct, [contexts, pairs]."""
     keys = torch.rand(contexts, len(WORDS), generator=rng).argsort(-1)[:, :pairs] + FIRST_WORD
     values = torch.rand(contexts, len(WORDS), generator=rng).argsort(-1)[:, :pairs] + FIRST_WORD
-    ids = torch.empty(contexts, pairs, 4, dtype=torch.long)
-    ids[:, :, 0] = VOCAB[COMMA]
-    ids[:, 0, 0] = VOCAB[OPEN]
-    ids[:, :, 1] = keys
-    ids[:, :, 2] = VOCAB[COLON]
-    ids[:, :, 3] = values
-    return ids.view(contexts, 4 * pairs), keys, values
+    comma, colon = (torch.full_like(keys, VOCAB[piece]) for piece in (COMMA, COLON))
+    comma[:, 0] = VOCAB[OPEN]
+    return torch.stack([comma, keys, colon, values], -1).flatten(1), keys, values
 
 
 def draw_batch(
     contexts: int, pairs: int, questions: int, prior: Tensor, noise: float, rng: torch.Generator
 ) -> Batch:
-    """A batch whose gold positions follow ``prior`` (``[pairs]``), with wrong keys at the rate ``noise``."""
+    """A batch whose gold positions follow ``prior`` [pairs], with wrong keys at the rate ``noise``."""
     context, keys, values = draw_contexts(contexts, pairs, rng)
     gold = torch.multinomial(prior, contexts * questions, replacement=True, generator=rng)
     gold = gold.view(contexts, questions)
@@ -80,17 +72,13 @@ def draw_batch(
         wrong = torch.rand(contexts, questions, generator=rng) < noise
         words = torch.randint(len(WORDS), (contexts, questions), generator=rng) + FIRST_WORD
         asked = torch.where(wrong, words, asked)
-    blocks = torch.empty(contexts, questions, BLOCK, dtype=torch.long)
-    blocks[:, :, 0] = VOCAB[ASK]
-    blocks[:, :, 1] = asked
-    blocks[:, :, 2] = VOCAB[IS]
-    blocks[:, :, 3] = values.gather(1, gold)
-    blocks[:, :, 4] = VOCAB[QUOTE]
+    ask, between, quote = (torch.full_like(gold, VOCAB[piece]) for piece in (ASK, IS, QUOTE))
+    blocks = torch.stack([ask, asked, between, values.gather(1, gold), quote], -1)
     return Batch(torch.cat([context, blocks.flatten(1)], 1), gold, pairs)
 
 
 def block_mask(context_length: int, questions: int) -> Tensor:
-    """``[T, T]`` boolean mask, True where a row may look: causal, and no block sees another block."""
+    """Whether a row may look, [T, T]: causal, and no block sees another block."""
     total = context_length + BLOCK * questions
     index = torch.arange(total)
     block = torch.where(index < context_length, -1, (index - context_length) // BLOCK)
@@ -99,6 +87,6 @@ def block_mask(context_length: int, questions: int) -> Tensor:
 
 
 def block_positions(context_length: int, questions: int) -> Tensor:
-    """``[T]`` position ids: every block continues the context at the same positions."""
+    """Position ids, [T]: every block continues the context at the same positions."""
     block = context_length + torch.arange(BLOCK).repeat(questions)
     return torch.cat([torch.arange(context_length), block])

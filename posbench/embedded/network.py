@@ -1,4 +1,4 @@
-"""The tiny networks: stock Hugging Face classes, and a training forward over question blocks."""
+"""The networks: stock Hugging Face classes, and a training forward over question blocks."""
 
 from __future__ import annotations
 
@@ -9,96 +9,74 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+import transformers
 from torch import Tensor
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    MptConfig,
-    MptForCausalLM,
-    PreTrainedConfig,
-    PreTrainedModel,
-    SmolLM3Config,
-    SmolLM3ForCausalLM,
-)
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from posbench.embedded.data import Batch, block_mask, block_positions
 from posbench.embedded.recipe import Recipe
 from posbench.embedded.start import initialise, rope_tables, rotate
 from posbench.embedded.tokenizer import END, VOCAB
 
+Map = Callable[[Tensor], Tensor]
+
 
 def build_config(recipe: Recipe) -> PreTrainedConfig:
-    """The config of a recipe: Llama, SmolLM3 without rotation in any layer, or MPT; no biases, tied
-    embeddings."""
-    tokens: dict[str, Any] = {"vocab_size": len(VOCAB), "bos_token_id": None}
-    tokens |= {"eos_token_id": VOCAB[END], "pad_token_id": VOCAB[END], "dtype": "float32"}
+    """Llama, SmolLM3 without rotation in any layer, or MPT; no biases, tied embeddings."""
+    shared: dict[str, Any] = {"vocab_size": len(VOCAB), "bos_token_id": None, "tie_word_embeddings": True}
+    shared |= {"eos_token_id": VOCAB[END], "pad_token_id": VOCAB[END], "dtype": "float32"}
+    depth, heads, longest, eps = (
+        recipe.num_layers,
+        recipe.num_heads,
+        recipe.max_positions,
+        recipe.rms_norm_eps,
+    )
     if recipe.positions == "alibi":
-        return MptConfig(
-            d_model=recipe.hidden_size,
-            n_heads=recipe.num_heads,
-            n_layers=recipe.num_layers,
-            expansion_ratio=recipe.intermediate_size // recipe.hidden_size,
-            max_seq_len=recipe.max_positions,
-            layer_norm_epsilon=recipe.rms_norm_eps,
-            learned_pos_emb=False,
-            attn_config={"alibi": True},
-            no_bias=True,
-            use_cache=True,
-            tie_word_embeddings=True,
-            **tokens,
-        )
-    llama: dict[str, Any] = {
-        "hidden_size": recipe.hidden_size,
-        "intermediate_size": recipe.intermediate_size,
-        "num_hidden_layers": recipe.num_layers,
-        "num_attention_heads": recipe.num_heads,
-        "num_key_value_heads": recipe.num_heads,
-        "max_position_embeddings": recipe.max_positions,
-        "rms_norm_eps": recipe.rms_norm_eps,
-        "rope_parameters": {"rope_type": "default", "rope_theta": recipe.rope_theta},
-        "tie_word_embeddings": True,
-        "attention_bias": False,
-        "mlp_bias": False,
-    }
+        shared |= {"d_model": recipe.hidden_size, "n_heads": heads, "n_layers": depth, "max_seq_len": longest}
+        shared |= {"expansion_ratio": recipe.intermediate_size // recipe.hidden_size, "no_bias": True}
+        shared |= {"layer_norm_epsilon": eps, "learned_pos_emb": False, "attn_config": {"alibi": True}}
+        return transformers.MptConfig(use_cache=True, **shared)
+    shared |= {"hidden_size": recipe.hidden_size, "intermediate_size": recipe.intermediate_size}
+    shared |= {"num_hidden_layers": depth, "num_attention_heads": heads, "num_key_value_heads": heads}
+    shared |= {"rope_parameters": {"rope_type": "default", "rope_theta": recipe.rope_theta}}
+    shared |= {"max_position_embeddings": longest, "rms_norm_eps": eps}
+    shared |= {"attention_bias": False, "mlp_bias": False}
     if recipe.positions == "nope":
-        return SmolLM3Config(no_rope_layers=[0] * recipe.num_layers, **llama, **tokens)
-    return LlamaConfig(head_dim=recipe.head_dim, **llama, **tokens)
+        return transformers.SmolLM3Config(no_rope_layers=[0] * depth, **shared)
+    return transformers.LlamaConfig(head_dim=recipe.head_dim, **shared)
 
 
 def alibi_slopes(heads: int) -> Tensor:
-    """``[heads]`` nats of attention logit per token of distance, for a power of two of heads, steepest first.
-
-    The stock MPT model reads no ``alibi_bias_max`` from its config: it is 8.
-    """
+    """Nats of attention logit per token of distance, [heads], steepest first; for a power of two of heads."""
+    # The stock MPT model reads no alibi_bias_max from its config: it is 8.
     return 2.0 ** (-torch.arange(1, heads + 1) * 8 / heads)
 
 
 def build_model(recipe: Recipe, rng: torch.Generator) -> PreTrainedModel:
     """A float32 model at the start of training, in training mode."""
-    kinds = {"rope": LlamaForCausalLM, "nope": SmolLM3ForCausalLM, "alibi": MptForCausalLM}
-    model = kinds[recipe.positions](build_config(recipe))
+    kind = {"rope": "Llama", "nope": "SmolLM3", "alibi": "Mpt"}[recipe.positions]
+    model = getattr(transformers, f"{kind}ForCausalLM")(build_config(recipe))
     initialise(model, recipe, rng)
     return model.train()
 
 
 @dataclass(frozen=True)
 class _Layer:
-    """One decoder layer as the training forward needs it: weights, and functions of a hidden state."""
+    """One decoder layer as the training forward needs it; ``mlp`` is with its norm, without the residual."""
 
     query: Tensor
     key: Tensor
     value: Tensor
     output: Tensor
-    norm: Callable[[Tensor], Tensor]
-    mlp: Callable[[Tensor], Tensor]
-    """Feed-forward part with its norm, without the residual."""
+    norm: Map
+    mlp: Map
 
 
-def _llama_layers(model: Any) -> tuple[list[_Layer], Callable[[Tensor], Tensor]]:
-    def norm(weight: Tensor) -> Callable[[Tensor], Tensor]:
+def _llama_layers(model: Any) -> tuple[list[_Layer], Map]:
+    def norm(weight: Tensor) -> Map:
         return lambda x: F.rms_norm(x, (x.shape[-1],), weight, model.config.rms_norm_eps)
 
-    def mlp(layer: Any) -> Callable[[Tensor], Tensor]:
+    def mlp(layer: Any) -> Map:
         def forward(x: Tensor) -> Tensor:
             x = norm(layer.post_attention_layernorm.weight)(x)
             gate = F.silu(F.linear(x, layer.mlp.gate_proj.weight)) * F.linear(x, layer.mlp.up_proj.weight)
@@ -113,8 +91,8 @@ def _llama_layers(model: Any) -> tuple[list[_Layer], Callable[[Tensor], Tensor]]
     return layers, norm(model.model.norm.weight)
 
 
-def _mpt_layers(model: Any) -> tuple[list[_Layer], Callable[[Tensor], Tensor]]:
-    def mlp(block: Any) -> Callable[[Tensor], Tensor]:
+def _mpt_layers(model: Any) -> tuple[list[_Layer], Map]:
+    def mlp(block: Any) -> Map:
         return lambda x: block.ffn(block.norm_2(x), 0)
 
     layers = []
@@ -125,26 +103,23 @@ def _mpt_layers(model: Any) -> tuple[list[_Layer], Callable[[Tensor], Tensor]]:
 
 
 def block_logits(model: PreTrainedModel, batch: Batch) -> Tensor:
-    """Logits ``[contexts, questions, 3, vocab]`` for the value, the closing quote and ``<|end|>``.
+    """Logits for the value, the closing quote and ``<|end|>``, [contexts, questions, 3, vocabulary].
 
     The same function of the same weights as the model's own forward on each question apart; the last layer
     computes the rows that are asked for only.
     """
     config: Any = model.config
-    heads = config.num_attention_heads
+    heads, rope, alibi = config.num_attention_heads, config.model_type == "llama", config.model_type == "mpt"
     hd = config.hidden_size // heads
     contexts, total = batch.ids.shape
-    start = batch.context_length
-    questions = batch.blocks.shape[1]
-    positions = block_positions(start, questions)
-    mask = block_mask(start, questions)
-    layers, final_norm = (_mpt_layers if config.model_type == "mpt" else _llama_layers)(model)
-    if config.model_type == "mpt":
-        # A bias by the key's position equals one by its distance: the softmax of a row ignores what its keys
+    start, questions = batch.context_length, batch.gold.shape[1]
+    positions, mask = block_positions(start, questions), block_mask(start, questions)
+    layers, final_norm = (_mpt_layers if alibi else _llama_layers)(model)
+    if alibi:
+        # A bias by the key's position equals one by its distance: a row's softmax ignores what its keys
         # share.
         bias = alibi_slopes(heads)[:, None, None] * (positions - positions.max())
         mask = torch.where(mask, bias, -math.inf)
-    rope = config.model_type == "llama"
     if rope:
         cos, sin = rope_tables(positions, hd, float(config.rope_parameters["rope_theta"]))
     rows = (start + torch.arange(total - start).view(questions, -1)[:, 2:]).reshape(-1)
@@ -160,8 +135,7 @@ def block_logits(model: PreTrainedModel, batch: Batch) -> Tensor:
         if rope:
             key = rotate(key, cos, sin)
         if index == len(layers) - 1:
-            normed, hidden = normed[:, rows], hidden[:, rows]
-            mask = mask[..., rows, :]
+            normed, hidden, mask = normed[:, rows], hidden[:, rows], mask[..., rows, :]
             if rope:
                 cos, sin = cos[rows], sin[rows]
         query = split(F.linear(normed, layer.query))

@@ -1,4 +1,4 @@
-"""The hand-set starts of the tiny networks.
+"""The hand-set starts of the networks. All weights are trained afterwards.
 
 Common to all: a constant channel 0, and layers from 1 on whose heads compare (equal query and key matrices)
 and copy (output matrix the transpose of the value matrix). What differs is how a key reaches its value and
@@ -9,8 +9,6 @@ the question's end:
   weighs most.
 - ``nope``: the same one layer later, with a clock from layer 0 in place of the bias by distance; a head that
   tells values from keys; and heads of the last layers that compare what arrived.
-
-All weights are trained afterwards.
 """
 
 from __future__ import annotations
@@ -29,94 +27,84 @@ WORD_CHANNEL, AFTER_KEY_CHANNEL, OPEN_CHANNEL, CLOCK_CHANNEL, ROLE_CHANNEL = 1, 
 """Channels with a hand-set start: marks on the embeddings of words and of the pieces that follow a key
 (``nope`` and ``alibi``); a mark on the first token, a clock that falls with every token, and one for "the
 last piece follows a key", which tells values from keys (``nope``)."""
-MARKS: dict[str, dict[int, list[int]]] = {"rope": {}}
-"""Marked token ids per channel and kind of recipe."""
-MARKS["alibi"] = {
-    WORD_CHANNEL: list(range(FIRST_WORD, len(VOCAB))),
-    AFTER_KEY_CHANNEL: [VOCAB[COLON], VOCAB[IS]],
+_WORDS = {WORD_CHANNEL: list(range(FIRST_WORD, len(VOCAB))), AFTER_KEY_CHANNEL: [VOCAB[COLON], VOCAB[IS]]}
+MARKS: dict[str, dict[int, list[int]]] = {
+    "rope": {},
+    "alibi": _WORDS,
+    "nope": _WORDS | {OPEN_CHANNEL: [VOCAB[OPEN]], CLOCK_CHANNEL: [], ROLE_CHANNEL: []},
 }
-MARKS["nope"] = MARKS["alibi"] | {OPEN_CHANNEL: [VOCAB[OPEN]], CLOCK_CHANNEL: [], ROLE_CHANNEL: []}
-
-
-@dataclass
-class _Maps:
-    """Attention matrices of one layer, each [D, D]; rows of the first three and columns of the last belong to
-    heads."""
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    output: Tensor
+"""Marked token ids per channel and kind of recipe."""
 
 
 def rope_tables(positions: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
-    """Cosine and sine ``[T, head_dim]`` of the rotary embedding, halves convention."""
+    """Cosine and sine of the rotary embedding, halves convention, each [T, head_dim]."""
     frequencies = theta ** (-torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
     angle = torch.outer(positions.float(), frequencies).repeat(1, 2)
     return angle.cos(), angle.sin()
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """``x`` (``[..., T, head_dim]``) rotated by the tables of `rope_tables`."""
+    """``x`` [..., T, head_dim], rotated by the tables of :func:`rope_tables`."""
     first, second = x.chunk(2, -1)
     return x * cos + torch.cat([-second, first], -1) * sin
 
 
+@torch.no_grad()
 def initialise(model: PreTrainedModel, recipe: Recipe, rng: torch.Generator) -> None:
-    """Set the start of training in place: random weights, except for the parts that the recipe sets by
-    hand."""
+    """Set the start of training in place: random weights, except for what the recipe sets by hand."""
     d, hd, std = recipe.hidden_size, recipe.head_dim, recipe.hidden_size**-0.5
+    alibi, nope = recipe.positions == "alibi", recipe.positions == "nope"
     marked = list(MARKS[recipe.positions])
 
-    def normal(*shape: int, scale: float) -> Tensor:
+    def normal(*shape: int, scale: float = std) -> Tensor:
         return torch.randn(*shape, generator=rng) * scale
 
-    with torch.no_grad():
-        model.get_input_embeddings().weight.copy_(_embedding(recipe, normal(len(VOCAB), d, scale=std)))
-        looks: dict[int, tuple[int, Tensor, Tensor]] = {}
-        if marked:
-            # A word's identity goes through two layers; the second head reads it where the first wrote it.
-            identity = normal(hd, d, scale=std)
-            basis = torch.linalg.qr(normal(d, 2 * hd, scale=1.0))[0]
-            first = int(recipe.positions == "nope")
-            looks[first] = (WORD_CHANNEL, identity, basis[:, :hd])
-            looks[first + 1] = (AFTER_KEY_CHANNEL, basis[:, :hd].T, basis[:, hd:])
-        layers = model.base_model.blocks if recipe.positions == "alibi" else model.base_model.layers
-        for index, layer in enumerate(layers):
-            mlp = layer.ffn if recipe.positions == "alibi" else layer.mlp
-            for name in ("up_proj",) if recipe.positions == "alibi" else ("gate_proj", "up_proj"):
-                getattr(mlp, name).weight.copy_(normal(recipe.intermediate_size, d, scale=std))
-            mlp.down_proj.weight.copy_(normal(d, recipe.intermediate_size, scale=0.5 * std * std))
-            query, value = normal(d, d, scale=std), normal(d, d, scale=std)
+    model.get_input_embeddings().weight.copy_(_embedding(recipe, normal(len(VOCAB), d)))
+    looks: dict[int, tuple[int, Tensor, Tensor]] = {}
+    if marked:
+        # A word's identity goes through two layers; the second head reads it where the first wrote it.
+        identity, basis = normal(hd, d), torch.linalg.qr(normal(d, 2 * hd, scale=1.0))[0]
+        looks[int(nope)] = (WORD_CHANNEL, identity, basis[:, :hd])
+        looks[int(nope) + 1] = (AFTER_KEY_CHANNEL, basis[:, :hd].T, basis[:, hd:])
+    for index, layer in enumerate(model.base_model.blocks if alibi else model.base_model.layers):
+        mlp = layer.ffn if alibi else layer.mlp
+        for name in ("up_proj",) if alibi else ("gate_proj", "up_proj"):
+            getattr(mlp, name).weight.copy_(normal(recipe.intermediate_size, d))
+        mlp.down_proj.weight.copy_(normal(d, recipe.intermediate_size, scale=0.5 * std * std))
+        query, value = normal(d, d), normal(d, d)
+        if index == 0:
+            maps = _Attention(query, normal(d, d), value, normal(d, d, scale=0.5 * std), recipe)
+            if recipe.positions == "rope":
+                maps.offset_heads(rng)
+        else:
+            query *= recipe.similarity_gain
+            # The question's end and the value carry different marks: these must not count against a match.
+            query[:, marked] = 0
+            maps = _Attention(query, query.clone(), value, recipe.copy_gain * std * value.T, recipe)
+        if index in looks:
+            maps.class_head(*looks[index])
+        if nope:
+            # The clock is read as a small difference of these channels: nothing else may write to them yet.
+            mlp.down_proj.weight[[0, *marked]] = 0
+            maps.output[[0, *marked]] = 0
+            if index <= max(looks):
+                maps.output[:, hd:] *= recipe.offset_leak
             if index == 0:
-                maps = _Maps(query, normal(d, d, scale=std), value, normal(d, d, scale=0.5 * std))
-                if recipe.positions == "rope":
-                    _set_offset_heads(maps, recipe, rng)
-            else:
-                query *= recipe.similarity_gain
-                # The question's end and the value to be found carry different marks: these must not count
-                # against it.
-                query[:, marked] = 0
-                maps = _Maps(query, query.clone(), value, recipe.copy_gain * std * value.T)
-            if index in looks:
-                _set_class_head(maps, recipe, *looks[index])
-            if recipe.positions == "nope":
-                # The clock is read as a small difference of these channels: at the start nothing else may
-                # write to them.
-                mlp.down_proj.weight[[0, *marked]] = 0
-                maps.output[[0, *marked]] = 0
-                if index <= max(looks):
-                    maps.output[:, hd:] *= recipe.offset_leak
-                if index == 0:
-                    _set_clock_head(maps, recipe)
-                elif index == 1:
-                    _set_role_head(maps, recipe)
-                elif index > max(looks):
-                    _set_match_head(maps, recipe, basis[:, hd:].T)
-            _write(layer, maps)
+                maps.clock_head()
+            elif index == 1:
+                maps.role_head()
+            elif index > max(looks):
+                maps.match_head(basis[:, hd:].T)
+        if alibi:
+            layer.attn.Wqkv.weight.copy_(torch.cat([maps.query, maps.key, maps.value]))
+            layer.attn.out_proj.weight.copy_(maps.output)
+            continue
+        for name in ("query", "key", "value", "output"):
+            getattr(layer.self_attn, f"{name[0]}_proj").weight.copy_(getattr(maps, name))
 
 
 def _embedding(recipe: Recipe, embedding: Tensor) -> Tensor:
+    """Random embeddings with the constant channel and the marks set."""
     d, marks = recipe.hidden_size, MARKS[recipe.positions]
     mark = recipe.constant_channel * d**-0.5
     embedding[:, 0] = mark
@@ -131,107 +119,91 @@ def _embedding(recipe: Recipe, embedding: Tensor) -> Tensor:
     return embedding
 
 
-def _write(layer: torch.nn.Module, maps: _Maps) -> None:
-    if hasattr(layer, "attn"):
-        layer.attn.Wqkv.weight.copy_(torch.cat([maps.query, maps.key, maps.value]))
-        layer.attn.out_proj.weight.copy_(maps.output)
-        return
-    attention = layer.self_attn
-    for name, weight in (("q", maps.query), ("k", maps.key), ("v", maps.value), ("o", maps.output)):
-        getattr(attention, f"{name}_proj").weight.copy_(weight)
+@dataclass
+class _Attention:
+    """Attention matrices of one layer, [D, D]; rows of the first three, columns of the last are heads'."""
 
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    output: Tensor
+    recipe: Recipe
 
-def _constant_after_norm(recipe: Recipe) -> float:
-    """Value of the constant channel after the input norm, for embeddings of the start."""
-    return recipe.constant_channel / math.sqrt(
-        (recipe.constant_channel**2 + recipe.hidden_size - 1) / recipe.hidden_size
-    )
+    def __post_init__(self) -> None:
+        self.hd, self.std = self.recipe.head_dim, self.recipe.hidden_size**-0.5
+        constant, d = self.recipe.constant_channel, self.recipe.hidden_size
+        self.constant = constant / math.sqrt((constant**2 + d - 1) / d)  # channel 0 after the input norm
 
+    def _amplitude(self, scaled: float) -> float:
+        """Entry of a query and of a key row, so that their product over the constant is a scaled logit."""
+        return math.sqrt(scaled) / self.constant
 
-def _set_class_head(maps: _Maps, recipe: Recipe, channel: int, reads: Tensor, writes: Tensor) -> None:
-    """Head 0 looks, from everywhere, for the last token so far whose embedding is marked in ``channel``."""
-    hd = recipe.head_dim
-    amplitude = math.sqrt(recipe.offset_logit / math.sqrt(hd)) / _constant_after_norm(recipe)
-    maps.query[:hd] *= recipe.offset_leak
-    maps.key[:hd] *= recipe.offset_leak
-    maps.query[:hd, 0] = amplitude
-    maps.key[:hd, channel] = amplitude
-    if recipe.positions == "nope":
-        _set_latest_rows(maps, recipe, 0, channel)
-    maps.value[:hd] = reads
-    maps.output[:, :hd] = recipe.copy_gain * recipe.hidden_size**-0.5 * writes
+    def class_head(self, channel: int, reads: Tensor, writes: Tensor) -> None:
+        """Head 0 looks, from everywhere, for the last token so far whose embedding is marked in a channel."""
+        hd = self.hd
+        self.query[:hd] *= self.recipe.offset_leak
+        self.key[:hd] *= self.recipe.offset_leak
+        amplitude = self._amplitude(self.recipe.offset_logit / math.sqrt(hd))
+        self.query[:hd, 0], self.key[:hd, channel] = amplitude, amplitude
+        if self.recipe.positions == "nope":
+            self._latest_rows(0, channel)
+        self.value[:hd], self.output[:, :hd] = reads, self.recipe.copy_gain * self.std * writes
 
+    def clock_head(self) -> None:
+        """Head 0 weighs the first token against all others: its share falls with the tokens so far."""
+        hd = self.hd
+        self.query[:hd], self.key[:hd], self.value[:hd], self.output[:, :hd] = 0, 0, 0, 0
+        amplitude = self._amplitude(self.recipe.clock_logit / math.sqrt(hd))
+        self.query[:hd, 0], self.key[:hd, OPEN_CHANNEL] = amplitude, amplitude
+        self._carry(0, OPEN_CHANNEL, CLOCK_CHANNEL)
 
-def _set_clock_head(maps: _Maps, recipe: Recipe) -> None:
-    """Head 0 weighs the first token against all others: its share falls with the number of tokens so far."""
-    hd = recipe.head_dim
-    amplitude = math.sqrt(recipe.clock_logit / math.sqrt(hd)) / _constant_after_norm(recipe)
-    maps.query[:hd], maps.key[:hd], maps.value[:hd] = 0, 0, 0
-    maps.query[:hd, 0] = amplitude
-    maps.key[:hd, OPEN_CHANNEL] = amplitude
-    maps.value[0, OPEN_CHANNEL] = 1
-    maps.output[:, :hd] = 0
-    maps.output[CLOCK_CHANNEL, 0] = (
-        recipe.constant_channel * recipe.hidden_size**-0.5 / _constant_after_norm(recipe)
-    )
+    def role_head(self) -> None:
+        """For ``nope``: head 1 tells every token whether the last piece (no word) follows a key."""
+        rows = slice(self.hd, 2 * self.hd)
+        self.query[rows], self.key[rows], self.value[rows], self.output[:, rows] = 0, 0, 0, 0
+        self._latest_rows(1, WORD_CHANNEL, sign=-1)
+        self._carry(self.hd, AFTER_KEY_CHANNEL, ROLE_CHANNEL)
 
+    def match_head(self, reads: Tensor) -> None:
+        """For ``nope``: head 0 compares the keys that reached values and the question's end, among values."""
+        hd, gain = self.hd, self.recipe.match_gain
+        self.query[:hd], self.key[:hd], self.query[0], self.key[0] = gain * reads, gain * reads, 0, 0
+        amplitude = self._amplitude(self.recipe.match_logit * math.sqrt(hd))
+        self.query[0, 0], self.key[0, [WORD_CHANNEL, ROLE_CHANNEL]] = amplitude, amplitude
 
-def _set_latest_rows(maps: _Maps, recipe: Recipe, head: int, channel: int, sign: int = 1) -> None:
-    """For ``nope``: a head that looks for the last token with (-1: without) the mark, by the clock.
+    def offset_heads(self, rng: torch.Generator) -> None:
+        """Heads that look a fixed number of tokens back, by the rotation of the constant channel."""
+        recipe, d, hd = self.recipe, self.recipe.hidden_size, self.hd
+        weights = torch.zeros(hd // 2)
+        weights[: len(recipe.offset_weights)] = torch.tensor(recipe.offset_weights)
+        logits = weights / weights.sum() * recipe.offset_logit * math.sqrt(hd)
+        amplitude = torch.cat([logits.sqrt() / self.constant, torch.zeros(hd // 2)])
+        shared_value = torch.randn(hd, d, generator=rng) * self.std
+        basis = torch.linalg.qr(torch.randn(d, hd, generator=rng))[0]
+        for head, offset in enumerate(recipe.offsets):
+            rows = slice(head * hd, (head + 1) * hd)
+            self.query[rows] *= recipe.offset_leak
+            self.key[rows] *= recipe.offset_leak
+            cos, sin = rope_tables(torch.tensor([-offset]), hd, recipe.rope_theta)
+            self.query[rows, 0], self.key[rows, 0] = rotate(amplitude[None], cos, sin)[0], amplitude
+            # One map for both heads: the key reaches its value and the question in the same subspace.
+            self.value[rows], self.output[:, rows] = shared_value, recipe.copy_gain * self.std * basis
 
-    Both terms are differences to the constant channel: the norm scales all channels of a token alike, and its
-    scatter would drown the clock. One row carries all: a step of the optimizer then disturbs the logits
-    least.
-    """
-    hd = recipe.head_dim
-    rows, row = slice(head * hd, (head + 1) * hd), head * hd
-    amplitude = math.sqrt(recipe.offset_logit * math.sqrt(hd)) / _constant_after_norm(recipe)
-    maps.query[rows, 0], maps.key[rows, channel] = 0, 0
-    maps.query[row, 0], maps.key[row, channel] = amplitude, sign * amplitude
-    maps.key[row, 0] = amplitude * (recipe.clock_gain * recipe.clock_zero - (sign > 0))
-    maps.key[row, CLOCK_CHANNEL] = -amplitude * recipe.clock_gain
+    def _carry(self, row: int, reads: int, writes: int) -> None:
+        """One row of a head carries a mark, at its height in the embedding, from one channel to another."""
+        mark = self.recipe.constant_channel * self.std
+        self.value[row, reads], self.output[writes, row] = 1, mark / self.constant
 
+    def _latest_rows(self, head: int, channel: int, sign: int = 1) -> None:
+        """For ``nope``: a head that looks for the last token with (-1: without) the mark, by the clock.
 
-def _set_role_head(maps: _Maps, recipe: Recipe) -> None:
-    """For ``nope``: head 1 tells every token whether the last piece (no word) follows a key."""
-    hd = recipe.head_dim
-    maps.query[hd : 2 * hd], maps.key[hd : 2 * hd], maps.value[hd : 2 * hd] = 0, 0, 0
-    _set_latest_rows(maps, recipe, 1, WORD_CHANNEL, sign=-1)
-    maps.value[hd, AFTER_KEY_CHANNEL] = 1
-    maps.output[:, hd : 2 * hd] = 0
-    maps.output[ROLE_CHANNEL, hd] = (
-        recipe.constant_channel * recipe.hidden_size**-0.5 / _constant_after_norm(recipe)
-    )
-
-
-def _set_match_head(maps: _Maps, recipe: Recipe, reads: Tensor) -> None:
-    """For ``nope``: head 0 compares the keys that reached the values and the question's end, among values."""
-    hd = recipe.head_dim
-    maps.query[:hd], maps.key[:hd] = recipe.match_gain * reads, recipe.match_gain * reads
-    amplitude = math.sqrt(recipe.match_logit * math.sqrt(hd)) / _constant_after_norm(recipe)
-    maps.query[0], maps.key[0] = 0, 0
-    maps.query[0, 0] = amplitude
-    maps.key[0, [WORD_CHANNEL, ROLE_CHANNEL]] = amplitude
-
-
-def _set_offset_heads(maps: _Maps, recipe: Recipe, rng: torch.Generator) -> None:
-    d, hd = recipe.hidden_size, recipe.head_dim
-    half = hd // 2
-    constant = _constant_after_norm(recipe)
-    weights = torch.zeros(half)
-    weights[: len(recipe.offset_weights)] = torch.tensor(recipe.offset_weights)
-    amplitude = torch.zeros(hd)
-    amplitude[:half] = (weights / weights.sum() * recipe.offset_logit * math.sqrt(hd)).sqrt() / constant
-    shared_value = torch.randn(hd, d, generator=rng) * d**-0.5
-    basis = torch.linalg.qr(torch.randn(d, hd, generator=rng))[0]
-    for head, offset in enumerate(recipe.offsets):
-        rows = slice(head * hd, (head + 1) * hd)
-        maps.query[rows] *= recipe.offset_leak
-        maps.key[rows] *= recipe.offset_leak
-        cos, sin = rope_tables(torch.tensor([-offset]), hd, recipe.rope_theta)
-        maps.query[rows, 0] = rotate(amplitude[None], cos, sin)[0]
-        maps.key[rows, 0] = amplitude
-        # One value and output map for both heads: the key reaches its value and the question in the same
-        # subspace.
-        maps.value[rows] = shared_value
-        maps.output[:, rows] = recipe.copy_gain * d**-0.5 * basis
+        Both terms are differences to the constant channel: the norm scales all channels of a token alike, and
+        its scatter would drown the clock. One row carries all: an optimizer's step then disturbs the logits
+        least.
+        """
+        rows, row, gain = slice(head * self.hd, (head + 1) * self.hd), head * self.hd, self.recipe.clock_gain
+        amplitude = self._amplitude(self.recipe.offset_logit * math.sqrt(self.hd))
+        self.query[rows, 0], self.key[rows, channel] = 0, 0
+        self.query[row, 0], self.key[row, channel] = amplitude, sign * amplitude
+        self.key[row, 0] = amplitude * (gain * self.recipe.clock_zero - (sign > 0))
+        self.key[row, CLOCK_CHANNEL] = -amplitude * gain

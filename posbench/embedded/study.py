@@ -1,151 +1,136 @@
-"""Several seeds of one recipe: train, measure on the choosing set, and list what the choice was made from."""
+"""A model that ships with posbench, trained again and measured, or measured as it was shipped."""
 
 from __future__ import annotations
 
-import json
-import multiprocessing
-from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from pathlib import Path
-from typing import Any
+import shutil
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from typing import ClassVar, Literal
 
 import pandas as pd
 import torch
-from transformers.utils.logging import disable_progress_bar
 
-from posbench.embedded.checks import CHOOSING_SEED, criteria, load_trained, measure
-from posbench.embedded.recipe import RECIPES, SHIPPED, Recipe
-from posbench.embedded.train import TRAINING_FILE, save, train
-from posbench.errors import UserError
-from posbench.files.atomic import write_csv, write_text
+from posbench import paths
+from posbench.embedded.criteria import CHOOSING_SEED, EVALUATION_SEED, criteria, measure, monotone_at_start
+from posbench.embedded.recipe import RECIPES, SHIPPED
+from posbench.embedded.training import TRAINING_FILE, save, train
+from posbench.files.atomic import Row, digest, write_csv
+from posbench.run.base import Run
+from posbench.run.folder import RunDir, owned
+from posbench.schema import Count, Whole
+from posbench.stats.findings import Finding, estimate
+from posbench.studies.base import Study, Tables
 
-STUDY_FILE = "choosing.json"
-"""Numbers of `posbench.embedded.checks.measure` on the choosing set, in each seed's directory."""
-SEEDS_FILE = "seeds.csv"
-"""One row per seed."""
+CHOOSING_FILE, MEASURED_FILE, SEEDS_FILE = "choosing.json", "measured.json", "seeds.csv"
+"""Numbers on the choosing set (each training) and on the evaluation set, and a row for each training."""
 
 
-def run_seeds(seeds: Sequence[int], out: Path, workers: int, recipe: Recipe | None = None) -> pd.DataFrame:
-    """Train and measure every seed that ``out`` lacks, then write ``seeds.csv`` over all seeds there.
+@dataclass(frozen=True, kw_only=True)
+class EmbeddedModel(Study):
+    """A model that ships with posbench, trained again and measured.
 
-    Args:
-        seeds: Training seeds.
-        out: Directory with one ``seed<N>`` per seed; finished ones are kept.
-        workers: Processes, one thread each.
-        recipe: The recipe; the default one if None.
+    Every training is measured on the choosing set. The first one that meets the criteria (else the first) is
+    the finished model: it alone is measured on the evaluation set, and its checkpoint stands in the run
+    folder, under the model's name. To release it, copy that folder, then write the numbers of measured.json,
+    seeds.csv and training.json into the card, README.md::
 
-    Returns:
-        The table of `seeds_table`.
+        cp RUN_FOLDER/tiny/* posbench/embedded/models/tiny/
 
-    Raises:
-        UserError: A finished seed was trained with another recipe.
+    Trainings lie beside the run folder and go on where they were killed. Runs of the same code share them, so
+    that two shells can train different seeds. On another processor a seed ends at other weights.
+
+    Attributes:
+        model: Whose recipe.
+        seeds: Training seeds, the one to release first. None: the shipped seed, then 0, 1, ... until one
+            meets the criteria. ``[]``: none, and the shipped checkpoint is measured.
+        attempts: Seeds at most where ``seeds`` is None.
     """
-    recipe = recipe or Recipe()
-    for seed in seeds:
-        _same_recipe(out / f"seed{seed}", recipe)
-    # Spawned, not forked: torch's thread pools do not survive a fork.
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(max_workers=workers, mp_context=context) as pool:
-        jobs = {pool.submit(_one_seed, recipe, seed, out / f"seed{seed}"): seed for seed in seeds}
-        for job in as_completed(jobs):
-            job.result()
-            print(f"seed {jobs[job]} done", flush=True)
-    table = seeds_table(out)
-    write_csv(out / SEEDS_FILE, table)
-    return table
+
+    needs_model: ClassVar[bool] = False
+    needs_task: ClassVar[bool] = False
+
+    model: Literal["tiny", "tiny_b", "tiny_nope", "tiny_alibi"] = "tiny"
+    seeds: tuple[Whole, ...] | None = None
+    attempts: Count = 6
+
+    def measure(self, run: Run) -> dict[str, pd.DataFrame]:
+        """Tables ``criteria`` (by seed and prompts), ``training`` (the curve), ``seeds`` (by training)."""
+        with ExitStack() as stack:
+            stack.callback(torch.set_num_threads, torch.get_num_threads())
+            torch.set_num_threads(1)  # the weights depend on it
+            return self._finish(run, self._train(run))
+
+    def _train(self, run: Run) -> dict[int, RunDir]:
+        """The folder of every training by its seed, the finished model first."""
+        order, recipe, done, good = self.seeds, RECIPES[self.model], dict[int, RunDir](), list[int]()
+        if order is None:
+            others = (seed for seed in range(self.attempts) if seed != SHIPPED[self.model])
+            order = (SHIPPED[self.model], *others)[: self.attempts]
+        root, steps = run.out.path.parent / "trainings", sum(stage.steps for stage in recipe.stages)
+        root.mkdir(exist_ok=True)
+        for seed in order:
+            done[seed] = RunDir(root / f"{self.model}_{digest(asdict(recipe))}_s{seed}")
+            with run.progress(f"training seed {seed}", steps) as advance:
+                self._training(seed, done[seed], advance)
+            rows = criteria(done[seed].read_json(CHOOSING_FILE), self.model)
+            good += [seed] if all(row["passed"] or not row["required"] for row in rows) else []
+            if good and self.seeds is None:
+                break
+        return {seed: done[seed] for seed in [*good[:1], *done]}
+
+    def _training(self, seed: int, folder: RunDir, advance: Callable[[int], None]) -> None:
+        """Train a seed in its folder, on from where it stands, and measure it on the choosing set."""
+        with owned(folder.path):
+            folder.path.mkdir(exist_ok=True)
+            model = folder.path / "model"
+            if not model.is_dir():
+                save(*train(RECIPES[self.model], seed, folder.path / "checkpoint.pt", advance), model)
+            if not folder.read_json(CHOOSING_FILE):
+                folder.write_json(CHOOSING_FILE, measure(model, self.model, CHOOSING_SEED, per_position=32))
+
+    def _finish(self, run: Run, trained: dict[int, RunDir]) -> dict[str, pd.DataFrame]:
+        """Measure the finished model, or the shipped one where none was trained, on the evaluation set."""
+        source = next((folder.path / "model" for folder in trained.values()), paths.MODELS / self.model)
+        out, log = RunDir(run.out.path / self.model), RunDir(source).read_json(TRAINING_FILE)
+        measured = measure(source, self.model, EVALUATION_SEED)
+        if RECIPES[self.model].positions != "rope":
+            measured["channels_monotone_at_start"] = monotone_at_start(self.model, log["seed"])
+        out.path.mkdir(exist_ok=True)
+        out.write_json(MEASURED_FILE, measured)
+        tables = {"training": pd.DataFrame([{"seed": log["seed"], **row} for row in log["curves"]])}
+        if trained:
+            shutil.copytree(source, out.path, dirs_exist_ok=True)
+            tables["seeds"] = pd.DataFrame([_row(trained[seed]) for seed in sorted(trained)])
+            # A seed without a monotone channel has no found channel; Int64 keeps the others whole numbers.
+            tables["seeds"] = tables["seeds"].astype({"channel": "Int64"})
+            write_csv(out.path / SEEDS_FILE, tables["seeds"])
+        sets = [(seed, "choosing", folder.read_json(CHOOSING_FILE)) for seed, folder in trained.items()]
+        sets.append((log["seed"], "evaluation", measured))
+        rows = [
+            {"seed": s, "prompts": p} | row for s, p, numbers in sets for row in criteria(numbers, self.model)
+        ]
+        return {"criteria": pd.DataFrame(rows), **tables}
+
+    def findings(self, tables: Tables) -> Sequence[Finding]:
+        """Every criterion, on the evaluation set."""
+        found = []
+        for row in tables["criteria"].query("prompts == 'evaluation'").to_dict("records"):
+            claim, note = f"{self.model}: {row['criterion']} ({row['condition']})", "not asked of this model"
+            at, statistic = estimate(row), f"{row['criterion']}, training seed {row['seed']}"
+            found.append(Finding.that(row["passed"], claim, statistic, at, "" if row["required"] else note))
+        return found
 
 
-def retrain(out: Path, workers: int, attempts: int, name: str = "tiny") -> Path:
-    """Train until a seed meets the criteria on the choosing set, the shipped seed of ``name`` first.
-
-    One processor rounds differently from another, so the shipped seed may end at other weights elsewhere; the
-    criteria then hold for another seed. Seeds are trained ``workers`` at a time.
-
-    Args:
-        out: Directory of the study; finished seeds are kept.
-        workers: Processes, one thread each.
-        attempts: Seeds to try at most.
-        name: A key of `posbench.embedded.recipe.RECIPES`.
-
-    Returns:
-        Directory of the first seed that meets the criteria.
-
-    Raises:
-        UserError: None of them does.
-    """
-    recipe, first = RECIPES[name], SHIPPED[name]
-    order = [first, *(seed for seed in range(attempts) if seed != first)][:attempts]
-    # A second seed on the second core costs `tiny` nothing; its siblings have no gain to reach and need the
-    # first only.
-    workers = workers if name == "tiny" else 1
-    for start in range(0, len(order), workers):
-        group = order[start : start + workers]
-        run_seeds(group, out, workers, recipe)
-        for seed in group:
-            checks = criteria(json.loads((out / f"seed{seed}" / STUDY_FILE).read_text()))
-            if all(check.passed for check in checks if name == "tiny" or check.of_every_model):
-                return out / f"seed{seed}"
-            print(f"seed {seed} does not meet the criteria on this machine", flush=True)
-    raise UserError("--attempts", attempts, "enough seeds for one to pass", "raise --attempts")
-
-
-def _same_recipe(folder: Path, recipe: Recipe) -> None:
-    file = folder / TRAINING_FILE
-    if file.is_file() and json.loads(file.read_text())["recipe"] != json.loads(json.dumps(recipe.as_dict())):
-        raise UserError(
-            "--out", str(folder), "a directory trained with the present recipe", "choose another --out"
-        )
-
-
-def _one_seed(recipe: Recipe, seed: int, folder: Path) -> None:
-    disable_progress_bar()
-    torch.set_num_threads(1)
-    if not folder.is_dir():
-        save(train(recipe, seed), folder)
-    if not (folder / STUDY_FILE).is_file():
-        measured = measure(
-            load_trained(folder),
-            CHOOSING_SEED,
-            pairs=recipe.measured_pairs,
-            longest=recipe.longest,
-            per_position=32,
-        )
-        write_text(folder / STUDY_FILE, json.dumps(measured) + "\n")
-
-
-def seeds_table(out: Path) -> pd.DataFrame:
-    """One row per finished seed, in order, from the files that `run_seeds` left under ``out``.
-
-    Returns:
-        Frame with the seed, the number of prompts, unmodified accuracies (``base`` over all positions,
-        ``first``, ``last``, ``inner`` half, ``lowest`` position), the sets of random strings on which the
-        search was repeated and how many of them gave the same choice, the channel and factor that the paper's
-        search found with accuracy, gain and its 95 % interval (empty where no channel passes its filter), the
-        same for the best channel of a full traversal (``best_``), and the training time in seconds.
-    """
-    rows = [_row(file.parent) for file in out.glob(f"seed*/{STUDY_FILE}")]
-    # A seed without a monotone channel has no found channel; Int64 keeps the others whole numbers.
-    return pd.DataFrame(rows).sort_values("seed", ignore_index=True).astype({"channel": "Int64"})
-
-
-def _row(folder: Path) -> dict[str, Any]:
-    training = json.loads((folder / TRAINING_FILE).read_text())
-    measured = json.loads((folder / STUDY_FILE).read_text())
-    base = measured["base"]
-    row: dict[str, Any] = {
-        "seed": training["seed"],
-        "n": measured["n"],
-        "base": base["mean"],
-        **{name: base[name] for name in ("first", "last", "inner", "lowest")},
-        "monotone_channels": measured["channels_monotone"],
-        "string_sets": measured["string_sets"],
-        "string_sets_same": measured["string_sets_same"],
-    }
-    for prefix, name in (("", "found"), ("best_", "best")):
-        result = measured[name] or {}
-        for field in ("channel", "factor"):
-            row[prefix + field] = result.get(field)
-        row[prefix + "scaled"] = result["scaled"]["mean"] if result else None
-        for field in ("gain", "gain_low", "gain_high"):
-            row[prefix + field] = result.get(field)
-    return row | {"seconds": training["seconds"]}
+def _row(folder: RunDir) -> Row:
+    """One training in the table of seeds: what the choice was made from."""
+    log, measured = folder.read_json(f"model/{TRAINING_FILE}"), folder.read_json(CHOOSING_FILE)
+    row = {"seed": log["seed"], "n": measured["n"], "base": measured["base"]["mean"]}
+    row |= {name: measured["base"][name] for name in ("first", "last", "inner", "lowest")}
+    row |= {"monotone_channels": measured["channels_monotone"]}
+    row |= {name: measured[name] for name in ("string_sets", "string_sets_same")}
+    for prefix, result in (("", measured["found"]), ("best_", measured["best"])):
+        found = {**result, "scaled": result["scaled"]["mean"]} if result else {}
+        for name in ("channel", "factor", "scaled", "gain", "gain_low", "gain_high"):
+            row[prefix + name.replace("gain_", "gain_ci_")] = found.get(name)
+    return row | {"seconds": log["seconds"]}

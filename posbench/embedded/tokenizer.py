@@ -1,5 +1,4 @@
-"""Tokenizer of the tiny model: one piece per structural string of the prompt and one per word of the
-lexicon."""
+"""The tokenizer: one piece for each structural string of the prompt and one for each word of the lexicon."""
 
 from __future__ import annotations
 
@@ -8,14 +7,8 @@ from transformers import PreTrainedTokenizerFast
 
 from posbench.tasks.kv_retrieval import WORDS
 
-END = "<|end|>"
-UNKNOWN = "<|unk|>"
-OPEN = 'Json data: {"'
-COLON = '": "'
-COMMA = '", "'
-ASK = '"} The value of key "'
-IS = '" is "'
-QUOTE = '"'
+OPEN, COLON, COMMA, ASK, IS, QUOTE = 'Json data: {"', '": "', '", "', '"} The value of key "', '" is "', '"'
+END, UNKNOWN = "<|end|>", "<|unk|>"
 PIECES: tuple[str, ...] = (OPEN, COLON, COMMA, ASK, IS, QUOTE, END, UNKNOWN)
 VOCAB: dict[str, int] = {piece: i for i, piece in enumerate((*PIECES, *WORDS))}
 FIRST_WORD = len(PIECES)
@@ -26,7 +19,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 
     Text outside the vocabulary becomes one ``<|unk|>`` per character. Only ``<|end|>`` and ``<|unk|>`` are
     special: an added token is cut out before the pattern runs, so a special ``"`` would break the longer
-        pieces.
+    pieces.
     """
     # Longest first: an alternation takes the first branch that matches, and `"` begins most pieces.
     known = sorted((*PIECES[:6], *WORDS), key=len, reverse=True)
@@ -34,12 +27,6 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer = Tokenizer(models.WordLevel(vocab=dict(VOCAB), unk_token=UNKNOWN))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("|".join([*escaped, "[\\s\\S]"])), "isolated")
     tokenizer.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        eos_token=END,
-        pad_token=END,
-        unk_token=UNKNOWN,
-        padding_side="left",
-        clean_up_tokenization_spaces=False,
-        model_max_length=512,
-    )
+    special = {"eos_token": END, "pad_token": END, "unk_token": UNKNOWN}
+    settings = {"padding_side": "left", "clean_up_tokenization_spaces": False, "model_max_length": 512}
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special, **settings)

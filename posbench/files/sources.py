@@ -273,7 +273,8 @@ def _on_disk(source: Source, folder: Path | None = None) -> list[File]:
         return [File(p.relative_to(path).as_posix(), p.stat().st_size, True) for p in sorted(set(found))]
     if path.is_file():
         return [File(path.name, path.stat().st_size, True)]
-    raise _refused(source, FileNotFoundError(f"no such {'directory' if source.files else 'file'}"))
+    what = "directory" if source.files == CHECKPOINT else "file or folder"
+    raise _refused(source, FileNotFoundError(f"no such {what}"))
 
 
 def _download(source: Source) -> Path:

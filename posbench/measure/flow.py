@@ -12,8 +12,9 @@ from torch import Tensor
 from transformers.integrations.sdpa_attention import repeat_kv
 
 from posbench.model import families
+from posbench.model.attention import attention_weights
 from posbench.model.hooks import attending
-from posbench.model.lm import LM, attention_weights
+from posbench.model.lm import LM
 from posbench.stats.bootstrap import Array
 from posbench.theory import masks
 

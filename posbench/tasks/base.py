@@ -2,15 +2,17 @@
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from posbench.errors import UserError
-from posbench.files.sources import Source
+from posbench.files.sources import Source, local
+from posbench.schema import Count, Positive, Several
 
 Split = Literal["evaluation", "calibration"]
 Truncation = Literal["refuse", "middle", "document", "words"]
@@ -24,13 +26,11 @@ class Example:
         id: Unique within the task and split, stable across runs.
         prompt: What the model is asked, before any chat template.
         answers: Accepted answers; the first one is the target of a calibration loss.
-        gold_position: 0-based place of the gold item among the items; None where the task has no positions.
+        gold_position: 0-based place of the gold item among the items; None without positions.
         items: Character span (start, end) in the prompt of every item (document, key-value pair), in order.
-        cluster: Examples that share a question; intervals resample these, not single prompts. Empty: this one
-            alone.
+        cluster: Examples that share a question, which intervals resample; empty: this one alone.
         subset: Data set or subject, in a benchmark of several; also scored apart, in ``subsets.csv``.
-        choices: Continuations of the prompt, of which the most likely one is the reply; empty: the model
-            generates.
+        choices: Continuations of which the most likely one is the reply; empty: the model generates.
         chat: Whether a chat template may surround the prompt.
         system: System message, where a chat template surrounds the prompt.
         prefill: Text after the prompt and its template with which the reply begins (such as ``Answer:``).
@@ -63,54 +63,42 @@ class Example:
 
 @dataclass(frozen=True, kw_only=True)
 class Task(ABC):
-    """A benchmark. The dataclass fields are the keys of ``conf/task/<name>.yaml``.
+    """A benchmark. The dataclass fields are the keys of ``task.*``; a default stands here alone.
 
-    ``version`` increases when a number can move; ``metric`` is the score that tables and "best" refer to, in
-    0..1; ``size`` says in a few words how much there is; ``average`` says whether means over several subsets
-    weight every example or every subset the same.
-
-    Args:
+    Attributes:
+        version: Increases when a number can move.
+        metric: The score, in 0..1, that tables and "best" refer to.
+        source, licence, size: Of its data, in a few words.
+        average: Whether means over several subsets weight every example or every subset the same.
+        items: Items (documents, pairs) per prompt, where gold positions count them.
+        calibration_items: The same of calibration prompts, with a field ``calibration_positions``.
+        chance: Score of a guess, where that means something.
         name: Short name, used in folders and tables.
         max_new_tokens: Tokens to generate at most; an example may say otherwise.
         truncation: Prompts over the context window: ``refuse``; ``middle`` removes tokens from the middle of
             the prompt before any chat template (LongBench, LooGLE); ``document`` cuts the end of the document
             (ZeroSCROLLS); ``words`` does so 250 words at a time (L-Eval).
-        max_prompt_tokens: Tokens of the prompt before any chat template; None: what the context window leaves
-            room for.
+        max_prompt_tokens: Tokens of the prompt before any chat template; None: what the window has room for.
         limit: Questions per subset and gold position at most, the first ones; None: all.
-        repetition_penalty: Divisor of the positive logits of tokens that occurred before; 1 is plain greedy
-            decoding.
+        repetition_penalty: Divisor of the positive logits of tokens that occurred before; 1: greedy decoding.
     """
 
-    version: ClassVar[str]
+    version: ClassVar[str] = "1"
     metric: ClassVar[str]
     source: ClassVar[str]
     licence: ClassVar[str]
     size: ClassVar[str]
     average: ClassVar[Literal["examples", "subsets"]] = "examples"
+    items: ClassVar[int | None] = None
+    calibration_items: ClassVar[int | None] = None
+    chance: ClassVar[float | None] = None
 
     name: str
-    max_new_tokens: int
+    max_new_tokens: Count
     truncation: Truncation = "refuse"
-    max_prompt_tokens: int | None = None
-    limit: int | None = None
-    repetition_penalty: float = 1.0
-
-    @property
-    def items(self) -> int | None:
-        """Items (documents, pairs) per prompt, where gold positions count them; a position's depth is its
-        share of the way."""
-        return None
-
-    @property
-    def calibration_items(self) -> int | None:
-        """Items per calibration prompt, in a task with a field ``calibration_positions``."""
-        return None
-
-    @property
-    def chance(self) -> float | None:
-        """Score of a guess, where that means something."""
-        return None
+    max_prompt_tokens: Several | None = None
+    limit: Count | None = None
+    repetition_penalty: Positive = 1.0
 
     @abstractmethod
     def examples(self, split: Split) -> list[Example]:
@@ -122,22 +110,30 @@ class Task(ABC):
 
     @abstractmethod
     def score(self, example: Example, text: str) -> dict[str, float]:
-        """Metrics of one reply, the task's ``metric`` among them; empty where no gold answer is known.
-        Pure."""
+        """Metrics of one reply, the task's ``metric`` among them; empty where no gold answer is known."""
 
     def files(self) -> tuple[Source, ...]:
-        """The files that :meth:`examples` reads, for ``posbench fetch``; open them with
-        :func:`posbench.files.sources.local`."""
+        """The files that :meth:`examples` reads."""
         return ()
 
+    def place(self) -> Path:
+        """The first of :meth:`files` on this machine.
+
+        Raises:
+            UserError: It is not here and cannot be downloaded.
+        """
+        first = self.files()[0]
+        if first.kind == "path" and not Path(first.id).expanduser().exists():
+            hint = f"get it from {self.source}, or set {first.field}=null"
+            raise UserError(first.field, first.id, "a file or folder on this machine", hint)
+        return local(first)
+
     def averages(self) -> Mapping[str, tuple[str, ...]]:
-        """Named means over subsets or over earlier averages, such as a benchmark's categories. ``all`` is the
-        task's total and holds every subset unless it is given here."""
+        """Named means over subsets or earlier averages; ``all`` is every subset's if it is not given."""
         return {}
 
     def total(self, subset: str, means: Mapping[str, NDArray[np.float64]]) -> NDArray[np.float64]:
-        """A subset's value of ``metric`` from the means of all its metrics; elementwise, so that it can be
-        resampled."""
+        """A subset's value of ``metric`` from the means of all its metrics, elementwise."""
         return means[self.metric]
 
     def submission(self, replies: Sequence[tuple[Example, str]]) -> Mapping[str, str]:
@@ -150,23 +146,41 @@ class Task(ABC):
         Raises:
             UserError: See :meth:`examples`; also for an id that occurs twice.
         """
-        seen: Counter[tuple[str, int | None]] = Counter()
-        ids: set[str] = set()
-        kept = []
+        seen, ids, kept = Counter[tuple[str, int | None]](), set[str](), []
         for example in self.examples("evaluation"):
             if example.id in ids:
-                raise UserError("task", f"id {example.id}", "ids that occur once", "mend the data")
+                raise UserError("task", f"id {example.id}", "ids that occur once", "fix the data")
             ids.add(example.id)
             seen[example.subset, example.gold_position] += 1
             if self.limit is None or seen[example.subset, example.gold_position] <= self.limit:
                 kept.append(example)
         return kept
 
-    def refuse_split(self) -> UserError:
-        """The error of a task without calibration questions."""
-        return UserError(
-            "stages",
-            "search",
-            f"no search on task {self.name}: it has no calibration questions",
-            "search with task=kv_retrieval, then set method.channel=... here and stages=[evaluate,report]",
-        )
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationOnly(Task):
+    """A task without calibration questions, from the user's files (``path``) or from the benchmark's own."""
+
+    path: str | None = None
+
+    @abstractmethod
+    def official(self) -> tuple[Source, ...]:
+        """The benchmark's own files."""
+
+    @abstractmethod
+    def questions(self) -> Iterable[Example]:
+        """The evaluation examples."""
+
+    def files(self) -> tuple[Source, ...]:
+        """The user's file or folder, or the benchmark's own files."""
+        own = Source(kind="path", id=self.path or "", field="task.path", files=("**/*",))
+        return (own,) if self.path else self.official()
+
+    def examples(self, split: Split) -> list[Example]:
+        """See :meth:`Task.examples`; there are no calibration questions."""
+        if split == "calibration":
+            allowed = f"no search on task {self.name}: it has no calibration questions"
+            then = "set method.channel=... here and stages=[evaluate,report]"
+            hint = f"search with task=kv_retrieval, then {then}"
+            raise UserError("stages", "search", allowed, hint)
+        return list(self.questions())

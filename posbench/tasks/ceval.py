@@ -1,5 +1,4 @@
-"""C-Eval (Huang et al. 2023): multiple-choice questions in Chinese, 52 subjects, after five
-demonstrations."""
+"""C-Eval (Huang et al. 2023): multiple-choice questions in Chinese, 52 subjects, after demonstrations."""
 
 import json
 import re
@@ -8,62 +7,44 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
+from posbench.schema import Count
 from posbench.tasks.base import Example
 from posbench.tasks.exam import Exam
 
+_SUBJECTS = {
+    "STEM": """
+        computer_network 计算机网络 operating_system 操作系统 computer_architecture 计算机组成
+        college_programming 大学编程 college_physics 大学物理 college_chemistry 大学化学
+        advanced_mathematics 高等数学 probability_and_statistics 概率统计 discrete_mathematics 离散数学
+        electrical_engineer 注册电气工程师 metrology_engineer 注册计量师 high_school_mathematics 高中数学
+        high_school_physics 高中物理 high_school_chemistry 高中化学 high_school_biology 高中生物
+        middle_school_mathematics 初中数学 middle_school_biology 初中生物 middle_school_physics 初中物理
+        middle_school_chemistry 初中化学 veterinary_medicine 兽医学
+    """,
+    "Social Science": """
+        college_economics 大学经济学 business_administration 工商管理 marxism 马克思主义基本原理
+        mao_zedong_thought 毛泽东思想和中国特色社会主义理论体系概论 education_science 教育学
+        teacher_qualification 教师资格 high_school_politics 高中政治 high_school_geography 高中地理
+        middle_school_politics 初中政治 middle_school_geography 初中地理
+    """,
+    "Humanities": """
+        modern_chinese_history 近代史纲要 ideological_and_moral_cultivation 思想道德修养与法律基础
+        logic 逻辑学 law 法学 chinese_language_and_literature 中国语言文学 art_studies 艺术学
+        professional_tour_guide 导游资格 legal_professional 法律职业资格 high_school_chinese 高中语文
+        high_school_history 高中历史 middle_school_history 初中历史
+    """,
+    "Other": """
+        civil_servant 公务员 sports_science 体育学 plant_protection 植物保护 basic_medicine 基础医学
+        clinical_medicine 临床医学 urban_and_rural_planner 注册城乡规划师 accountant 注册会计师
+        fire_engineer 注册消防工程师 environmental_impact_assessment_engineer 环境影响评价工程师
+        tax_accountant 税务师 physician 医师资格
+    """,
+}
+_PAIRS = {category: text.split() for category, text in _SUBJECTS.items()}
 SUBJECTS = {
-    "computer_network": ("计算机网络", "STEM"),
-    "operating_system": ("操作系统", "STEM"),
-    "computer_architecture": ("计算机组成", "STEM"),
-    "college_programming": ("大学编程", "STEM"),
-    "college_physics": ("大学物理", "STEM"),
-    "college_chemistry": ("大学化学", "STEM"),
-    "advanced_mathematics": ("高等数学", "STEM"),
-    "probability_and_statistics": ("概率统计", "STEM"),
-    "discrete_mathematics": ("离散数学", "STEM"),
-    "electrical_engineer": ("注册电气工程师", "STEM"),
-    "metrology_engineer": ("注册计量师", "STEM"),
-    "high_school_mathematics": ("高中数学", "STEM"),
-    "high_school_physics": ("高中物理", "STEM"),
-    "high_school_chemistry": ("高中化学", "STEM"),
-    "high_school_biology": ("高中生物", "STEM"),
-    "middle_school_mathematics": ("初中数学", "STEM"),
-    "middle_school_biology": ("初中生物", "STEM"),
-    "middle_school_physics": ("初中物理", "STEM"),
-    "middle_school_chemistry": ("初中化学", "STEM"),
-    "veterinary_medicine": ("兽医学", "STEM"),
-    "college_economics": ("大学经济学", "Social Science"),
-    "business_administration": ("工商管理", "Social Science"),
-    "marxism": ("马克思主义基本原理", "Social Science"),
-    "mao_zedong_thought": ("毛泽东思想和中国特色社会主义理论体系概论", "Social Science"),
-    "education_science": ("教育学", "Social Science"),
-    "teacher_qualification": ("教师资格", "Social Science"),
-    "high_school_politics": ("高中政治", "Social Science"),
-    "high_school_geography": ("高中地理", "Social Science"),
-    "middle_school_politics": ("初中政治", "Social Science"),
-    "middle_school_geography": ("初中地理", "Social Science"),
-    "modern_chinese_history": ("近代史纲要", "Humanities"),
-    "ideological_and_moral_cultivation": ("思想道德修养与法律基础", "Humanities"),
-    "logic": ("逻辑学", "Humanities"),
-    "law": ("法学", "Humanities"),
-    "chinese_language_and_literature": ("中国语言文学", "Humanities"),
-    "art_studies": ("艺术学", "Humanities"),
-    "professional_tour_guide": ("导游资格", "Humanities"),
-    "legal_professional": ("法律职业资格", "Humanities"),
-    "high_school_chinese": ("高中语文", "Humanities"),
-    "high_school_history": ("高中历史", "Humanities"),
-    "middle_school_history": ("初中历史", "Humanities"),
-    "civil_servant": ("公务员", "Other"),
-    "sports_science": ("体育学", "Other"),
-    "plant_protection": ("植物保护", "Other"),
-    "basic_medicine": ("基础医学", "Other"),
-    "clinical_medicine": ("临床医学", "Other"),
-    "urban_and_rural_planner": ("注册城乡规划师", "Other"),
-    "accountant": ("注册会计师", "Other"),
-    "fire_engineer": ("注册消防工程师", "Other"),
-    "environmental_impact_assessment_engineer": ("环境影响评价工程师", "Other"),
-    "tax_accountant": ("税务师", "Other"),
-    "physician": ("医师资格", "Other"),
+    subject: (name, category)
+    for category, words in _PAIRS.items()
+    for subject, name in zip(words[::2], words[1::2], strict=True)
 }
 """Subject to Chinese name and category, from ``subject_mapping.json`` of hkust-nlp/ceval (MIT)."""
 
@@ -95,7 +76,6 @@ class CEval(Exam):
     mean is that over subjects.
     """
 
-    version: ClassVar[str] = "1"
     source: ClassVar[str] = (
         "Huang et al. 2023, github.com/hkust-nlp/ceval, huggingface.co/datasets/ceval/ceval-exam"
     )
@@ -106,10 +86,11 @@ class CEval(Exam):
     }
     hub: ClassVar[str] = "ceval/ceval-exam"
     parts: ClassVar[Mapping[str, int]] = {"val": 1346, "test": 12342}
+    unlabelled: ClassVar[str] = "test"
     cue: ClassVar[str] = "答案："
 
     name: str = "ceval"
-    max_new_tokens: int = 32
+    max_new_tokens: Count = 32
     split: Literal["val", "test"] = "val"
     mean: Literal["questions", "subjects"] = "subjects"
 
@@ -128,16 +109,9 @@ class CEval(Exam):
         of = "的" if self.prompt == "lm_eval" else "考试的"
         return f"以下是中国关于{SUBJECTS[subject][0]}{of}单项选择题，请选出其中的正确答案。"
 
-    def labelled(self, part: str) -> bool:
-        """See :meth:`Exam.labelled`."""
-        return part != "test"
-
     def letter(self, text: str) -> str:
-        """The letter alone at the start; else that of 答案是X, of X正确, of 选X; else the only one named; else
-        none.
-
-        Full-width letters and signs count as their narrow forms.
-        """
+        """The letter alone at the start; else that of 答案是X, X正确, 选X; else the only one named; or none."""
+        # Full-width letters and signs count as their narrow forms.
         reply = unicodedata.normalize("NFKC", text)
         for form in _FORMS:
             if found := re.search(form, reply):
@@ -146,8 +120,7 @@ class CEval(Exam):
         return named.pop() if len(named) == 1 else ""
 
     def submission(self, replies: Sequence[tuple[Example, str]]) -> Mapping[str, str]:
-        """``ceval_submission.json``: per subject the letter of every question id; nothing for
-        ``split=val``."""
+        """``ceval_submission.json``: the letter of every id by subject; nothing for ``split=val``."""
         if self.split != "test":
             return {}
         letters: dict[str, dict[str, str]] = {}

@@ -4,38 +4,87 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Annotated, ClassVar
 
-from posbench.tasks.base import Example
+from annotated_types import MinLen
+
+from posbench.schema import Count
+from posbench.tasks.base import Example, Task
 from posbench.tasks.reading import refuse
 
+Positions = Annotated[tuple[int | str, ...], MinLen(1)]
+Spans = tuple[tuple[int, int], ...]
 
-def joined(head: str, items: Iterable[str], between: str, tail: str) -> tuple[str, list[tuple[int, int]]]:
+
+@dataclass(frozen=True, kw_only=True)
+class Placed(Task):
+    """A task whose gold item is moved over positions among others.
+
+    Attributes:
+        sizes: Fields with the items per prompt, and per calibration prompt.
+        path: File of the benchmark; see the task.
+        positions: Gold positions; ``"50%"`` is index floor(0.5 * (items - 1)), which gives the benchmarks'
+            0/4/9/14/19 of 20 documents and 0/34/69/104/139 of 140 pairs; or explicit 0-based indices.
+        examples_per_position: Questions per position.
+        calibration_examples: Calibration questions.
+        calibration_positions: Gold positions that they take in turn; None: see the task.
+        seed: Seed of what is drawn.
+    """
+
+    sizes: ClassVar[tuple[str, str]]
+
+    path: str | None = None
+    positions: Positions = ("0%", "25%", "50%", "75%", "100%")
+    examples_per_position: Count = 500
+    calibration_examples: Count = 100
+    calibration_positions: Positions | None = None
+    seed: int = 0
+
+    @property
+    def items(self) -> int:  # type: ignore[override]
+        """Items per prompt."""
+        return int(getattr(self, self.sizes[0]))
+
+    @property
+    def calibration_items(self) -> int:  # type: ignore[override]
+        """Items per calibration prompt."""
+        return int(getattr(self, self.sizes[1]))
+
+    @property
+    def gold_positions(self) -> list[int]:
+        """The gold positions as 0-based indices."""
+        return gold_indices("positions", self.positions, self.sizes[0], self.items)
+
+    @property
+    def calibration_indices(self) -> list[int]:
+        """The same of the calibration questions; empty where none are given."""
+        given = self.calibration_positions or ()
+        return gold_indices("calibration_positions", given, self.sizes[1], self.calibration_items)
+
+    def need(self, questions: int, shown: object) -> None:
+        """Refuse more questions than a file has."""
+        if questions < self.examples_per_position:
+            field, allowed = "examples_per_position", f"at most {questions}, the questions in {shown}"
+            refuse(field, self.examples_per_position, allowed, f"set task.{field}={questions}")
+
+
+def joined(head: str, items: Iterable[str], between: str, tail: str) -> tuple[str, Spans]:
     """``head``, the items with ``between`` in between, ``tail``; and the character span of every item."""
     items = list(items)
     spans, at = [], len(head)
     for item in items:
         spans.append((at, at + len(item)))
         at += len(item) + len(between)
-    return head + between.join(items) + tail, spans
+    return head + between.join(items) + tail, tuple(spans)
 
 
 def gold_indices(field: str, positions: Sequence[int | str], size_field: str, size: int) -> list[int]:
-    """Gold positions as 0-based indices into a list of ``size`` items.
-
-    A share ``"p%"`` is index floor(p / 100 * (size - 1)), which gives the benchmarks' own 0/4/9/14/19 of 20
-    documents and 0/34/69/104/139 of 140 pairs; anything else is an index.
-
-    Args:
-        field: Config key that holds the positions, without ``task.``.
-        positions: The positions.
-        size_field: Config key that holds the size, without ``task.``.
-        size: Items in the list.
+    """Gold positions (of the key ``field``) as 0-based indices into a list whose size is another key.
 
     Raises:
-        UserError: There is no position, one lies outside the list, or two are the same.
+        UserError: One lies outside the list, or two are the same.
     """
-    if not positions:
-        refuse(field, [], "at least one gold position", f'set task.{field}=["0%","50%","100%"]')
     found = [_index(field, position, size_field, size) for position in positions]
     if len(set(found)) != len(found):
         places = f"different gold positions (task.{size_field}={size} puts these at {found})"
@@ -59,7 +108,7 @@ def _index(field: str, position: int | str, size_field: str, size: int) -> int:
 
 
 def placed(examples: Sequence[Example], most: int | None = None) -> list[Example]:
-    """The examples with a gold item among items, sorted by gold position; at most so many of each, all where None."""
+    """The examples with a gold item among items, sorted by gold position; at most ``most`` of each."""
     there = [e for e in examples if e.gold_position is not None and e.items]
     seen: Counter[int | None] = Counter()
     kept = []

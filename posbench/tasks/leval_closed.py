@@ -1,5 +1,4 @@
-"""L-Eval, closed-ended (An et al. 2023): exams on long documents, answered by a letter or by true or
-false."""
+"""L-Eval, closed-ended (An et al. 2023): exams on long documents, answered by letters or true and false."""
 
 from __future__ import annotations
 
@@ -10,8 +9,9 @@ from pathlib import Path
 from typing import ClassVar, Literal
 
 from posbench.files.sources import Source, local
-from posbench.tasks.base import Example, Split, Task, Truncation
-from posbench.tasks.reading import Row, refuse, refuse_line, rows, take
+from posbench.schema import Count
+from posbench.tasks.base import EvaluationOnly, Example, Truncation
+from posbench.tasks.reading import Row, check_names, pick, rows
 
 Benchmark = Literal["coursera", "quality", "tpo", "sci_fi"]
 
@@ -25,18 +25,15 @@ FILES: dict[Benchmark, tuple[int, str]] = {
 REPOSITORY = "https://raw.githubusercontent.com/OpenLMLab/LEval/main/LEval-data/Closed-ended-tasks"
 
 _LONG = "Now you are given a very long document. Please follow the instruction based on this document. "
-_ONE_LETTER = (
-    "For multi-choice questions, there is only a sinlge correct option. Please only provide the letter corresponding to the "
-    "answer (like A or B) when answering. For other questions, please directly give the concise and accurate answer. "
-)
-SYSTEM: dict[Benchmark, str] = {
-    "coursera": _LONG
-    + "For multi-choice questions, there could be a sinlge correct option or multiple correct options. Please only "
-    "provide the letter corresponding to the answer (like A or AB) when answering. ",
-    "quality": _LONG + _ONE_LETTER,
-    "tpo": _LONG + _ONE_LETTER,
-    "sci_fi": 'Now you are given a scientific fiction. I will ask you some questions and the answer should be "True" or "False". '
-    "Notice that you should answer the question based on the evidence in the document instead of your background knowledge.",
+_LETTER = "Please only provide the letter corresponding to the answer (like A or {}) when answering. "
+_ONE = "For multi-choice questions, there is only a sinlge correct option. "
+_SEVERAL = "For multi-choice questions, there could be a sinlge correct option or multiple correct options. "
+_OTHERS = "For other questions, please directly give the concise and accurate answer. "
+SYSTEM = dict.fromkeys(("quality", "tpo"), _LONG + _ONE + _LETTER.format("B") + _OTHERS) | {
+    "coursera": _LONG + _SEVERAL + _LETTER.format("AB"),
+    "sci_fi": "Now you are given a scientific fiction. I will ask you some questions and the answer should "
+    'be "True" or "False". Notice that you should answer the question based on the evidence in the document '
+    "instead of your background knowledge.",
 }
 """The benchmark's system messages, its spelling included."""
 
@@ -69,8 +66,7 @@ def letters(reply: str, *, several: bool) -> str:
 
 
 def gold_letters(text: str) -> str:
-    """The letters of a gold answer: those of its first word, such as B of ``(B) the option``; ``A`` where it
-    has none."""
+    """The letters in the first word of a gold answer, such as B of ``(B) the option``; ``A`` without any."""
     return "".join(c for c in "".join(text.split()[:1]) if c in LETTERS) or "A"
 
 
@@ -86,7 +82,7 @@ def truth(reply: str) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LEvalClosed(Task):
+class LEvalClosed(EvaluationOnly):
     """The four closed-ended sets of L-Eval that LPES reports.
 
     SFiction asks every question twice: by the story, with the document (subset ``sci_fi_loyalty``), and by
@@ -95,63 +91,37 @@ class LEvalClosed(Task):
     reads that message in front of the prompt.
 
     Args:
-        path: Folder or ``.zip`` with the benchmark's files (``coursera.jsonl``, ...); None downloads them
-            once.
+        path: Folder or ``.zip`` with the benchmark's files (``coursera.jsonl``, ...); None downloads them.
         subsets: Which of the four.
 
     Score: Equal letters 1, a part of the gold letters 0.25 (Coursera), else 0.
     """
 
-    version: ClassVar[str] = "1"
     metric: ClassVar[str] = "score"
     source: ClassVar[str] = "An et al. 2023, github.com/OpenLMLab/LEval, LEval-data/Closed-ended-tasks/"
     licence: ClassVar[str] = "GPL-3.0"
-    size: ClassVar[str] = (
-        "Coursera 172, QuALITY 202, TOEFL (tpo) 269, SFiction 64 questions, the last asked twice"
-    )
+    size: ClassVar[str] = "Coursera 172, QuALITY 202, TOEFL (tpo) 269, SFiction 64 questions asked twice"
     average: ClassVar[Literal["examples", "subsets"]] = "subsets"
 
     name: str = "leval_closed"
-    max_new_tokens: int = 512
+    max_new_tokens: Count = 512
     truncation: Truncation = "words"
-    path: str | None = None
     subsets: tuple[Benchmark, ...] = ("coursera", "quality", "tpo", "sci_fi")
 
     def __post_init__(self) -> None:
-        if self.max_new_tokens < 1:
-            refuse(
-                "max_new_tokens",
-                self.max_new_tokens,
-                "a whole number from 1 up",
-                "set task.max_new_tokens=512",
-            )
-        if not self.subsets or len(set(self.subsets)) != len(self.subsets):
-            refuse(
-                "subsets",
-                list(self.subsets),
-                f"some of {', '.join(FILES)}, each once",
-                "set task.subsets=[coursera,quality,tpo]",
-            )
+        check_names("subsets", self.subsets, list(FILES))
 
-    def files(self) -> tuple[Source, ...]:
-        """The given folder, or the official files."""
-        if self.path:
-            wanted = () if self.path.endswith(".zip") else tuple(f"{subset}.jsonl" for subset in self.subsets)
-            return (Source(kind="path", id=self.path, field="task.path", files=wanted),)
-        return tuple(
-            Source(kind="url", id=f"{REPOSITORY}/{subset}.jsonl", field="task.path", sha256=FILES[subset][1])
-            for subset in self.subsets
-        )
+    def official(self) -> tuple[Source, ...]:
+        """The official files."""
+        return tuple(_official(subset) for subset in self.subsets)
 
     def averages(self) -> Mapping[str, tuple[str, ...]]:
         """``sci_fi`` is the mean of both readings; ``all`` that of the benchmarks."""
         both = {"sci_fi": ("sci_fi_loyalty", "sci_fi_fact")} if "sci_fi" in self.subsets else {}
         return {**both, "all": self.subsets}
 
-    def examples(self, split: Split) -> list[Example]:
-        """See :meth:`Task.examples`. There are no calibration questions."""
-        if split == "calibration":
-            raise self.refuse_split()
+    def questions(self) -> list[Example]:
+        """See :meth:`EvaluationOnly.questions`."""
         return [example for subset in self.subsets for example in self._subset(subset)]
 
     def score(self, example: Example, text: str) -> dict[str, float]:
@@ -162,84 +132,51 @@ class LEvalClosed(Task):
         return {"score": letter_score(letters(text, several=example.subset == "coursera"), gold)}
 
     def _subset(self, subset: Benchmark) -> Iterator[Example]:
-        shown, lines = self._lines(subset)
-        for line, row in lines:
-            document, questions, golds = (
-                take("path", shown, line, row, name, kind)
-                for name, kind in (("input", str), ("instructions", list), ("outputs", list))
-            )
-            if len(questions) != len(golds) or not all(
-                isinstance(text, str) and text.strip() for text in (*questions, *golds)
-            ):
-                refuse_line(
-                    "path",
-                    shown,
-                    line,
-                    '"instructions" and "outputs" of the same length (lists of str, none empty)',
-                )
+        for line, row in self._rows(subset):
+            document, questions = row.take("input"), row.take("instructions", list)
+            golds = row.take("outputs", list)
+            texts = [isinstance(text, str) and text.strip() for text in (*questions, *golds)]
+            if len(questions) != len(golds) or not all(texts):
+                row.refuse('"instructions" and "outputs" of the same length (lists of str, none empty)')
             for number, (question, gold) in enumerate(zip(questions, golds, strict=True)):
                 name = f"{subset}-{line}-{number}"
                 if subset != "sci_fi":
                     if not re.match(r"\s*\S*[A-D]", gold):
-                        refuse_line(
-                            "path",
-                            shown,
-                            line,
-                            f'"outputs" that begin with letters from A to D ({gold[:20]} does not)',
-                        )
-                    yield self._example(name, subset, subset, question, gold_letters(gold), document)
+                        row.refuse(f'"outputs" that begin with letters from A to D ({gold[:20]} does not)')
+                    yield _example(name, subset, question, gold_letters(gold), document)
                     continue
                 both = _TRUTHS.fullmatch(gold)
                 if both is None:
-                    refuse_line(
-                        "path", shown, line, f'"outputs" like "True [fact: False]" ({gold[:20]} is not)'
-                    )
-                by_story, by_world = both.group(1).lower(), both.group(2).lower()
-                yield self._example(
-                    f"{name}-loyalty", subset, "sci_fi_loyalty", question, by_story, document, cluster=name
-                )
-                question = _STORY.sub(_WORLD, question)
-                yield self._example(
-                    f"{name}-fact", subset, "sci_fi_fact", question, by_world, "", cluster=name
-                )
+                    row.refuse(f'"outputs" like "True [fact: False]" ({gold[:20]} is not)')
+                story, world = both[1].lower(), both[2].lower()
+                yield _example(f"{name}-loyalty", "sci_fi_loyalty", question, story, document, name)
+                asked = _STORY.sub(_WORLD, question)
+                yield _example(f"{name}-fact", "sci_fi_fact", asked, world, "", name)
 
-    def _lines(self, subset: Benchmark) -> tuple[str, list[Row]]:
-        """The file as it is called in errors, and its rows."""
+    def _rows(self, subset: Benchmark) -> Iterator[Row]:
         name = f"{subset}.jsonl"
         if not self.path:
-            file = local(next(source for source in self.files() if source.id.endswith(f"/{name}")))
-            return str(file), list(rows("path", file, count=FILES[subset][0]))
-        if self.path.endswith(".zip"):
-            return f"{self.path}:{name}", list(rows("path", self.path, member=name))
-        file = Path(self.path).expanduser() / name
-        if not file.is_file():
-            refuse(
-                "path",
-                str(file),
-                "a file on this machine",
-                f"take it from {self.source}, or set task.path=null to download it",
-            )
-        return str(file), list(rows("path", file))
+            return rows("path", local(_official(subset)), count=FILES[subset][0])
+        hint = f"take it from {self.source}, or set task.path=null to download it"
+        file, member = pick(Path(self.path).expanduser(), (name,), hint)
+        return rows("path", file, member=member)
 
-    def _example(
-        self,
-        name: str,
-        benchmark: Benchmark,
-        subset: str,
-        question: str,
-        gold: str,
-        document: str,
-        cluster: str = "",
-    ) -> Example:
-        head = f"Document is as follows. {document} \n" if document else ""
-        start = len("Document is as follows. ")
-        return Example(
-            id=name,
-            prompt=f"{head}Question: {question}.  Please directly give the answer without any additional output or explanation",
-            answers=(gold,),
-            cluster=cluster,
-            subset=subset,
-            system=SYSTEM[benchmark],
-            prefill="\nAnswer:",
-            document=(start, start + len(document)) if document else None,
-        )
+
+def _official(name: Benchmark) -> Source:
+    return Source(kind="url", id=f"{REPOSITORY}/{name}.jsonl", field="task.path", sha256=FILES[name][1])
+
+
+def _example(name: str, subset: str, question: str, gold: str, document: str, cluster: str = "") -> Example:
+    before = "Document is as follows. "
+    head = f"{before}{document} \n" if document else ""
+    asked = "Please directly give the answer without any additional output or explanation"
+    return Example(
+        id=name,
+        prompt=f"{head}Question: {question}.  {asked}",
+        answers=(gold,),
+        cluster=cluster,
+        subset=subset,
+        system=SYSTEM["sci_fi" if subset.startswith("sci_fi") else subset],
+        prefill="\nAnswer:",
+        document=(len(before), len(before) + len(document)) if document else None,
+    )

@@ -1,5 +1,4 @@
-"""LongBench v1 (Bai et al. 2023): 21 tasks over long texts, English, Chinese and code, each with a score of
-its own."""
+"""LongBench v1 (Bai et al. 2023): 21 tasks over long texts, each with a score of its own."""
 
 from __future__ import annotations
 
@@ -10,17 +9,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from posbench.errors import near
-from posbench.files.sources import Source, local
+from posbench.files.sources import Source
+from posbench.schema import Count
 from posbench.tasks import scorers
-from posbench.tasks.base import Example, Split, Task, Truncation
-from posbench.tasks.reading import new, refuse, refuse_line, rows, take
+from posbench.tasks.base import EvaluationOnly, Example, Truncation
+from posbench.tasks.reading import Line, check_names, pick, rows
 
-PROMPTS: dict[str, dict[str, Any]] = json.loads(
-    Path(__file__).with_suffix(".json").read_text(encoding="utf-8")
-)["tasks"]
-"""Prompt and tokens to generate of every task, character by character those of the benchmark (MIT; the file
-says more)."""
+_DATA = Path(__file__).with_suffix(".json").read_text(encoding="utf-8")
+PROMPTS: dict[str, dict[str, Any]] = json.loads(_DATA)["tasks"]
+"""Prompt and tokens to generate of every task, character by character those of the benchmark (MIT)."""
 
 CATEGORIES: dict[str, tuple[str, ...]] = {
     "single_doc_qa": ("narrativeqa", "qasper", "multifieldqa_en", "multifieldqa_zh"),
@@ -38,38 +35,18 @@ ENGLISH_AND_CODE = tuple(task for tasks in CATEGORIES.values() for task in tasks
 
 BARE = frozenset({*CATEGORIES["few_shot"], *CATEGORIES["code"]})
 """Tasks whose prompt ends in the middle of a pattern to continue, and takes no chat template."""
-
 FIRST_LINE = frozenset(CATEGORIES["few_shot"])
 """Tasks of whose reply only the first line counts."""
-
-EXTENDED = (
-    "qasper",
-    "multifieldqa_en",
-    "hotpotqa",
-    "2wikimqa",
-    "gov_report",
-    "multi_news",
-    "trec",
-    "triviaqa",
-    "samsum",
-    "passage_count",
-    "passage_retrieval_en",
-    "lcc",
-    "repobench-p",
-)
+EXTENDED = tuple(task for task in ENGLISH_AND_CODE if task not in ("narrativeqa", "musique", "qmsum"))
 """The 13 tasks of LongBench-E."""
-
 BUCKETS = {"0-4k": 4000, "4-8k": 8000, "8k+": float("inf")}
 """LongBench-E's ranges of length: each ends before this many words."""
-
 COUNTS = {"multifieldqa_en": 150, "lcc": 500, "repobench-p": 500}
 """Questions of the official files, where they are not 200."""
 
+_F1 = ("narrativeqa", "qasper", "multifieldqa_en", "hotpotqa", "2wikimqa", "musique", "triviaqa")
 SCORERS: dict[str, Callable[[str, str], float]] = {
-    **dict.fromkeys(
-        ("narrativeqa", "qasper", "multifieldqa_en", "hotpotqa", "2wikimqa", "musique", "triviaqa"),
-        scorers.qa_f1,
-    ),
+    **dict.fromkeys(_F1, scorers.qa_f1),
     **dict.fromkeys(("gov_report", "qmsum", "multi_news", "samsum"), scorers.rouge_l),
     **dict.fromkeys(("dureader", "vcsum"), scorers.rouge_l_zh),
     **dict.fromkeys(("lcc", "repobench-p"), scorers.code_similarity),
@@ -82,12 +59,11 @@ SCORERS: dict[str, Callable[[str, str], float]] = {
 
 GOLD = {"passage_count": r"\d+", "passage_retrieval_en": r"Paragraph \d+", "passage_retrieval_zh": r"段落\d+"}
 """What a gold text must look like to be scored."""
-
 CLASSIFIED = ("trec", "lsht")
 
 
 @dataclass(frozen=True, kw_only=True)
-class LongBench(Task):
+class LongBench(EvaluationOnly):
     """LongBench v1.
 
     Args:
@@ -98,20 +74,17 @@ class LongBench(Task):
             as they are. ``yu``: as the program of Yu et al. 2025: no such stop, at least one token in every
             task, and replies stripped before they are scored, so that a leading space no longer hides the
             first line and code loses its indent.
-        extended: LongBench-E instead: the files ``<task>_e.jsonl``, with tasks that are not in it left out,
-            and one subset for every task and range of length (under 4000 words, under 8000, more).
+        extended: LongBench-E instead: the files ``<task>_e.jsonl``, without tasks that are not in it, and one
+            subset for every task and range of length (under 4000 words, under 8000, more).
         max_new_tokens: Tokens to generate at most; most tasks have a smaller number of their own.
 
     Score: 0..1, the best one over the gold texts: token F1, ROUGE-L, share of right numbers, class named, or
     similarity of code (:mod:`posbench.tasks.scorers`). Of few-shot replies the first line counts. ``all`` is
-    the mean over tasks, ``categories`` the mean over the six categories; the program of Yu et al. prints
-    both.
+    the mean over tasks, ``categories`` that over the six categories; the program of Yu et al. prints both.
 
-    The benchmark removes what is over ``max_prompt_tokens`` from the middle of the prompt (Yu et al.: window
-    minus 500).
+    What is over ``max_prompt_tokens`` goes from the middle of the prompt (Yu et al.: window minus 500).
     """
 
-    version: ClassVar[str] = "1"
     metric: ClassVar[str] = "score"
     source: ClassVar[str] = "Bai et al. 2023, arXiv:2308.14508, github.com/THUDM/LongBench"
     licence: ClassVar[str] = "MIT"
@@ -120,43 +93,26 @@ class LongBench(Task):
 
     name: str = "longbench"
     tasks: tuple[str, ...] = ENGLISH_AND_CODE
-    path: str | None = None
     protocol: Literal["official", "yu"] = "official"
     extended: bool = False
-    max_new_tokens: int = 512
+    max_new_tokens: Count = 512
     truncation: Truncation = "middle"
 
     def __post_init__(self) -> None:
-        for task in self.tasks:
-            if task not in PROMPTS:
-                refuse("tasks", task, ", ".join(PROMPTS), near(task, list(PROMPTS), "remove it"))
-        if len(set(self.tasks)) != len(self.tasks):
-            refuse("tasks", list(self.tasks), "names that occur once", "remove the repeated name")
-        if not self.chosen:
-            known = ", ".join(EXTENDED if self.extended else PROMPTS)
-            refuse("tasks", list(self.tasks), f"at least one of {known}", "set task.tasks=[qasper]")
-        for name, low in {"max_new_tokens": 1, "max_prompt_tokens": 2, "limit": 1}.items():
-            value = getattr(self, name)
-            if value is not None and value < low:
-                refuse(name, value, f"a whole number from {low} up", f"set task.{name}={low} or more")
+        check_names("tasks", self.tasks, list(PROMPTS) if self.chosen else EXTENDED)
 
     @property
     def chosen(self) -> tuple[str, ...]:
         """The tasks that are asked, without those that LongBench-E does not have."""
         return tuple(task for task in self.tasks if not self.extended or task in EXTENDED)
 
-    def files(self) -> tuple[Source, ...]:
-        """The given path, or the hub's data.zip."""
-        if self.path:
-            return (Source(kind="path", id=self.path, field="task.path"),)
+    def official(self) -> tuple[Source, ...]:
+        """The hub's data.zip."""
         return (Source(kind="dataset", id="THUDM/LongBench", field="task.path", files=("data.zip",)),)
 
-    def examples(self, split: Split) -> list[Example]:
-        """See :meth:`Task.examples`; ids are ``<task>-<_id>``, subsets the tasks (LongBench-E:
-        ``<task>/<range>``)."""
-        if split == "calibration":
-            raise self.refuse_split()
-        place = local(self.files()[0])
+    def questions(self) -> list[Example]:
+        """Ids are ``<task>-<_id>``, subsets the tasks (LongBench-E: ``<task>/<range>``)."""
+        place = self.place()
         return [example for task in self.chosen for example in self._task(place, task)]
 
     def score(self, example: Example, text: str) -> dict[str, float]:
@@ -175,59 +131,41 @@ class LongBench(Task):
         """The categories and their mean, ``categories``; of LongBench-E the ranges of length."""
         if self.extended:
             return {bucket: tuple(f"{task}/{bucket}" for task in self.chosen) for bucket in BUCKETS}
-        given = {
-            name: tuple(task for task in tasks if task in self.chosen) for name, tasks in CATEGORIES.items()
-        }
-        given = {name: tasks for name, tasks in given.items() if tasks}
+        asked = {name: tuple(t for t in tasks if t in self.chosen) for name, tasks in CATEGORIES.items()}
+        given = {name: tasks for name, tasks in asked.items() if tasks}
         return {**given, "categories": tuple(given)}
 
     def _task(self, place: Path, task: str) -> Iterator[Example]:
         name = f"{task}_e.jsonl" if self.extended else f"{task}.jsonl"
-        file, member = place / name, None
-        if place.suffix == ".zip" or not file.is_file():
-            file, member = (place if place.suffix == ".zip" else place / "data.zip"), f"data/{name}"
-        if not file.is_file():
-            refuse(
-                "path",
-                str(place),
-                f"a folder with {name} or data.zip",
-                "get data.zip from hf.co/datasets/THUDM/LongBench",
-            )
+        hint = "get data.zip from hf.co/datasets/THUDM/LongBench"
+        file, member = pick(place, (name, f"data/{name}"), hint, archive="data.zip")
         count = None if self.path or self.extended else COUNTS.get(task, 200)
-        shown = f"{file}:{member}" if member else str(file)
         seen: set[str] = set()
-        for line, row in rows("path", file, member=member, count=count):
-            yield self._example(shown, line, row, task, seen)
+        for _, row in rows("path", file, member=member, count=count):
+            yield self._example(row, task, seen)
 
-    def _example(self, shown: str, line: int, row: dict[str, Any], task: str, seen: set[str]) -> Example:
-        own = PROMPTS[task]
-        context = take("path", shown, line, row, "context")
-        question = row.get("input")
-        # Some copies of repobench-p hold all of the prompt's text in the context, where the template joins
-        # the two anyway.
-        if not isinstance(question, str) or (
-            not question and "{input}" in own["prompt"] and task != "repobench-p"
-        ):
-            refuse_line("path", shown, line, 'a field "input" (str, not empty in this task)')
-        answers = take("path", shown, line, row, "answers", list)
+    def _example(self, row: Line, task: str, seen: set[str]) -> Example:
+        own, context, question = PROMPTS[task], row.take("context"), row.get("input")
+        # Some copies of repobench-p hold all of the prompt's text in the context; the template joins the two.
+        needed = "{input}" in own["prompt"] and task != "repobench-p"
+        if not isinstance(question, str) or (needed and not question):
+            row.refuse('a field "input" (str, not empty in this task)')
+        answers = row.take("answers", list)
         if not all(isinstance(answer, str) and re.search(GOLD.get(task, ""), answer) for answer in answers):
             form = f" like {GOLD[task]}" if task in GOLD else ""
-            refuse_line("path", shown, line, f'a field "answers" (list of str{form})')
+            row.refuse(f'a field "answers" (list of str{form})')
         meta: dict[str, Any] = {"task": task}
         if task in CLASSIFIED:
-            meta["all_classes"] = take("path", shown, line, row, "all_classes", list)
-            names = [name for name in meta["all_classes"] if isinstance(name, str)]
-            if names != meta["all_classes"] or not set(answers) <= set(names):
-                refuse_line(
-                    "path", shown, line, 'a field "all_classes" (list of str) with all of the answers'
-                )
+            classes = meta["all_classes"] = row.take("all_classes", list)
+            if not all(isinstance(name, str) for name in classes) or not set(answers) <= set(classes):
+                row.refuse('a field "all_classes" (list of str) with all of the answers')
         subset = task
         if self.extended:
-            length = take("path", shown, line, row, "length", int)
+            length = row.take("length", int)
             subset += "/" + next(name for name, end in BUCKETS.items() if length < end)
         official = self.protocol == "official"
         return Example(
-            id=f"{task}-{new('path', shown, line, '_id', take('path', shown, line, row, '_id'), seen)}",
+            id=f"{task}-{row.new('_id', row.take('_id'), seen)}",
             prompt=own["prompt"].format(context=context, input=question),
             answers=tuple(answers),
             subset=subset,

@@ -3,84 +3,39 @@
 import string
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
+from posbench.schema import Count
 from posbench.tasks.exam import LETTERS, Exam
-from posbench.tasks.reading import refuse_line, take
+from posbench.tasks.reading import Line
 
 _SUBJECTS = {
-    "STEM": (
-        "abstract_algebra",
-        "astronomy",
-        "college_biology",
-        "college_chemistry",
-        "college_computer_science",
-        "college_mathematics",
-        "college_physics",
-        "computer_security",
-        "conceptual_physics",
-        "electrical_engineering",
-        "elementary_mathematics",
-        "high_school_biology",
-        "high_school_chemistry",
-        "high_school_computer_science",
-        "high_school_mathematics",
-        "high_school_physics",
-        "high_school_statistics",
-        "machine_learning",
-    ),
-    "humanities": (
-        "formal_logic",
-        "high_school_european_history",
-        "high_school_us_history",
-        "high_school_world_history",
-        "international_law",
-        "jurisprudence",
-        "logical_fallacies",
-        "moral_disputes",
-        "moral_scenarios",
-        "philosophy",
-        "prehistory",
-        "professional_law",
-        "world_religions",
-    ),
-    "social sciences": (
-        "econometrics",
-        "high_school_geography",
-        "high_school_government_and_politics",
-        "high_school_macroeconomics",
-        "high_school_microeconomics",
-        "high_school_psychology",
-        "human_sexuality",
-        "professional_psychology",
-        "public_relations",
-        "security_studies",
-        "sociology",
-        "us_foreign_policy",
-    ),
-    "other": (
-        "anatomy",
-        "business_ethics",
-        "clinical_knowledge",
-        "college_medicine",
-        "global_facts",
-        "human_aging",
-        "management",
-        "marketing",
-        "medical_genetics",
-        "miscellaneous",
-        "nutrition",
-        "professional_accounting",
-        "professional_medicine",
-        "virology",
-    ),
+    "STEM": """
+        abstract_algebra astronomy college_biology college_chemistry college_computer_science
+        college_mathematics college_physics computer_security conceptual_physics electrical_engineering
+        elementary_mathematics high_school_biology high_school_chemistry high_school_computer_science
+        high_school_mathematics high_school_physics high_school_statistics machine_learning
+    """,
+    "humanities": """
+        formal_logic high_school_european_history high_school_us_history high_school_world_history
+        international_law jurisprudence logical_fallacies moral_disputes moral_scenarios philosophy
+        prehistory professional_law world_religions
+    """,
+    "social sciences": """
+        econometrics high_school_geography high_school_government_and_politics high_school_macroeconomics
+        high_school_microeconomics high_school_psychology human_sexuality professional_psychology
+        public_relations security_studies sociology us_foreign_policy
+    """,
+    "other": """
+        anatomy business_ethics clinical_knowledge college_medicine global_facts human_aging management
+        marketing medical_genetics miscellaneous nutrition professional_accounting professional_medicine
+        virology
+    """,
 }
-
 CATEGORIES = dict(
-    sorted((subject, category) for category, subjects in _SUBJECTS.items() for subject in subjects)
+    sorted((subject, category) for category, subjects in _SUBJECTS.items() for subject in subjects.split())
 )
-"""Subject to category as in ``categories.py`` of hendrycks/test; lm-evaluation-harness counts anatomy as
-STEM."""
+"""As in ``categories.py`` of hendrycks/test; lm-evaluation-harness counts anatomy as STEM."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +51,6 @@ class MMLU(Exam):
     line, exact but for letter case and punctuation.
     """
 
-    version: ClassVar[str] = "1"
     source: ClassVar[str] = (
         "Hendrycks et al. 2021, github.com/hendrycks/test (data.tar), huggingface.co/datasets/cais/mmlu"
     )
@@ -110,35 +64,23 @@ class MMLU(Exam):
     stop: ClassVar[tuple[str, ...]] = ("\n",)
 
     name: str = "mmlu"
-    max_new_tokens: int = 5
+    max_new_tokens: Count = 5
     prompt: Literal["official", "lm_eval"] = "lm_eval"
-
-    @property
-    def gap(self) -> str:
-        """One blank: ``Answer: A``."""
-        return " "
 
     def header(self, subject: str) -> str:
         """See :meth:`Exam.header`."""
-        blank = "  " if self.prompt == "official" else " "
-        return f"The following are multiple choice questions (with answers) about{blank}{subject.replace('_', ' ')}."
+        about = ("  " if self.prompt == "official" else " ") + subject.replace("_", " ")
+        return f"The following are multiple choice questions (with answers) about{about}."
 
     def letter(self, text: str) -> str:
         """The reply without punctuation and outer blanks, in capitals."""
         return text.translate(str.maketrans("", "", string.punctuation)).strip().upper()
 
-    def unpacked(self, shown: str, line: int, row: dict[str, Any]) -> dict[str, Any]:
+    def unpacked(self, row: Line) -> Mapping[str, object]:
         """See :meth:`Exam.unpacked`. The hub has the options in one list, and a number for the answer."""
-        options, answer = (
-            take("path", shown, line, row, "choices", list),
-            take("path", shown, line, row, "answer", int),
-        )
+        options, answer = row.take("choices", list), row.take("answer", int)
         if len(options) != len(LETTERS):
-            refuse_line("path", shown, line, 'a field "choices" with four options')
+            row.refuse('a field "choices" with four options')
         if not 0 <= answer < len(LETTERS):
-            refuse_line("path", shown, line, f'a field "answer" from 0 to 3 (not {answer})')
-        return {
-            "question": row.get("question"),
-            **dict(zip(LETTERS, options, strict=True)),
-            "answer": LETTERS[answer],
-        }
+            row.refuse(f'a field "answer" from 0 to 3 (not {answer})')
+        return dict(zip(LETTERS, options, strict=True)) | {"answer": LETTERS[answer]}

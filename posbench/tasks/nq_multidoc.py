@@ -1,5 +1,4 @@
-"""Multi-document question answering (Liu et al. 2023): the answer stands in one of n documents, which is
-moved over positions."""
+"""Multi-document question answering (Liu et al. 2023): the answer stands in one of n documents."""
 
 from __future__ import annotations
 
@@ -10,19 +9,17 @@ from itertools import islice
 from pathlib import Path
 from typing import ClassVar, Literal, NamedTuple
 
-from posbench.files.sources import Source, local
-from posbench.tasks.base import Example, Split, Task
-from posbench.tasks.items import gold_indices, joined
-from posbench.tasks.reading import Row, refuse, refuse_line, rows, take
+from posbench.files.sources import Source
+from posbench.schema import Count, Several
+from posbench.tasks.base import Example, Split
+from posbench.tasks.items import Placed, Spans, joined
+from posbench.tasks.reading import Line, Row, refuse, rows
 from posbench.tasks.scorers import best_subspan_em
 
-REPOSITORY = (
-    "https://raw.githubusercontent.com/nelson-liu/lost-in-the-middle/04cbd0df78d3260600fd04e524a29bd1404ef86b"
-)
-SIZES = (10, 20, 30)
-"""Documents per prompt of the benchmark's own files."""
-QUESTIONS = 2655
-"""Questions in each of the benchmark's own files."""
+COMMIT = "04cbd0df78d3260600fd04e524a29bd1404ef86b"
+REPOSITORY = f"https://raw.githubusercontent.com/nelson-liu/lost-in-the-middle/{COMMIT}"
+SIZES, QUESTIONS = (10, 20, 30), 2655
+"""Documents per prompt of the benchmark's own files, and questions in each."""
 
 INSTRUCTION = (
     "Write a high-quality answer for the given question using only the provided search results "
@@ -34,7 +31,7 @@ Prompt = Literal["official", "query_aware", "random_order", "closed_book", "orac
 
 
 class Document(NamedTuple):
-    """A document: its number in the file, from 1, and its text."""
+    """A document, with its number in the file from 1."""
 
     number: int
     title: str
@@ -42,8 +39,7 @@ class Document(NamedTuple):
 
 
 class Question(NamedTuple):
-    """A question with its accepted answers, the gold document (None: not needed), and the others in retrieval
-    order."""
+    """A question with its answers, the gold document (None: not needed), the others in retrieval order."""
 
     text: str
     answers: tuple[str, ...]
@@ -53,21 +49,16 @@ class Question(NamedTuple):
 
 def render(
     prompt: Prompt, question: str, documents: list[Document], *, renumber: bool = True
-) -> tuple[str, list[tuple[int, int]]]:
-    """The benchmark's prompt, and the character span of every document.
+) -> tuple[str, Spans]:
+    """The benchmark's prompt, and the character span of every document, numbered from 1 or as in the file.
 
-    Source: nelson-liu/lost-in-the-middle, ``qa.prompt``, ``qa_with_query_aware_contextualization.prompt``,
-    ``qa_ordered_randomly.prompt``, ``closedbook_qa.prompt`` (MIT).
-
-    Args:
-        prompt: Which of them; ``oracle`` is ``qa.prompt``.
-        question: The question.
-        documents: The documents, in order; none for ``closed_book``.
-        renumber: Number them from 1; False keeps their numbers in the file.
+    Source: nelson-liu/lost-in-the-middle, ``qa.prompt`` (``official`` and ``oracle``),
+    ``qa_with_query_aware_contextualization.prompt``, ``qa_ordered_randomly.prompt``,
+    ``closedbook_qa.prompt`` (MIT).
     """
     ending = f"Question: {question}\nAnswer:"
     if prompt == "closed_book":
-        return ending, []
+        return ending, ()
     head = INSTRUCTION + (RANDOM_ORDER if prompt == "random_order" else "") + "\n\n"
     if prompt == "query_aware":
         head += f"Question: {question}\n\n"
@@ -79,7 +70,7 @@ def render(
 
 
 @dataclass(frozen=True, kw_only=True)
-class NQMultiDoc(Task):
+class NQMultiDoc(Placed):
     """Multi-document question answering over gold positions.
 
     Args:
@@ -87,81 +78,39 @@ class NQMultiDoc(Task):
             document is taken out and put back at each position. It may hold more documents than
             ``documents``: the others are cut. None: the official file, downloaded once.
         documents: Documents per prompt.
-        positions: Gold positions: ``"50%"`` of the way (index floor(p * (documents - 1)), the benchmark's
-            0/4/9/14/19 of 20 documents) or explicit 0-based indices.
         examples_per_position: Questions, the first ones; each is asked at every position.
         prompt: ``official``; ``query_aware`` asks before and after the documents; ``random_order`` says that
-            the documents are in random order and shuffles all but the gold one; ``closed_book`` shows no
-            document and ``oracle`` the gold one alone (these two once per question, without positions).
+            they are in random order and shuffles all but the gold one; ``closed_book`` shows none and
+            ``oracle`` the gold one alone (these two once per question, without positions).
         labels: ``renumbered`` from 1 (Liu et al.), or the ``original`` numbers of the file, which then run
             out of order (Ms-PoE, Zhang et al. 2024).
         reading: Which script reads the reply: ``yu`` strips it before it is cut at the first line break,
             ``liu`` after.
         calibration_examples: Calibration questions: those of the file that come after the evaluation's.
-        calibration_positions: Gold positions that the calibration questions take in turn; None:
-            ``positions``.
-        seed: Seed of the shuffle.
+        calibration_positions: Gold positions that these take in turn; None: ``positions``.
 
     Score: 1 if a gold answer, normalised, occurs in the first line of the reply (:func:`best_subspan_em`).
     """
 
-    version: ClassVar[str] = "1"
     metric: ClassVar[str] = "accuracy"
     source: ClassVar[str] = "Liu et al. 2023, github.com/nelson-liu/lost-in-the-middle, qa_data/"
     licence: ClassVar[str] = "MIT; questions and passages CC BY-SA 3.0"
     size: ClassVar[str] = "2655 questions with 10, 20 or 30 documents; the first 500 by default"
+    sizes: ClassVar[tuple[str, str]] = ("documents", "documents")
 
     name: str = "nq_multidoc"
-    max_new_tokens: int = 100
-    path: str | None = None
-    documents: int = 20
-    positions: tuple[int | str, ...] = ("0%", "25%", "50%", "75%", "100%")
-    examples_per_position: int = 500
+    max_new_tokens: Count = 100
+    documents: Several = 20
     prompt: Prompt = "official"
     labels: Literal["renumbered", "original"] = "renumbered"
     reading: Literal["yu", "liu"] = "yu"
-    calibration_examples: int = 200
-    calibration_positions: tuple[int | str, ...] | None = None
-    seed: int = 0
+    calibration_examples: Count = 200
 
     def __post_init__(self) -> None:
-        for name, low in {
-            "documents": 2,
-            "examples_per_position": 1,
-            "calibration_examples": 1,
-            "max_new_tokens": 1,
-        }.items():
-            if getattr(self, name) < low:
-                refuse(
-                    name,
-                    getattr(self, name),
-                    f"a whole number from {low} up",
-                    f"set task.{name}={low} or more",
-                )
         if self.documents > max(SIZES) and not self.path:
-            refuse(
-                "documents",
-                self.documents,
-                f"at most {max(SIZES)}, without a file",
-                "set task.path to a file with more documents",
-            )
-        gold_indices("positions", self.positions, "documents", self.documents)
-        self._calibration_indices()
-
-    @property
-    def gold_positions(self) -> list[int]:
-        """The gold positions as 0-based indices."""
-        return gold_indices("positions", self.positions, "documents", self.documents)
-
-    @property
-    def items(self) -> int:
-        """Documents per prompt."""
-        return self.documents
-
-    @property
-    def calibration_items(self) -> int:
-        """Documents per prompt."""
-        return self.documents
+            allowed = f"at most {max(SIZES)}, without a file"
+            refuse("documents", self.documents, allowed, "set task.path to a file with more documents")
+        _ = self.gold_positions, self.calibration_indices
 
     def files(self) -> tuple[Source, ...]:
         """The given file, or the official one with the least documents that are enough."""
@@ -175,23 +124,18 @@ class NQMultiDoc(Task):
         return (Source(kind="url", id=f"{REPOSITORY}/qa_data/{name}", field="task.path"),)
 
     def examples(self, split: Split) -> list[Example]:
-        """See :meth:`Task.examples`. Calibration: the next questions of the file, whose text no evaluation
-        question has."""
-        shown, lines = self._lines()
-        count = self.examples_per_position
-        if len(lines) < count:
-            allowed = f"at most {len(lines)}, the questions in {shown}"
-            refuse("examples_per_position", count, allowed, f"set task.examples_per_position={len(lines)}")
-        evaluation = [self._question(shown, *row) for row in lines[:count]]
-        if split == "evaluation":
-            return [
-                self._example(
-                    f"{number}" if position is None else f"{position}-{number}", number, question, position
-                )
-                for number, question in enumerate(evaluation)
-                for position in self._places(self.gold_positions)
-            ]
-        return list(self._calibration(shown, lines, {_key(question.text) for question in evaluation}))
+        """See :meth:`Task.examples`. Calibration: the file's next questions, if not asked before."""
+        file = self.place()
+        lines = list(rows("path", file, count=None if self.path else QUESTIONS))
+        self.need(len(lines), file)
+        evaluation = [self._question(row) for _, row in lines[: self.examples_per_position]]
+        if split == "calibration":
+            return list(self._calibration(file, lines, {_key(question.text) for question in evaluation}))
+        return [
+            self._example(f"{number}" if place is None else f"{place}-{number}", number, question, place)
+            for number, question in enumerate(evaluation)
+            for place in self._places(self.gold_positions)
+        ]
 
     def score(self, example: Example, text: str) -> dict[str, float]:
         """1 if a gold answer occurs in the first line of the reply."""
@@ -200,76 +144,39 @@ class NQMultiDoc(Task):
     def _places(self, positions: list[int]) -> list[int] | list[None]:
         return [None] if self.prompt in ("closed_book", "oracle") else positions
 
-    def _calibration_indices(self) -> list[int]:
-        if self.calibration_positions is None:
-            return self.gold_positions
-        return gold_indices("calibration_positions", self.calibration_positions, "documents", self.documents)
-
-    def _lines(self) -> tuple[str, list[Row]]:
-        """The file as it is called in errors, and its rows."""
-        if not self.path:
-            file = local(self.files()[0])
-            return str(file), list(rows("path", file, count=QUESTIONS))
-        if not Path(self.path).expanduser().is_file():
-            refuse(
-                "path",
-                self.path,
-                "a file on this machine",
-                f"take one from {self.source}, or set task.path=null to download it",
+    def _calibration(self, file: Path, lines: list[Row], asked: set[str]) -> Iterator[Example]:
+        start, count = self.examples_per_position, self.calibration_examples
+        places = self._places(self.calibration_indices or self.gold_positions)
+        later = ((number, self._question(row)) for number, (_, row) in enumerate(lines[start:], start=start))
+        fresh = list(islice(((n, q) for n, q in later if _key(q.text) not in asked), count))
+        if len(fresh) < count:
+            allowed = (
+                f"at most {len(fresh)}: {file} has {len(lines)} questions, the first {start} are evaluated"
             )
-        return self.path, list(rows("path", self.path))
-
-    def _calibration(self, shown: str, lines: list[Row], asked: set[str]) -> Iterator[Example]:
-        start = self.examples_per_position
-        places = self._places(self._calibration_indices())
-        later = (
-            (number, self._question(shown, *row)) for number, row in enumerate(lines[start:], start=start)
-        )
-        fresh = list(
-            islice(((n, q) for n, q in later if _key(q.text) not in asked), self.calibration_examples)
-        )
-        if len(fresh) < self.calibration_examples:
-            refuse(
-                "calibration_examples",
-                self.calibration_examples,
-                f"at most {len(fresh)}: {shown} has {len(lines)} questions, and the evaluation asks the first {start}",
-                "lower task.calibration_examples or task.examples_per_position, or set task.path to a longer file",
-            )
+            hint = "lower it or task.examples_per_position, or set task.path to a longer file"
+            refuse("calibration_examples", count, allowed, hint)
         for turn, (number, question) in enumerate(fresh):
             yield self._example(f"c{number}", number, question, places[turn % len(places)])
 
-    def _question(self, shown: str, line: int, row: dict[str, object]) -> Question:
-        text = take("path", shown, line, row, "question")
-        answers = take("path", shown, line, row, "answers", list)
+    def _question(self, row: Line) -> Question:
+        text, answers = row.take("question"), tuple(row.take("answers", list))
         if not all(isinstance(answer, str) and answer for answer in answers):
-            refuse_line("path", shown, line, 'a field "answers" (list of str, none empty)')
+            row.refuse('a field "answers" (list of str, none empty)')
         if self.prompt == "closed_book":
-            return Question(text, tuple(answers), None, [])
-        gold: list[Document] = []
-        others: list[Document] = []
-        for number, entry in enumerate(take("path", shown, line, row, "ctxs", list), start=1):
-            if not isinstance(entry, dict) or not all(
-                isinstance(entry.get(name), str) for name in ("title", "text")
-            ):
-                refuse_line(
-                    "path", shown, line, 'a field "ctxs" (list of objects with texts "title" and "text")'
-                )
-            document = Document(number, entry["title"], entry["text"])
-            (gold if take("path", shown, line, entry, "isgold", bool) else others).append(document)
+            return Question(text, answers, None, [])
+        gold, others = list[Document](), list[Document]()
+        for number, entry in enumerate(row.take("ctxs", list), start=1):
+            texts = [entry.get(name) for name in ("title", "text")] if isinstance(entry, dict) else [None]
+            if not all(isinstance(text, str) for text in texts) or not isinstance(entry.get("isgold"), bool):
+                row.refuse('a field "ctxs" (list of objects with texts "title", "text", and "isgold")')
+            (gold if entry["isgold"] else others).append(Document(number, *texts))
         if len(gold) != 1:
-            refuse_line(
-                "path", shown, line, f'one document with "isgold": true in "ctxs" ({len(gold)} have it)'
-            )
+            row.refuse(f'one document with "isgold": true in "ctxs" ({len(gold)} have it)')
         if self.prompt == "oracle":
-            return Question(text, tuple(answers), gold[0], [])
+            return Question(text, answers, gold[0], [])
         if len(others) < self.documents - 1:
-            refuse_line(
-                "path",
-                shown,
-                line,
-                f'{self.documents} documents in "ctxs", as task.documents asks ({len(others) + 1})',
-            )
-        return Question(text, tuple(answers), gold[0], others[: self.documents - 1])
+            row.refuse(f'{self.documents} documents in "ctxs", as task.documents asks ({len(others) + 1})')
+        return Question(text, answers, gold[0], others[: self.documents - 1])
 
     def _example(self, name: str, number: int, question: Question, position: int | None) -> Example:
         others = list(question.others)
@@ -283,7 +190,7 @@ class NQMultiDoc(Task):
             prompt=prompt,
             answers=question.answers,
             gold_position=position,
-            items=tuple(spans),
+            items=spans,
             cluster=str(number),
         )
 

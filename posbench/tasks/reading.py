@@ -8,14 +8,84 @@ import io
 import json
 import zipfile
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from posbench.errors import UserError
+from posbench.errors import UserError, near
 
-Row = tuple[int, dict[str, Any]]
-"""Line number from 1 (row number in a parquet file) and fields."""
+
+class Line(dict[str, Any]):
+    """The fields of one row, which know where they stand: config key, file, line from 1 (parquet: row)."""
+
+    def __init__(self, fields: Mapping[str, Any], field: str, shown: str, number: int) -> None:
+        super().__init__(fields)
+        self.field, self.shown, self.number = field, shown, number
+
+    def take(self, name: str, kind: type | tuple[type, ...] = str) -> Any:
+        """A field, refused where it is missing, of another type, or empty."""
+        value = self.get(name)
+        if not isinstance(value, kind) or (isinstance(value, (str, list, tuple)) and not value):
+            expected = " or ".join(k.__name__ for k in (kind if isinstance(kind, tuple) else (kind,)))
+            self.refuse(f'a field "{name}" ({expected}, not empty)')
+        return value
+
+    def new(self, name: str, value: str, seen: set[str]) -> str:
+        """The value of an id field, remembered in ``seen`` and refused if it is there."""
+        if value in seen:
+            self.refuse(f'a "{name}" that occurs once ({value} stands further up)')
+        seen.add(value)
+        return value
+
+    def refuse(self, allowed: str) -> NoReturn:
+        """Raise UserError for this line."""
+        refuse(self.field, f"{self.shown} line {self.number}", allowed, "fix or remove that line")
+
+
+Row = tuple[int, Line]
+"""Line number and fields."""
+
+
+def refuse(field: str, value: object, allowed: str, hint: str) -> NoReturn:
+    """Raise UserError for the config key ``task.<field>``."""
+    raise UserError(f"task.{field}", value, allowed, hint)
+
+
+def check_names(field: str, names: Sequence[str], known: Sequence[str]) -> None:
+    """Refuse unknown names, repeated ones, and none at all."""
+    for name in names:
+        if name not in known:
+            refuse(field, name, f"some of {', '.join(known)}", near(name, known, "remove it"))
+    if not names or len(set(names)) < len(names):
+        allowed = f"some of {', '.join(known)}, at least one, each once"
+        refuse(field, list(names), allowed, f"set task.{field}=[{known[0]}]")
+
+
+def pick(place: Path, names: Sequence[str], hint: str, archive: str = "") -> tuple[Path, str | None]:
+    """The first file that is there of some in a folder, in a ``.zip``, or in the folder's zip ``archive``.
+
+    Returns:
+        The file, and its path in the zip.
+
+    Raises:
+        UserError: None of them is there.
+    """
+    for name in names:
+        if (place / name).is_file():
+            return place / name, None
+    file = place if place.suffix == ".zip" else place / archive
+    for name in names:
+        if file.is_file() and name in _held(file):
+            return file, name
+    refuse("path", str(place), f"a folder or .zip with {names[0]}", hint)
+
+
+def _held(file: Path) -> list[str]:
+    try:
+        with zipfile.ZipFile(file) as archive:
+            return archive.namelist()
+    except (OSError, zipfile.BadZipFile) as error:
+        refuse("path", str(file), "a readable .zip file", f"get it again ({error})")
 
 
 def rows(
@@ -26,8 +96,7 @@ def rows(
     names: tuple[str, ...] = (),
     count: int | None = None,
 ) -> Iterator[Row]:
-    """The rows of a file: ``.jsonl``, ``.jsonl.gz``, ``.csv``, ``.parquet``, or one of these inside a
-    ``.zip``.
+    """The rows of a file: ``.jsonl``, ``.jsonl.gz``, ``.csv``, ``.parquet``, or one of these in a ``.zip``.
 
     Args:
         field: Config key that named the file, without ``task.``.
@@ -37,27 +106,21 @@ def rows(
         count: How many rows the benchmark's own file has, where this must be that file.
 
     Raises:
-        UserError: The file cannot be read; the message names the line where one is at fault. Or the count
-            differs.
+        UserError: The file cannot be read (the message names the line), or the count differs.
     """
-    total = 0
-    for row in _rows(field, path, member, names):
+    shown, total = f"{path}:{member}" if member else str(path), 0
+    for number, row in _rows(field, Path(path).expanduser(), shown, member, names):
         total += 1
-        yield row
+        yield number, Line(row, field, shown, number)
     if count is not None and total != count:
-        shown = f"{path}:{member}" if member else str(path)
-        refuse(
-            field,
-            f"{shown} with {total} rows",
-            f"{count} rows, as in the benchmark",
-            "fetch the file again: posbench fetch",
-        )
+        told, allowed = f"{shown} with {total} rows", f"{count} rows, as in the benchmark"
+        refuse(field, told, allowed, "fetch the file again: posbench fetch")
 
 
-def _rows(field: str, path: str | Path, member: str | None, names: tuple[str, ...]) -> Iterator[Row]:
-    file = Path(path).expanduser()
-    shown, kind = (f"{path}:{member}", Path(str(member)).suffix) if member else (str(path), file.suffix)
-    line = 0
+def _rows(
+    field: str, file: Path, shown: str, member: str | None, names: tuple[str, ...]
+) -> Iterator[tuple[int, dict[str, Any]]]:
+    kind, line = Path(member).suffix if member else file.suffix, 0
     try:
         if kind == ".parquet":
             # Slow to import, and wanted by few tasks.
@@ -76,8 +139,7 @@ def _rows(field: str, path: str | Path, member: str | None, names: tuple[str, ..
                         raise ValueError("another number of columns than the header")
                     yield line, row
                 return
-            for text in stream:
-                line += 1
+            for line, text in enumerate(stream, start=1):
                 if text.strip():
                     row = json.loads(text, parse_constant=_no_constant)
                     if not isinstance(row, dict):
@@ -88,12 +150,10 @@ def _rows(field: str, path: str | Path, member: str | None, names: tuple[str, ..
         allowed = "a readable .jsonl, .jsonl.gz, .csv, .parquet or .zip file"
         refuse(field, shown, allowed, f"check the path, or the file after line {line} ({reason})")
     except UnicodeDecodeError as error:
-        refuse_line(field, shown, line + 1, f"UTF-8 text ({error.reason})")
+        Line({}, field, shown, line + 1).refuse(f"UTF-8 text ({error.reason})")
     except (ValueError, csv.Error) as error:
-        what = (
-            "a CSV row with the header's columns" if kind == ".csv" else "one JSON object in UTF-8 per line"
-        )
-        refuse_line(field, shown, max(line, 1), f"{what} ({error})")
+        what = "CSV row with the header's columns" if kind == ".csv" else "JSON object in UTF-8 per line"
+        Line({}, field, shown, max(line, 1)).refuse(f"one {what} ({error})")
 
 
 def _no_constant(name: str) -> None:
@@ -106,40 +166,3 @@ def _open(file: Path, member: str | None) -> Any:
     if file.suffix == ".gz":
         return gzip.open(file, "rt", encoding="utf-8")
     return open(file, encoding="utf-8", newline="")
-
-
-def take(
-    field: str, path: str, line: int, row: Mapping[str, Any], name: str, kind: type | tuple[type, ...] = str
-) -> Any:
-    """The field ``name`` of a row, of the given type and not empty.
-
-    Raises:
-        UserError: It is missing, of another type, or empty.
-    """
-    value = row.get(name)
-    if not isinstance(value, kind) or (isinstance(value, (str, list, tuple)) and not value):
-        expected = " or ".join(k.__name__ for k in (kind if isinstance(kind, tuple) else (kind,)))
-        refuse_line(field, path, line, f'a field "{name}" ({expected}, not empty)')
-    return value
-
-
-def new(field: str, path: str, line: int, name: str, value: str, seen: set[str]) -> str:
-    """The value of an id field, remembered in ``seen``.
-
-    Raises:
-        UserError: It occurred before.
-    """
-    if value in seen:
-        refuse_line(field, path, line, f'a "{name}" that occurs once ({value} stands further up)')
-    seen.add(value)
-    return value
-
-
-def refuse(field: str, value: object, allowed: str, hint: str) -> NoReturn:
-    """Raise UserError for the config key ``task.<field>``."""
-    raise UserError(f"task.{field}", value, allowed, hint)
-
-
-def refuse_line(field: str, path: str, line: int, allowed: str) -> NoReturn:
-    """Raise UserError for one line of a file."""
-    raise UserError(f"task.{field}", f"{path} line {line}", allowed, "mend or remove that line")

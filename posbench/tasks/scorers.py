@@ -1,5 +1,4 @@
-"""Scores of a reply against a gold text, shared by several benchmarks. Strings in, a float in 0..1 out,
-nothing else.
+"""Scores of a reply against a gold text, in 0..1, shared by several benchmarks.
 
 Each function follows the benchmark's released evaluation, whose quirks are part of the published numbers.
 """
@@ -16,30 +15,18 @@ from collections.abc import Sequence
 from itertools import combinations
 
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
-
-_PUNCTUATION_ZH = str.maketrans(
-    "",
-    "",
-    string.punctuation
-    + "！？｡。＂＃＄％＆＇（）＊＋，－／：；＜＝＞＠［＼］＾＿｀｛｜｝～｟｠｢｣､、"
-    + "〃》「」『』【】〔〕〖〗〘〙〚〛〜〝〞〟〰〾〿–—‘’‛“”„‟…‧﹏",
-)
+_CHINESE = "！？｡。＂＃＄％＆＇（）＊＋，－／：；＜＝＞＠［＼］＾＿｀｛｜｝～｟｠｢｣､、"
+_CHINESE += "〃》「」『』【】〔〕〖〗〘〙〚〛〜〝〞〟〰〾〿–—‘’‛“”„‟…‧﹏"
+_PUNCTUATION_ZH = str.maketrans("", "", string.punctuation + _CHINESE)
 
 
 def normalize_answer(text: str) -> str:
-    """Lower case, ASCII punctuation deleted, whole words a, an, the out, white space collapsed; in this order
-    (SQuAD).
-
-    ``don't`` becomes ``dont``; typographic quotes and other punctuation beyond ASCII stay.
-    """
+    """Lower case; ASCII punctuation, then a, an, the left out; white space collapsed (SQuAD)."""
     return " ".join(re.sub(r"\b(a|an|the)\b", " ", text.lower().translate(_PUNCTUATION)).split())
 
 
 def best_subspan_em(reply: str, answers: Sequence[str], *, strip_first: bool = True) -> float:
-    """1 where a normalised answer is contained in the first line of the reply, else 0 (Liu et al. 2023,
-    arXiv:2307.03172).
-
-    A substring, not a word: ``13`` is found in ``1300``.
+    """1 where a normalised answer is part of the reply's first line, else 0 (Liu et al. 2023): 13 is in 1300.
 
     Args:
         reply: The model's text.
@@ -60,16 +47,12 @@ def qa_f1(reply: str, gold: str) -> float:
 def qa_f1_zh(reply: str, gold: str) -> float:
     """F1 of the two bags of words that jieba cuts Chinese text into (LongBench).
 
-    The raw text is cut first; then each word is put in lower case and loses punctuation and white space, and
-    words of which nothing is left go. The benchmark's set of Chinese punctuation lacks ``《``, so that one
-    counts as a word.
+    The raw text is cut first; then each word is put in lower case and loses punctuation and white space. The
+    benchmark's set of Chinese punctuation lacks ``《``, so that one counts as a word.
     """
-    ours, theirs = ([w for w in map(_bare, _cut(text)) if w] for text in (reply, gold))
+    bare = (["".join(w.lower().translate(_PUNCTUATION_ZH).split()) for w in _cut(t)] for t in (reply, gold))
+    ours, theirs = ([word for word in words if word] for words in bare)
     return _f1(ours, theirs)
-
-
-def _bare(word: str) -> str:
-    return "".join(word.lower().translate(_PUNCTUATION_ZH).split())
 
 
 def _f1(ours: Sequence[str], theirs: Sequence[str]) -> float:
@@ -95,10 +78,8 @@ def rouge_l(reply: str, gold: str) -> float:
     """F of ROUGE-L as LongBench takes it: summary level, split at full stops, no stemming, letter case kept.
 
     This is PyPI ``rouge`` 1.0.1; Google's ``rouge_score`` gives other numbers. Where nothing but full stops
-    stands on one side the package raises, and the score is 0 as in the benchmark. The package also recurses
-    once per word of a sentence: the official program scores 0 where that exceeds Python's limit (two
-    sentences of about 1000 words together), this one raises the limit, so that a score never depends on how
-    deep the caller is.
+    stands on one side the package raises, and the score is 0 as in the benchmark. It recurses once per word
+    of a sentence: the official program scores 0 over Python's limit (about 1000 words), this one raises it.
     """
     from rouge import Rouge
 
@@ -118,11 +99,10 @@ def rouge_l_zh(reply: str, gold: str) -> float:
 
 
 def classification(reply: str, gold: str, classes: Sequence[str]) -> float:
-    """1 over the number of classes that the reply names, if the gold class is among them, else 0 (LongBench).
+    """1 over the number of classes in the reply, if the gold one is among them, else 0 (LongBench).
 
-    Named means contained. A named class that is part of the gold class's name does not count, except right
-    after another such one: the benchmark removes from the list that it walks through and so skips the next
-    entry.
+    A class that is part of the gold class's name does not count, except right after another such one: the
+    benchmark removes from the list that it walks through, and so skips the next entry.
     """
     named = [name for name in classes if name in reply]
     at = 0
@@ -134,12 +114,7 @@ def classification(reply: str, gold: str, classes: Sequence[str]) -> float:
 
 
 def retrieval(reply: str, gold: str, *, label: str = "Paragraph ") -> float:
-    """Share of the numbers in the reply that are the number after ``label`` in the gold text; 0 without any
-    (LongBench).
-
-    Raises:
-        ValueError: The gold text has no such number.
-    """
+    """:func:`count` of the number after ``label`` in the gold text, which must have one (LongBench)."""
     found = re.search(rf"{label}(\d+)", gold)
     if not found:
         raise ValueError(f"no {label!r} with a number in {gold!r}")
@@ -158,12 +133,10 @@ def count(reply: str, gold: str) -> float:
 
 
 def code_similarity(reply: str, gold: str) -> float:
-    """Indel similarity of the gold line and the first line of code in the reply, in whole percent
-    (LongBench).
+    """Indel similarity of the gold line and the first line of code in the reply (LongBench).
 
-    The line is the first one, after leading line breaks, without a backtick, ``#`` or ``//``; an empty line
-    counts as one. Rounding to whole percent is what fuzzywuzzy with python-Levenshtein does; without that
-    package its numbers differ.
+    That is the first line, after leading line breaks, without a backtick, ``#`` or ``//``. Whole percent, as
+    fuzzywuzzy with python-Levenshtein rounds; without that package its numbers differ.
     """
     from rapidfuzz import fuzz
 
@@ -183,9 +156,8 @@ def rouge_triple(reply: str, gold: str) -> tuple[float, float, float]:
 def ascii_f1(reply: str, gold: str) -> float:
     """:func:`qa_f1` of the two texts transliterated to ASCII (ZeroSCROLLS).
 
-    The benchmark transliterates with Unidecode (GPL), this does with anyascii (ISC). They agree on accented
-    Latin letters and on typographic quotes and dashes; they differ on rare characters, and on Chinese, where
-    Unidecode puts a space after every syllable and anyascii none.
+    The benchmark does so with Unidecode (GPL), this with anyascii (ISC). They agree on accented letters,
+    quotes and dashes, not on rare characters nor on Chinese, where Unidecode puts a space after a syllable.
     """
     from anyascii import anyascii
 
@@ -205,14 +177,7 @@ def percentage(text: str) -> float | None:
 
 
 def exponential_similarity(reply: str, gold: str) -> float:
-    """2 to the power of -10 times the distance of the two percentages as fractions: 10 points off score 0.5
-    (ZeroSCROLLS).
-
-    0 where the reply names no percentage.
-
-    Raises:
-        ValueError: The gold text has none.
-    """
+    """2 to the power of -10 times the distance of two percentages as fractions; 0 without (ZeroSCROLLS)."""
     ours, theirs = percentage(reply), percentage(gold)
     if theirs is None:
         raise ValueError(f"no percentage in {gold!r}")
@@ -220,14 +185,12 @@ def exponential_similarity(reply: str, gold: str) -> float:
 
 
 def order(text: str) -> list[int]:
-    """The whole numbers of a list such as ``2, 1, 3``, whatever else but digits, commas and spaces stands
-    around them."""
+    """The whole numbers of a list such as ``2, 1, 3``, whatever else stands around them."""
     return [int(number) for number in re.findall(r"[0-9]+", re.sub(r"[^0-9, ]", "", text))]
 
 
 def concordance_index(reply: str, gold: str) -> float:
-    """Share of the pairs of items that the reply has in the gold order; 0 where it is no permutation of them
-    (ZeroSCROLLS)."""
+    """Share of the pairs that the reply has in the gold order; 0 for no permutation of them (ZeroSCROLLS)."""
     ours, theirs = order(reply), order(gold)
     if sorted(ours) != sorted(theirs) or len(theirs) < 2:
         return 0.0

@@ -1,21 +1,21 @@
-"""ZeroSCROLLS (Shaham et al. 2023): summaries, questions and aggregation over long texts, without examples in
-the prompt."""
+"""ZeroSCROLLS (Shaham et al. 2023): summaries, questions and aggregation over long texts, zero-shot."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import numpy as np
+import pandas as pd
 from numpy.typing import NDArray
 
-from posbench.errors import near
-from posbench.files.sources import Source, local
+from posbench.files.sources import Source
+from posbench.schema import Count
 from posbench.tasks import scorers
-from posbench.tasks.base import Example, Split, Task, Truncation
-from posbench.tasks.reading import refuse, refuse_line, rows, take
+from posbench.tasks.base import EvaluationOnly, Example, Truncation
+from posbench.tasks.reading import Line, check_names, pick, rows
 
 NEW_TOKENS = {
     "gov_report": 1024,
@@ -38,25 +38,21 @@ LPES = (*SUMMARIES, "qasper", "narrative_qa", "space_digest")
 """The seven tasks of LPES; Ms-PoE has book_sum_sort in place of space_digest."""
 
 FORMAT_REQUEST = "Do not provide any explanation."
-"""What the benchmark adds to the instruction of every task but the summaries, for chat models."""
+"""Added to the instruction of every task but the summaries, for chat models."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class ZeroSCROLLS(Task):
+class ZeroSCROLLS(EvaluationOnly):
     """ZeroSCROLLS.
 
     Args:
         subsets: Names of the tasks; the seven of LPES by default.
         split: ``validation`` (about 20 questions a task, with gold answers) or ``test`` (the leaderboard's,
-            without:
-            nothing is scored, and :meth:`submission` writes the file to hand in; the leaderboard wants all
-            ten tasks).
-        path: A folder with ``<task>/<validation or test>.jsonl`` or ``<task>.zip`` files; None: the hub's
-            tau/zero_scrolls.
+            without: nothing is scored, and :meth:`submission` writes the file to hand in, of all ten tasks).
+        path: A folder with ``<task>/<validation or test>.jsonl`` or ``<task>.zip`` files; None: the hub's.
         chat_format: True: the prompts that the benchmark gives chat models, where a template may surround
             them: no response header (``Answer:``) at the end, and :data:`FORMAT_REQUEST` after the
-            instruction except for summaries. False: the file's ``input`` and no template, as for models that
-            are not tuned to chat.
+            instruction except for summaries. False: the file's ``input`` and no template.
         rouge: A summary task's value: ``corpus`` averages each ROUGE over the examples and takes the
             geometric mean of the three (the code of the SCROLLS family); ``example`` averages the geometric
             means of the examples (the other reading of the paper).
@@ -64,15 +60,13 @@ class ZeroSCROLLS(Task):
             The benchmark alone has 1024 (gov_report).
 
     Score: 0..1, the best one over the references. Summaries: geometric mean of ROUGE-1, -2 and -L, whose
-    maxima over the references are taken one by one (``rouge1``, ``rouge2``, ``rougeL`` are reported too);
-    qasper, narrative_qa, musique: token F1; quality: the right letter; space_digest: exponential similarity;
-    book_sum_sort: concordance index. The benchmark's score is the mean over tasks.
+    maxima over the references are taken one by one; qasper, narrative_qa, musique: token F1; quality: the
+    right letter; space_digest: exponential similarity; book_sum_sort: concordance index. The benchmark's
+    score is the mean over tasks.
 
-    What is over ``max_prompt_tokens`` goes from the end of the document, and the file's separator says so;
-    the query stays.
+    What is over ``max_prompt_tokens`` goes from the end of the document; the query stays.
     """
 
-    version: ClassVar[str] = "1"
     metric: ClassVar[str] = "score"
     source: ClassVar[str] = "Shaham et al. 2023, arXiv:2305.14196, hub tau/zero_scrolls"
     licence: ClassVar[str] = "MIT (code); the texts have those of the ten data sets"
@@ -82,150 +76,103 @@ class ZeroSCROLLS(Task):
     name: str = "zero_scrolls"
     subsets: tuple[str, ...] = LPES
     split: Literal["validation", "test"] = "validation"
-    path: str | None = None
     chat_format: bool = True
     rouge: Literal["corpus", "example"] = "corpus"
-    max_new_tokens: int = 512
+    max_new_tokens: Count = 512
     truncation: Truncation = "document"
 
     def __post_init__(self) -> None:
-        for subset in self.subsets:
-            if subset not in NEW_TOKENS:
-                refuse("subsets", subset, ", ".join(NEW_TOKENS), near(subset, list(NEW_TOKENS), "remove it"))
-        if len(set(self.subsets)) != len(self.subsets) or not self.subsets:
-            refuse("subsets", list(self.subsets), "at least one name, each once", "set task.subsets=[qasper]")
-        for name in ("max_new_tokens", "max_prompt_tokens", "limit"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                refuse(name, value, "a whole number from 1 up", f"set task.{name}=1 or more")
+        check_names("subsets", self.subsets, list(NEW_TOKENS))
 
-    def files(self) -> tuple[Source, ...]:
-        """The given folder, or one zip per task from the hub."""
-        if self.path:
-            return (Source(kind="path", id=self.path, field="task.path"),)
+    def official(self) -> tuple[Source, ...]:
+        """One zip per task from the hub."""
         zips = tuple(f"{subset}.zip" for subset in self.subsets)
         return (Source(kind="dataset", id="tau/zero_scrolls", field="task.path", files=zips),)
 
-    def examples(self, split: Split) -> list[Example]:
-        """See :meth:`Task.examples`; ids are ``<task>-<id>``. Rows with one id are references of one
-        example."""
-        if split == "calibration":
-            raise self.refuse_split()
-        place = local(self.files()[0])
+    def questions(self) -> list[Example]:
+        """Ids are ``<task>-<id>``; rows with one id are references of one example."""
+        place = self.place()
         return [example for subset in self.subsets for example in self._subset(place, subset)]
 
     def score(self, example: Example, text: str) -> dict[str, float]:
-        """The best score over the references, 0..1; summaries also say each ROUGE. Nothing where no answer is
-        known."""
+        """The best score over the references, and each ROUGE of summaries; empty without an answer."""
         if not example.answers:
             return {}
         if example.subset in SUMMARIES:
-            triples = [scorers.rouge_triple(text, gold) for gold in example.answers]
-            best = {
-                name: max(values) for name, values in zip(ROUGES, zip(*triples, strict=True), strict=True)
-            }
+            triples = zip(*(scorers.rouge_triple(text, gold) for gold in example.answers), strict=True)
+            best = {name: max(values) for name, values in zip(ROUGES, triples, strict=True)}
             return {"score": float(np.prod(list(best.values())) ** (1 / 3)), **best}
         if example.subset == "quality":
             said = scorers.letter(text)
-            return {
-                "score": float(bool(said) and any(said == scorers.letter(gold) for gold in example.answers))
-            }
-        scorer = {
-            "space_digest": scorers.exponential_similarity,
-            "book_sum_sort": scorers.concordance_index,
-        }.get(example.subset, scorers.ascii_f1)
+            return {"score": float(said != "" and said in map(scorers.letter, example.answers))}
+        own = {"space_digest": scorers.exponential_similarity, "book_sum_sort": scorers.concordance_index}
+        scorer = own.get(example.subset, scorers.ascii_f1)
         return {"score": max(scorer(text, gold) for gold in example.answers)}
 
     def total(self, subset: str, means: Mapping[str, NDArray[np.float64]]) -> NDArray[np.float64]:
-        """See :meth:`Task.total`; with ``rouge=corpus`` the geometric mean of a summary task's three mean
-        ROUGEs."""
+        """See :meth:`Task.total`; with ``rouge=corpus`` the geometric mean of three mean ROUGEs."""
         if self.rouge == "example" or subset not in SUMMARIES:
             return means[self.metric]
         return np.cbrt(means["rouge1"] * means["rouge2"] * means["rougeL"])
 
     def submission(self, replies: Sequence[tuple[Example, str]]) -> Mapping[str, str]:
-        """The leaderboard's ``zero_scrolls_predictions.csv`` with columns Task, ID, Prediction, for test
-        questions."""
+        """The leaderboard's ``zero_scrolls_predictions.csv``, for test questions: Task, ID, Prediction."""
         if self.split != "test":
             return {}
-        # Slow to import.
-        import pandas as pd
-
         table = [(example.subset, example.meta["id"], reply) for example, reply in replies]
         content = pd.DataFrame(table, columns=["Task", "ID", "Prediction"]).to_csv(index=False)
         return {"zero_scrolls_predictions.csv": content}
 
     def _subset(self, place: Path, subset: str) -> list[Example]:
-        member = f"{subset}/{self.split}.jsonl"
-        file, inside = (
-            (place / member, None) if (place / member).is_file() else (place / f"{subset}.zip", member)
-        )
-        if not file.is_file():
-            hint = f"get {subset}.zip from hf.co/datasets/tau/zero_scrolls"
-            refuse("path", str(place), f"a folder with {member} or {subset}.zip", hint)
-        shown = f"{file}:{inside}" if inside else str(file)
+        hint = f"get {subset}.zip from hf.co/datasets/tau/zero_scrolls"
+        file, member = pick(place, (f"{subset}/{self.split}.jsonl",), hint, archive=f"{subset}.zip")
         merged: dict[str, Example] = {}
-        for line, example in self._rows(file, inside, shown, subset):
+        for _, row in rows("path", file, member=member):
+            example = self._example(row, subset)
             first = merged.setdefault(example.id, example)
             if first.prompt != example.prompt:
-                refuse_line("path", shown, line, f'the "input" that "id" {example.meta["id"]} has further up')
+                row.refuse(f'the "input" that "id" {example.meta["id"]} has further up')
             if first is not example:
                 merged[example.id] = replace(first, answers=first.answers + example.answers)
         return list(merged.values())
 
-    def _rows(self, file: Path, member: str | None, shown: str, subset: str) -> Iterator[tuple[int, Example]]:
-        for line, row in rows("path", file, member=member):
-            name, prompt = (take("path", shown, line, row, key) for key in ("id", "input"))
-            answers: tuple[str, ...] = ()
-            if self.split == "validation":
-                answers = (_gold(shown, line, row, subset),)
-            keys = ("document_start_index", "query_start_index", "query_end_index")
-            start, query, end = (take("path", shown, line, row, key, int) for key in keys)
-            if not 0 <= start <= query <= end <= len(prompt):
-                refuse_line(
-                    "path",
-                    shown,
-                    line,
-                    f"indices 0 <= {' <= '.join(keys)} <= {len(prompt)}, the length of the input",
-                )
-            if self.chat_format:
-                instruction, gap, rest = prompt[:end].partition("\n\n")
-                if subset not in SUMMARIES:
-                    if not gap or len(instruction) > start:
-                        refuse_line(
-                            "path",
-                            shown,
-                            line,
-                            'an "input" with an instruction and an empty line before the document',
-                        )
-                    asked = f"{instruction.strip()} {FORMAT_REQUEST}"
-                    start, query = (at + len(asked) - len(instruction) for at in (start, query))
-                    instruction = asked
-                prompt = instruction + gap + rest
-            yield (
-                line,
-                Example(
-                    id=f"{subset}-{name}",
-                    prompt=prompt,
-                    answers=answers,
-                    subset=subset,
-                    chat=self.chat_format,
-                    max_new_tokens=min(NEW_TOKENS[subset], self.max_new_tokens),
-                    # Up to the query, since the separator brings the empty line that stands between them.
-                    document=(start, query),
-                    separator=take("path", shown, line, row, "truncation_seperator"),
-                    meta={"id": name},
-                ),
-            )
+    def _example(self, row: Line, subset: str) -> Example:
+        name, prompt = row.take("id"), row.take("input")
+        answers = (_gold(row, subset),) if self.split == "validation" else ()
+        keys = ("document_start_index", "query_start_index", "query_end_index")
+        start, query, end = (row.take(key, int) for key in keys)
+        if not 0 <= start <= query <= end <= len(prompt):
+            row.refuse(f"indices 0 <= {' <= '.join(keys)} <= {len(prompt)}, the length of the input")
+        if self.chat_format:
+            instruction, gap, rest = prompt[:end].partition("\n\n")
+            if subset not in SUMMARIES:
+                if not gap or len(instruction) > start:
+                    row.refuse('an "input" with an instruction and an empty line before the document')
+                asked = f"{instruction.strip()} {FORMAT_REQUEST}"
+                start, query = (at + len(asked) - len(instruction) for at in (start, query))
+                instruction = asked
+            prompt = instruction + gap + rest
+        return Example(
+            id=f"{subset}-{name}",
+            prompt=prompt,
+            answers=answers,
+            subset=subset,
+            chat=self.chat_format,
+            max_new_tokens=min(NEW_TOKENS[subset], self.max_new_tokens),
+            # Up to the query, since the separator brings the empty line that stands between them.
+            document=(start, query),
+            separator=row.take("truncation_seperator"),
+            meta={"id": name},
+        )
 
 
-def _gold(shown: str, line: int, row: Mapping[str, Any], subset: str) -> str:
+def _gold(row: Line, subset: str) -> str:
     """The gold text of a row, of the form that its score needs."""
-    gold: str = take("path", shown, line, row, "output")
+    gold: str = row.take("output")
     if subset == "quality" and not scorers.letter(gold):
-        refuse_line("path", shown, line, 'a field "output" with a letter from A to D')
+        row.refuse('a field "output" with a letter from A to D')
     if subset == "space_digest" and scorers.percentage(gold) is None:
-        refuse_line("path", shown, line, 'a field "output" with a percentage')
+        row.refuse('a field "output" with a percentage')
     if subset == "book_sum_sort" and not 1 < len(scorers.order(gold)) == len(set(scorers.order(gold))):
-        refuse_line("path", shown, line, 'a field "output" with different numbers, such as 2, 1, 3')
+        row.refuse('a field "output" with different numbers, such as 2, 1, 3')
     return gold

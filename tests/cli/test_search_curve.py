@@ -12,13 +12,13 @@ import pandas as pd
 import pytest
 import torch
 import yaml
+from posbench.search.gradient_run import answer_loss
 
 import posbench as package
 from posbench.methods import ScaleChannel
 from posbench.methods.layer_scaling import LayerScaling
 from posbench.model.lm import LM
 from posbench.search import curve_run as search_curve
-from posbench.search.gradient_run import answer_loss
 from tests.conftest import Result, run_folders
 
 GENETIC = [

@@ -12,6 +12,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from posbench.stats.tables import mean_interval
 
 import posbench as package
 from posbench.cli.main import main
@@ -20,7 +21,6 @@ from posbench.model.lm import LM
 from posbench.report.page import study_tables
 from posbench.search import Candidate, ChannelSearch, statistics
 from posbench.stats.reference import Reference
-from posbench.stats.tables import mean_interval
 from posbench.studies.yu2025 import ablations, layer_selection
 from posbench.studies.yu2025.ablations import CONTROL, FULL, Ablations
 from posbench.studies.yu2025.layer_selection import edges

@@ -16,6 +16,7 @@ import pytest
 import torch
 import yaml
 from matplotlib.figure import Figure
+from posbench.search.channel_run import average_states, random_strings
 from scipy.stats import spearmanr
 
 import posbench as package
@@ -25,7 +26,6 @@ from posbench.pipeline.config import study_of
 from posbench.pipeline.stages.intervene import attention_to_items
 from posbench.report.page import study_tables
 from posbench.search import ChannelSearch
-from posbench.search.channel_run import average_states, random_strings
 from posbench.studies import gold_positions as gold_statistics
 from posbench.studies.yu2025.attention_to_gold import (
     AttentionToGold,

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from posbench.search.moice_train import Settings, held_out
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
@@ -14,7 +15,6 @@ import posbench
 from posbench.errors import UserError
 from posbench.methods import ScaleChannel
 from posbench.methods.moice import BASES, MoICE, auxiliary_loss, load_routers, mixing, mixture
-from posbench.search.moice_train import Settings, held_out
 from posbench.tasks import KVRetrieval
 from tests.models import build
 from tests.parity.plain import FAMILIES, attending_plainly, batch, prompt_then_steps

@@ -9,11 +9,11 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from posbench.search.channel_run import random_strings
 
 from posbench.errors import UserError
 from posbench.model.load import ModelConfig, load
 from posbench.search import ChannelSearch
-from posbench.search.channel_run import random_strings
 from posbench.studies import perturbing
 from posbench.tasks import KVRetrieval
 from tests.conftest import Result, run_folders

@@ -2,27 +2,16 @@
 
 from __future__ import annotations
 
-from functools import partial
-from math import comb, expm1, log
+from math import log
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import pytest
-import torch
 
-import posbench
 from posbench.cli.main import main
-from posbench.methods.attention_buckets import AttentionBuckets
-from posbench.methods.moice import MoICE
-from posbench.model import families
 from posbench.studies.behind_rope import causal_mask as study
-from posbench.studies.wu2025 import masks as layers_study
-from posbench.studies.wu2025 import rollout as rollout_study
 from posbench.theory import causal_mask as rope
-from posbench.theory import masks
-from posbench.theory import rope as rotation
-from tests.models import BUILDERS, build
 
 M = -log(0.8)
 
