@@ -55,8 +55,7 @@ def test_each_of_several_faults_is_named() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "hint"),
-    [("scale", "scale_channel"), ("scale_chanel", "scale_channel"), ("kv", ""), ("", "")],
+    ("name", "hint"), [("scale", "scale_channel"), ("scale_chanel", "scale_channel"), ("kv", ""), ("", "")]
 )
 def test_the_nearest_name_is_a_hint(name: str, hint: str) -> None:
     wanted = f"did you mean {hint}?" if hint else "look there"

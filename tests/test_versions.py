@@ -77,7 +77,9 @@ def test_a_checkout_without_metadata_is_not_checked(installed, monkeypatch: pyte
     assert versions.installed() == {}
 
 
-def test_a_run_records_what_posbench_needs_here_without_extras(installed, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_records_what_posbench_needs_here_without_extras(
+    installed, monkeypatch: pytest.MonkeyPatch
+) -> None:
     installed("7.0")
     assert versions.installed() == {Requirement(line).name: "7.0" for line in DEPENDENCIES}
     lines = ["numpy>=2.0", "lm-eval>=0.4.13; extra == 'lm_eval'", "tomli; python_version < '3'"]

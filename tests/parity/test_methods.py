@@ -30,7 +30,9 @@ def all_methods():
     found = {}
     compose(
         ["-m", "model=tiny", f"method={','.join(choices(paths.CONF / 'method'))}"],
-        lambda made: found.__setitem__(made.raw["method"]["name"], MethodChoice.of(made.raw["method"]).build()),
+        lambda made: found.__setitem__(
+            made.raw["method"]["name"], MethodChoice.of(made.raw["method"]).build()
+        ),
     )
     return found
 
