@@ -331,7 +331,8 @@ def test_a_sweep_of_failures_only(posbench: Callable[..., Result], small: list[s
 def own(tmp_path: Path, checkpoint: Path) -> Path:
     """A user's own config folder with a model."""
     (tmp_path / "conf" / "model").mkdir(parents=True)
-    text = f"name: mine\npath: {checkpoint}\ndtype: float32\nscale_channel: {{channel: 3, factor: 0.0, layers: [1, 2]}}\n"
+    constants = "scale_channel: {channel: 3, factor: 0.0, layers: [1, 2]}"
+    text = f"name: mine\npath: {checkpoint}\ndtype: float32\n{constants}\n"
     (tmp_path / "conf" / "model" / "mine.yaml").write_text(text)
     return tmp_path / "conf"
 

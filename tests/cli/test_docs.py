@@ -1,4 +1,4 @@
-"""`posbench docs`: what the documentation says of the code is what the code says; nothing of a run is lost."""
+"""`posbench docs`: documents say what the code says, and nothing of a run is lost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The numbers of the code before the rebuilding: the same runs, every cell, under a stated map of column names."""
+"""The numbers of the code before the rebuilding: the same runs, every cell, column names by a stated map."""
 
 from __future__ import annotations
 
