@@ -47,20 +47,20 @@ class MethodChoice:
         Raises:
             UserError: There is no such class, or a list of methods has no parts.
         """
-        kind, values = target(data, Method, where)
+        kind, values = target(data, Method, where)  # type: ignore[type-abstract]
         name = str(values.pop("name", kind.__module__.rpartition(".")[2]))
         typed = list(typed)
         own = frozenset(key.removeprefix(f"{where}.") for key in typed if key.startswith(f"{where}."))
         parts: dict[str, MethodChoice] = {}
         if issubclass(kind, Composed):
             given = values.pop("parts", None)
-            if (
-                not given
-                or not isinstance(given, Mapping)
-                or not all(isinstance(v, Mapping) for v in given.values())
-            ):
+            nodes = given.values() if isinstance(given, Mapping) else ()
+            if not nodes or not all(isinstance(node, Mapping) for node in nodes):
                 hint = "write method=[layer_scaling,scale_channel]"
                 raise UserError(f"{where}.parts", given, "methods by name", hint)
+            for key, value in values.items():
+                hint = f"name the part: {where}.parts.NAME.{key}=..."
+                raise UserError(f"{where}.{key}", value, f"keys of {', '.join(given)}", hint)
             for key, part in given.items():
                 parts[str(key)] = cls.of({**part, "name": key}, typed, f"{where}.parts.{key}")
         return cls(name=name, cls=kind, values=values, typed=own, where=where, parts=parts)
@@ -106,4 +106,5 @@ class MethodChoice:
 def known() -> dict[str, type[Method]]:
     """The classes of the methods in ``conf/method``, by the names of their files."""
     files = sorted((paths.CONF / "method").glob("*.yaml"))
-    return {file.stem: target(yaml.safe_load(file.read_text()), Method, "method")[0] for file in files}
+    nodes = {file.stem: yaml.safe_load(file.read_text()) for file in files}
+    return {name: target(node, Method, "method")[0] for name, node in nodes.items()}  # type: ignore[type-abstract]
