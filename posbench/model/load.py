@@ -107,7 +107,7 @@ def load(
         families.family_of(source)
         if _capped(source.config):
             _refuse_sdpa(families.text_config(source)._attn_implementation)
-        window = families.context_window(source.config) or 2**31
+        window = families.context_window(source.config)
         return LM(source.eval(), tokenizer, name or "model", window, fields.get("chat_template", "auto"))
     if isinstance(source, ModelConfig):
         config = source
@@ -189,7 +189,7 @@ def _load_checkpoint(
         raise UserError("model.path", config.path, allowed, hint) from error
     if config.rope == "none":
         families.remove_rope(model)
-    window = config.context_window or families.context_window(hf_config) or 2**31
+    window = config.context_window or families.context_window(hf_config)
     return LM(model.eval(), tokenizer, config.name, window, config.chat_template)
 
 

@@ -18,12 +18,13 @@ from posbench.files.atomic import Row, digest
 from posbench.measure.replies import encode, plan
 from posbench.methods import Method
 from posbench.methods.choice import MethodChoice
-from posbench.methods.unmodified import UNMODIFIED, Unmodified
+from posbench.methods.unmodified import Unmodified
 from posbench.model.encode import Encoded
 from posbench.model.lm import LM, batches
 from posbench.model.load import ModelConfig, load
 from posbench.run.folder import RunDir
 from posbench.run.runtime import Runtime
+from posbench.stats.frames import UNMODIFIED
 from posbench.tasks import Example, Task
 from posbench.tasks.base import Split
 
