@@ -12,10 +12,9 @@ from numpy.typing import NDArray
 
 from posbench.errors import UserError
 from posbench.files.sources import Source, local
-from posbench.schema import Count, Positive, Several
+from posbench.schema import Count, Positive, Several, Truncation
 
 Split = Literal["evaluation", "calibration"]
-Truncation = Literal["refuse", "middle", "document", "words"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +24,7 @@ class Example:
     Attributes:
         id: Unique within the task and split, stable across runs.
         prompt: What the model is asked, before any chat template.
-        answers: Accepted answers; the first one is the target of a calibration loss.
+        answers: Accepted ones; the first is the target of a calibration loss.
         gold_position: 0-based place of the gold item among the items; None without positions.
         items: Character span (start, end) in the prompt of every item (document, key-value pair), in order.
         cluster: Examples that share a question, which intervals resample; empty: this one alone.
@@ -37,8 +36,8 @@ class Example:
         max_new_tokens: Tokens to generate at most, instead of the task's.
         min_new_tokens: Tokens before which neither the end of sequence nor a stop text of one token may come.
         stop: Texts that end the reply; they are cut off with what follows.
-        document: Character span of the prompt from whose end ``truncation=document`` and ``words`` cut.
-        separator: Text put where the document was cut.
+        document, separator: Character span of the prompt from whose end ``truncation=document`` and ``words``
+            cut, and the text put there.
         meta: Anything else that scoring needs.
     """
 
@@ -104,8 +103,7 @@ class Task(ABC):
     def examples(self, split: Split) -> list[Example]:
         """All examples of a split. No calibration question ever appears in the evaluation.
 
-        Raises:
-            UserError: A file is missing or malformed, a position does not exist, or there is no such split.
+        Raises UserError where a file is missing or malformed, or there is no such position or split.
         """
 
     @abstractmethod
@@ -117,11 +115,7 @@ class Task(ABC):
         return ()
 
     def place(self) -> Path:
-        """The first of :meth:`files` on this machine.
-
-        Raises:
-            UserError: It is not here and cannot be downloaded.
-        """
+        """The first of :meth:`files` on this machine; UserError if it is not here nor can be downloaded."""
         first = self.files()[0]
         if first.kind == "path" and not Path(first.id).expanduser().exists():
             hint = f"get it from {self.source}, or set {first.field}=null"
@@ -141,20 +135,22 @@ class Task(ABC):
         return {}
 
     def evaluation(self) -> list[Example]:
-        """The evaluation examples that ``limit`` leaves.
+        """The evaluation examples that ``limit`` leaves; UserError also for an id that occurs twice."""
+        examples = self.examples("evaluation")
+        for name, count in Counter(e.id for e in examples).items():
+            if count > 1:
+                raise UserError("task", f"id {name}", "ids that occur once", "fix the data")
+        return first(examples, self.limit)
 
-        Raises:
-            UserError: See :meth:`examples`; also for an id that occurs twice.
-        """
-        seen, ids, kept = Counter[tuple[str, int | None]](), set[str](), []
-        for example in self.examples("evaluation"):
-            if example.id in ids:
-                raise UserError("task", f"id {example.id}", "ids that occur once", "fix the data")
-            ids.add(example.id)
-            seen[example.subset, example.gold_position] += 1
-            if self.limit is None or seen[example.subset, example.gold_position] <= self.limit:
-                kept.append(example)
-        return kept
+
+def first(examples: Iterable[Example], most: int | None) -> list[Example]:
+    """The examples, at most ``most`` of each subset and gold position."""
+    seen, kept = Counter[tuple[str, int | None]](), []
+    for example in examples:
+        seen[example.subset, example.gold_position] += 1
+        if most is None or seen[example.subset, example.gold_position] <= most:
+            kept.append(example)
+    return kept
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,7 +176,6 @@ class EvaluationOnly(Task):
         """See :meth:`Task.examples`; there are no calibration questions."""
         if split == "calibration":
             allowed = f"no search on task {self.name}: it has no calibration questions"
-            then = "set method.channel=... here and stages=[evaluate,report]"
-            hint = f"search with task=kv_retrieval, then {then}"
+            hint = "search with task=kv_retrieval, then set method.channel=... and stages=[evaluate,report]"
             raise UserError("stages", "search", allowed, hint)
         return list(self.questions())

@@ -40,11 +40,10 @@ _SUBJECTS = {
         tax_accountant 税务师 physician 医师资格
     """,
 }
-_PAIRS = {category: text.split() for category, text in _SUBJECTS.items()}
 SUBJECTS = {
     subject: (name, category)
-    for category, words in _PAIRS.items()
-    for subject, name in zip(words[::2], words[1::2], strict=True)
+    for category, text in _SUBJECTS.items()
+    for subject, name in zip(text.split()[::2], text.split()[1::2], strict=True)
 }
 """Subject to Chinese name and category, from ``subject_mapping.json`` of hkust-nlp/ceval (MIT)."""
 
@@ -60,30 +59,22 @@ _FORMS = (
 
 @dataclass(frozen=True, kw_only=True)
 class CEval(Exam):
-    """C-Eval, the 1346 questions of its val files (``split=val``), each after the first five dev questions of
-    its subject.
+    """C-Eval, the 1346 questions of its val files, each after the first five dev questions of its subject.
 
-    Args:
-        split: ``val``, or ``test``: 12342 questions, whose answers the original files do not hold. The run
-            then writes ``ceval_submission.json`` in the leaderboard's form, and scores what has an answer in
-            the file.
+    ``split=test`` has 12342 questions, whose answers the original files do not hold: the run then writes
+    ``ceval_submission.json`` in the leaderboard's form, and scores what has an answer in the file. ``path``
+    takes the original CSV files (``ceval-exam.zip``), None takes ceval/ceval-exam.
 
-    ``path`` takes the original CSV files (``ceval-exam.zip``), None takes ceval/ceval-exam.
-
-    ``prompt=official`` (the default) is hkust-nlp/ceval's; ``lm_eval`` leaves 考试的 out of the header, puts a
-    blank before the letter and strips the question. The answer-only form; there is no chain-of-thought
+    ``prompt=official`` (the default) is hkust-nlp/ceval's; ``lm_eval`` leaves 考试的 out of the header, puts
+    a blank before the letter and strips the question. The answer-only form; there is no chain-of-thought
     variant. ``answer=generate`` reads the letter with regular expressions, see :meth:`letter`. The official
     mean is that over subjects.
     """
 
-    source: ClassVar[str] = (
-        "Huang et al. 2023, github.com/hkust-nlp/ceval, huggingface.co/datasets/ceval/ceval-exam"
-    )
+    source: ClassVar[str] = "Huang et al. 2023, github.com/hkust-nlp/ceval, hub ceval/ceval-exam"
     licence: ClassVar[str] = "CC BY-NC-SA 4.0 (data)"
     size: ClassVar[str] = "1346 questions (val) in 52 subjects"
-    categories: ClassVar[Mapping[str, str]] = {
-        subject: category for subject, (_, category) in SUBJECTS.items()
-    }
+    categories: ClassVar[Mapping[str, str]] = {name: kind for name, (_, kind) in SUBJECTS.items()}
     hub: ClassVar[str] = "ceval/ceval-exam"
     parts: ClassVar[Mapping[str, int]] = {"val": 1346, "test": 12342}
     unlabelled: ClassVar[str] = "test"
@@ -91,16 +82,11 @@ class CEval(Exam):
 
     name: str = "ceval"
     max_new_tokens: Count = 32
-    split: Literal["val", "test"] = "val"
+    split: Literal["val", "test"] = "val"  # type: ignore[misc]
     mean: Literal["questions", "subjects"] = "subjects"
 
     @property
-    def part(self) -> str:
-        """See :meth:`Exam.part`."""
-        return self.split
-
-    @property
-    def gap(self) -> str:
+    def gap(self) -> str:  # type: ignore[override]
         """Nothing, ``答案：A``, but a blank in lm-eval's form."""
         return " " if self.prompt == "lm_eval" else ""
 
@@ -110,7 +96,7 @@ class CEval(Exam):
         return f"以下是中国关于{SUBJECTS[subject][0]}{of}单项选择题，请选出其中的正确答案。"
 
     def letter(self, text: str) -> str:
-        """The letter alone at the start; else that of 答案是X, X正确, 选X; else the only one named; or none."""
+        """The letter alone at the start; else that of 答案是X, X正确, 选X; else the only one; or none."""
         # Full-width letters and signs count as their narrow forms.
         reply = unicodedata.normalize("NFKC", text)
         for form in _FORMS:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
@@ -10,7 +9,7 @@ from typing import Annotated, ClassVar
 from annotated_types import MinLen
 
 from posbench.schema import Count
-from posbench.tasks.base import Example, Task
+from posbench.tasks.base import Example, Task, first
 from posbench.tasks.reading import refuse
 
 Positions = Annotated[tuple[int | str, ...], MinLen(1)]
@@ -71,8 +70,7 @@ class Placed(Task):
 
 def joined(head: str, items: Iterable[str], between: str, tail: str) -> tuple[str, Spans]:
     """``head``, the items with ``between`` in between, ``tail``; and the character span of every item."""
-    items = list(items)
-    spans, at = [], len(head)
+    items, spans, at = list(items), [], len(head)
     for item in items:
         spans.append((at, at + len(item)))
         at += len(item) + len(between)
@@ -82,38 +80,31 @@ def joined(head: str, items: Iterable[str], between: str, tail: str) -> tuple[st
 def gold_indices(field: str, positions: Sequence[int | str], size_field: str, size: int) -> list[int]:
     """Gold positions (of the key ``field``) as 0-based indices into a list whose size is another key.
 
-    Raises:
-        UserError: One lies outside the list, or two are the same.
+    Raises UserError where one lies outside the list, or two are the same.
     """
-    found = [_index(field, position, size_field, size) for position in positions]
+    found = []
+    for position in positions:
+        try:
+            if str(position).endswith("%"):
+                share = float(str(position)[:-1]) / 100
+                index = int(share * (size - 1)) if 0 <= share <= 1 else -1
+            else:
+                index = int(position)
+        except ValueError:
+            index = -1
+        if not 0 <= index < size:
+            allowed = (
+                f'an index from 0 to {size - 1} (task.{size_field}={size}) or a share from "0%" to "100%"'
+            )
+            refuse(field, position, allowed, "put the gold item inside the list")
+        found.append(index)
     if len(set(found)) != len(found):
         places = f"different gold positions (task.{size_field}={size} puts these at {found})"
         refuse(field, list(positions), places, f"set task.{field}=[...] or raise task.{size_field}")
     return found
 
 
-def _index(field: str, position: int | str, size_field: str, size: int) -> int:
-    try:
-        if isinstance(position, str) and position.endswith("%"):
-            share = float(position[:-1]) / 100
-            index = int(share * (size - 1)) if 0 <= share <= 1 else -1
-        else:
-            index = int(position)
-    except ValueError:
-        index = -1
-    if not 0 <= index < size:
-        allowed = f'an index from 0 to {size - 1} (task.{size_field}={size}) or a share from "0%" to "100%"'
-        refuse(field, position, allowed, "put the gold item inside the list")
-    return index
-
-
 def placed(examples: Sequence[Example], most: int | None = None) -> list[Example]:
     """The examples with a gold item among items, sorted by gold position; at most ``most`` of each."""
     there = [e for e in examples if e.gold_position is not None and e.items]
-    seen: Counter[int | None] = Counter()
-    kept = []
-    for example in sorted(there, key=lambda e: e.gold_position or 0):
-        seen[example.gold_position] += 1
-        if most is None or seen[example.gold_position] <= most:
-            kept.append(example)
-    return kept
+    return first(sorted(there, key=lambda e: e.gold_position or 0), most)

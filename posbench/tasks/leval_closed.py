@@ -11,7 +11,7 @@ from typing import ClassVar, Literal
 from posbench.files.sources import Source, local
 from posbench.schema import Count
 from posbench.tasks.base import EvaluationOnly, Example, Truncation
-from posbench.tasks.reading import Row, check_names, pick, rows
+from posbench.tasks.reading import check_names, pick, rows
 
 Benchmark = Literal["coursera", "quality", "tpo", "sci_fi"]
 
@@ -24,13 +24,17 @@ FILES: dict[Benchmark, tuple[int, str]] = {
 """Documents in each of the benchmark's own files, and the file's sha256."""
 REPOSITORY = "https://raw.githubusercontent.com/OpenLMLab/LEval/main/LEval-data/Closed-ended-tasks"
 
-_LONG = "Now you are given a very long document. Please follow the instruction based on this document. "
-_LETTER = "Please only provide the letter corresponding to the answer (like A or {}) when answering. "
-_ONE = "For multi-choice questions, there is only a sinlge correct option. "
-_SEVERAL = "For multi-choice questions, there could be a sinlge correct option or multiple correct options. "
-_OTHERS = "For other questions, please directly give the concise and accurate answer. "
-SYSTEM = dict.fromkeys(("quality", "tpo"), _LONG + _ONE + _LETTER.format("B") + _OTHERS) | {
-    "coursera": _LONG + _SEVERAL + _LETTER.format("AB"),
+_EXAM = "Now you are given a very long document. Please follow the instruction based on this document. For "
+_EXAM += (
+    "multi-choice questions, there {} Please only provide the letter corresponding to the answer (like A "
+)
+_EXAM += "or {}) when answering. "
+_ONE = _EXAM.format("is only a sinlge correct option.", "B")
+_ONE += "For other questions, please directly give the concise and accurate answer. "
+SYSTEM = {
+    "coursera": _EXAM.format("could be a sinlge correct option or multiple correct options.", "AB"),
+    "quality": _ONE,
+    "tpo": _ONE,
     "sci_fi": "Now you are given a scientific fiction. I will ask you some questions and the answer should "
     'be "True" or "False". Notice that you should answer the question based on the evidence in the document '
     "instead of your background knowledge.",
@@ -40,7 +44,7 @@ SYSTEM = dict.fromkeys(("quality", "tpo"), _LONG + _ONE + _LETTER.format("B") + 
 LETTERS = "ABCD"
 _STORY = re.compile(r"based on the world described in the document\.?")
 _WORLD = "based on the real-world knowledge and facts up until your last training"
-_TRUTHS = re.compile(r"\s*(true|false)\s*\[fact:\s*(true|false)\s*\]\s*", re.IGNORECASE)
+_TRUTHS = re.compile(r"\s*(true|false)\s*\[fact:\s*(true|false)\s*\]\s*")
 
 
 def letters(reply: str, *, several: bool) -> str:
@@ -76,7 +80,7 @@ def letter_score(predicted: str, gold: str) -> float:
 
 
 def truth(reply: str) -> str:
-    """``true`` or ``false``, whichever the first word holds that holds one; empty if none does."""
+    """``true`` or ``false``, whichever comes first; empty without either."""
     found = re.search("true|false", reply.lower())
     return found.group() if found else ""
 
@@ -86,13 +90,9 @@ class LEvalClosed(EvaluationOnly):
     """The four closed-ended sets of L-Eval that LPES reports.
 
     SFiction asks every question twice: by the story, with the document (subset ``sci_fi_loyalty``), and by
-    the real world, without it (``sci_fi_fact``); L-Eval's number is the mean of both (``sci_fi``). The prompt
-    without a document begins at ``Question:`` and keeps the system message. A model without chat template
-    reads that message in front of the prompt.
-
-    Args:
-        path: Folder or ``.zip`` with the benchmark's files (``coursera.jsonl``, ...); None downloads them.
-        subsets: Which of the four.
+    the real world, without it (``sci_fi_fact``); L-Eval's number is the mean of both (``sci_fi``). A model
+    without chat template reads the system message in front of the prompt. ``path`` is a folder or ``.zip``
+    with the benchmark's files (``coursera.jsonl``, ...); None downloads them.
 
     Score: Equal letters 1, a part of the gold letters 0.25 (Coursera), else 0.
     """
@@ -132,7 +132,12 @@ class LEvalClosed(EvaluationOnly):
         return {"score": letter_score(letters(text, several=example.subset == "coursera"), gold)}
 
     def _subset(self, subset: Benchmark) -> Iterator[Example]:
-        for line, row in self._rows(subset):
+        if self.path:
+            hint = f"take it from {self.source}, or set task.path=null to download it"
+            lines = rows("path", *pick(Path(self.path).expanduser(), (f"{subset}.jsonl",), hint))
+        else:
+            lines = rows("path", local(_official(subset)), count=FILES[subset][0])
+        for line, row in lines:
             document, questions = row.take("input"), row.take("instructions", list)
             golds = row.take("outputs", list)
             texts = [isinstance(text, str) and text.strip() for text in (*questions, *golds)]
@@ -144,22 +149,13 @@ class LEvalClosed(EvaluationOnly):
                     if not re.match(r"\s*\S*[A-D]", gold):
                         row.refuse(f'"outputs" that begin with letters from A to D ({gold[:20]} does not)')
                     yield _example(name, subset, question, gold_letters(gold), document)
-                    continue
-                both = _TRUTHS.fullmatch(gold)
-                if both is None:
+                elif both := _TRUTHS.fullmatch(gold.lower()):
+                    yield _example(f"{name}-loyalty", "sci_fi_loyalty", question, both[1], document, name)
+                    yield _example(
+                        f"{name}-fact", "sci_fi_fact", _STORY.sub(_WORLD, question), both[2], "", name
+                    )
+                else:
                     row.refuse(f'"outputs" like "True [fact: False]" ({gold[:20]} is not)')
-                story, world = both[1].lower(), both[2].lower()
-                yield _example(f"{name}-loyalty", "sci_fi_loyalty", question, story, document, name)
-                asked = _STORY.sub(_WORLD, question)
-                yield _example(f"{name}-fact", "sci_fi_fact", asked, world, "", name)
-
-    def _rows(self, subset: Benchmark) -> Iterator[Row]:
-        name = f"{subset}.jsonl"
-        if not self.path:
-            return rows("path", local(_official(subset)), count=FILES[subset][0])
-        hint = f"take it from {self.source}, or set task.path=null to download it"
-        file, member = pick(Path(self.path).expanduser(), (name,), hint)
-        return rows("path", file, member=member)
 
 
 def _official(name: Benchmark) -> Source:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from posbench.schema import Count
-from posbench.tasks.exam import LETTERS, Exam
+from posbench.tasks.exam import LETTERS, Exam, Question
 from posbench.tasks.reading import Line
 
 _SUBJECTS = {
@@ -32,9 +32,7 @@ _SUBJECTS = {
         virology
     """,
 }
-CATEGORIES = dict(
-    sorted((subject, category) for category, subjects in _SUBJECTS.items() for subject in subjects.split())
-)
+CATEGORIES = dict(sorted((subject, kind) for kind, text in _SUBJECTS.items() for subject in text.split()))
 """As in ``categories.py`` of hendrycks/test; lm-evaluation-harness counts anatomy as STEM."""
 
 
@@ -51,9 +49,7 @@ class MMLU(Exam):
     line, exact but for letter case and punctuation.
     """
 
-    source: ClassVar[str] = (
-        "Hendrycks et al. 2021, github.com/hendrycks/test (data.tar), huggingface.co/datasets/cais/mmlu"
-    )
+    source: ClassVar[str] = "Hendrycks et al. 2021, github.com/hendrycks/test (data.tar), hub cais/mmlu"
     licence: ClassVar[str] = "MIT"
     size: ClassVar[str] = "14042 questions in 57 subjects"
     categories: ClassVar[Mapping[str, str]] = CATEGORIES
@@ -76,11 +72,13 @@ class MMLU(Exam):
         """The reply without punctuation and outer blanks, in capitals."""
         return text.translate(str.maketrans("", "", string.punctuation)).strip().upper()
 
-    def unpacked(self, row: Line) -> Mapping[str, object]:
-        """See :meth:`Exam.unpacked`. The hub has the options in one list, and a number for the answer."""
-        options, answer = row.take("choices", list), row.take("answer", int)
-        if len(options) != len(LETTERS):
-            row.refuse('a field "choices" with four options')
-        if not 0 <= answer < len(LETTERS):
-            row.refuse(f'a field "answer" from 0 to 3 (not {answer})')
-        return dict(zip(LETTERS, options, strict=True)) | {"answer": LETTERS[answer]}
+    def _question(self, row: Line, number: int, part: str) -> Question:
+        if not self.path:
+            # The hub has the options in one list, and a number for the answer.
+            options, answer = row.take("choices", list), row.take("answer", int)
+            if len(options) != len(LETTERS):
+                row.refuse('a field "choices" with four options')
+            if not 0 <= answer < len(LETTERS):
+                row.refuse(f'a field "answer" from 0 to 3 (not {answer})')
+            row.update(zip(LETTERS, options, strict=True), answer=LETTERS[answer])
+        return super()._question(row, number, part)
