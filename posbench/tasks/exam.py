@@ -29,14 +29,6 @@ class Exam(EvaluationOnly):
     """Questions with four options, after demonstrations from the subject's dev file.
 
     Attributes:
-        categories: Subject to category; the order is that of the examples.
-        hub: Data set of the hub with ``<subject>/<part>-00000-of-00001.parquet``.
-        columns: Columns of the CSV files, where these have no header line.
-        parts: Parts that can be evaluated, and how many questions each holds.
-        split: The part that is evaluated.
-        unlabelled: The part whose questions need no answer.
-        cue, gap: Last line of a question, and what stands between it and the letter.
-        stop: Texts that end a generated reply.
         path: Folder or .zip with the benchmark's own CSV files (``dev/<subject>_dev.csv`` and so on, also
             under ``data/``); None: the hub's parquet files.
         revision: Commit of the hub's data set; None: its default branch.
@@ -53,15 +45,15 @@ class Exam(EvaluationOnly):
 
     metric: ClassVar[str] = "accuracy"
     chance: ClassVar[float | None] = 1 / len(LETTERS)
-    categories: ClassVar[Mapping[str, str]]
-    hub: ClassVar[str]
-    columns: ClassVar[tuple[str, ...]] = ()
-    parts: ClassVar[Mapping[str, int]]
-    split: ClassVar[str] = "test"
-    unlabelled: ClassVar[str] = ""
-    cue: ClassVar[str]
-    gap: ClassVar[str] = " "
-    stop: ClassVar[tuple[str, ...]] = ()
+    categories: ClassVar[Mapping[str, str]]  # of the subjects, in the order of the examples
+    hub: ClassVar[str]  # data set of the hub with parquet files
+    columns: ClassVar[tuple[str, ...]] = ()  # of the CSV files, where these have no header line
+    parts: ClassVar[Mapping[str, int]]  # that can be evaluated, and how many questions each holds
+    split: ClassVar[str] = "test"  # the part that is evaluated
+    unlabelled: ClassVar[str] = ""  # the part whose questions need no answer
+    cue: ClassVar[str]  # last line of a question, which the letter follows
+    gap: ClassVar[str] = " "  # what stands between the two
+    stop: ClassVar[tuple[str, ...]] = ()  # texts that end a generated reply
 
     revision: str | None = None
     subjects: Literal["all"] | tuple[str, ...] = "all"

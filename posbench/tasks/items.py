@@ -21,7 +21,6 @@ class Placed(Task):
     """A task whose gold item is moved over positions among others.
 
     Attributes:
-        sizes: Fields with the items per prompt, and per calibration prompt.
         path: File of the benchmark; see the task.
         positions: Gold positions; ``"50%"`` is index floor(0.5 * (items - 1)), which gives the benchmarks'
             0/4/9/14/19 of 20 documents and 0/34/69/104/139 of 140 pairs; or explicit 0-based indices.
@@ -31,7 +30,7 @@ class Placed(Task):
         seed: Seed of what is drawn.
     """
 
-    sizes: ClassVar[tuple[str, str]]
+    sizes: ClassVar[tuple[str, str]]  # fields with the items per prompt, and per calibration prompt
 
     path: str | None = None
     positions: Positions = ("0%", "25%", "50%", "75%", "100%")

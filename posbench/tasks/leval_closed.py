@@ -6,40 +6,18 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from posbench.files.sources import Source, local
-from posbench.schema import Count
-from posbench.tasks.base import EvaluationOnly, Example, Truncation
-from posbench.tasks.reading import check_names, pick, rows
+from posbench.schema import Count, Truncation
+from posbench.tasks.base import EvaluationOnly, Example
+from posbench.tasks.reading import beside, check_names, pick, rows
 
 Benchmark = Literal["coursera", "quality", "tpo", "sci_fi"]
 
-FILES: dict[Benchmark, tuple[int, str]] = {
-    "coursera": (15, "03ef77fcbd191545ee9f750487d1e6b209352e6440cadc6671f0c9f4fcb753a5"),
-    "quality": (15, "e12593a3da249dc1f769d10e07da896a524917f278900a6f6ef42e7fd4daa67b"),
-    "tpo": (15, "7596d085ddc8e11418d53e956b492f9cba7087c2fc1b516508a26257eed1a57e"),
-    "sci_fi": (7, "eb704ffaacb8c84df4b9d70a8557066de25798b9af1332fd1f2dee77a8112d06"),
-}
-"""Documents in each of the benchmark's own files, and the file's sha256."""
+FILES: dict[str, dict[str, Any]] = beside(__file__)["files"]
+"""Of each benchmark: documents in its own file, that file's sha256, and the system message."""
 REPOSITORY = "https://raw.githubusercontent.com/OpenLMLab/LEval/main/LEval-data/Closed-ended-tasks"
-
-_EXAM = "Now you are given a very long document. Please follow the instruction based on this document. For "
-_EXAM += (
-    "multi-choice questions, there {} Please only provide the letter corresponding to the answer (like A "
-)
-_EXAM += "or {}) when answering. "
-_ONE = _EXAM.format("is only a sinlge correct option.", "B")
-_ONE += "For other questions, please directly give the concise and accurate answer. "
-SYSTEM = {
-    "coursera": _EXAM.format("could be a sinlge correct option or multiple correct options.", "AB"),
-    "quality": _ONE,
-    "tpo": _ONE,
-    "sci_fi": "Now you are given a scientific fiction. I will ask you some questions and the answer should "
-    'be "True" or "False". Notice that you should answer the question based on the evidence in the document '
-    "instead of your background knowledge.",
-}
-"""The benchmark's system messages, its spelling included."""
 
 LETTERS = "ABCD"
 _STORY = re.compile(r"based on the world described in the document\.?")
@@ -136,7 +114,7 @@ class LEvalClosed(EvaluationOnly):
             hint = f"take it from {self.source}, or set task.path=null to download it"
             lines = rows("path", *pick(Path(self.path).expanduser(), (f"{subset}.jsonl",), hint))
         else:
-            lines = rows("path", local(_official(subset)), count=FILES[subset][0])
+            lines = rows("path", local(_official(subset)), count=FILES[subset]["documents"])
         for line, row in lines:
             document, questions = row.take("input"), row.take("instructions", list)
             golds = row.take("outputs", list)
@@ -151,15 +129,16 @@ class LEvalClosed(EvaluationOnly):
                     yield _example(name, subset, question, gold_letters(gold), document)
                 elif both := _TRUTHS.fullmatch(gold.lower()):
                     yield _example(f"{name}-loyalty", "sci_fi_loyalty", question, both[1], document, name)
-                    yield _example(
-                        f"{name}-fact", "sci_fi_fact", _STORY.sub(_WORLD, question), both[2], "", name
-                    )
+                    question = _STORY.sub(_WORLD, question)
+                    yield _example(f"{name}-fact", "sci_fi_fact", question, both[2], "", name)
                 else:
                     row.refuse(f'"outputs" like "True [fact: False]" ({gold[:20]} is not)')
 
 
 def _official(name: Benchmark) -> Source:
-    return Source(kind="url", id=f"{REPOSITORY}/{name}.jsonl", field="task.path", sha256=FILES[name][1])
+    return Source(
+        kind="url", id=f"{REPOSITORY}/{name}.jsonl", field="task.path", sha256=FILES[name]["sha256"]
+    )
 
 
 def _example(name: str, subset: str, question: str, gold: str, document: str, cluster: str = "") -> Example:
@@ -172,7 +151,7 @@ def _example(name: str, subset: str, question: str, gold: str, document: str, cl
         answers=(gold,),
         cluster=cluster,
         subset=subset,
-        system=SYSTEM["sci_fi" if subset.startswith("sci_fi") else subset],
+        system=FILES["sci_fi" if subset.startswith("sci_fi") else subset]["system"],
         prefill="\nAnswer:",
         document=(len(before), len(before) + len(document)) if document else None,
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -11,12 +10,12 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from posbench.files.sources import Source
-from posbench.schema import Count
+from posbench.schema import Count, Truncation
 from posbench.tasks import scorers
-from posbench.tasks.base import EvaluationOnly, Example, Truncation
-from posbench.tasks.reading import Line, check_names, pick, rows
+from posbench.tasks.base import EvaluationOnly, Example
+from posbench.tasks.reading import Line, beside, check_names, pick, rows
 
-PROMPTS: dict[str, Any] = json.loads(Path(__file__).with_suffix(".json").read_text("utf-8"))["tasks"]
+PROMPTS: dict[str, Any] = beside(__file__)["tasks"]
 """Prompt and tokens to generate of every task, character by character those of the benchmark (MIT)."""
 
 CATEGORIES: dict[str, tuple[str, ...]] = {

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from posbench.files.sources import Source
-from posbench.schema import Count
-from posbench.tasks.base import EvaluationOnly, Example, Truncation
+from posbench.schema import Count, Truncation
+from posbench.tasks.base import EvaluationOnly, Example
 from posbench.tasks.reading import Line, refuse, rows
 
 COMMIT = "bdc356116a09a6a3d552e28a9f330878915b1696"

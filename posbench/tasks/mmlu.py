@@ -7,33 +7,7 @@ from typing import ClassVar, Literal
 
 from posbench.schema import Count
 from posbench.tasks.exam import LETTERS, Exam, Question
-from posbench.tasks.reading import Line
-
-_SUBJECTS = {
-    "STEM": """
-        abstract_algebra astronomy college_biology college_chemistry college_computer_science
-        college_mathematics college_physics computer_security conceptual_physics electrical_engineering
-        elementary_mathematics high_school_biology high_school_chemistry high_school_computer_science
-        high_school_mathematics high_school_physics high_school_statistics machine_learning
-    """,
-    "humanities": """
-        formal_logic high_school_european_history high_school_us_history high_school_world_history
-        international_law jurisprudence logical_fallacies moral_disputes moral_scenarios philosophy
-        prehistory professional_law world_religions
-    """,
-    "social sciences": """
-        econometrics high_school_geography high_school_government_and_politics high_school_macroeconomics
-        high_school_microeconomics high_school_psychology human_sexuality professional_psychology
-        public_relations security_studies sociology us_foreign_policy
-    """,
-    "other": """
-        anatomy business_ethics clinical_knowledge college_medicine global_facts human_aging management
-        marketing medical_genetics miscellaneous nutrition professional_accounting professional_medicine
-        virology
-    """,
-}
-CATEGORIES = dict(sorted((subject, kind) for kind, text in _SUBJECTS.items() for subject in text.split()))
-"""As in ``categories.py`` of hendrycks/test; lm-evaluation-harness counts anatomy as STEM."""
+from posbench.tasks.reading import Line, beside
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +26,7 @@ class MMLU(Exam):
     source: ClassVar[str] = "Hendrycks et al. 2021, github.com/hendrycks/test (data.tar), hub cais/mmlu"
     licence: ClassVar[str] = "MIT"
     size: ClassVar[str] = "14042 questions in 57 subjects"
-    categories: ClassVar[Mapping[str, str]] = CATEGORIES
+    categories: ClassVar[Mapping[str, str]] = beside(__file__)["subjects"]
     hub: ClassVar[str] = "cais/mmlu"
     columns: ClassVar[tuple[str, ...]] = ("question", *LETTERS, "answer")
     parts: ClassVar[Mapping[str, int]] = {"test": 14042}

@@ -47,7 +47,7 @@ class Question(NamedTuple):
 def render(
     prompt: Prompt, question: str, documents: list[Document], *, renumber: bool = True
 ) -> tuple[str, Spans]:
-    """The benchmark's prompt (``qa*.prompt``, ``closedbook_qa.prompt``; MIT), and the span of every document."""
+    """The benchmark's prompt (``qa*.prompt``, ``closedbook_qa.prompt``; MIT), and every document's span."""
     ending = f"Question: {question}\nAnswer:"
     if prompt == "closed_book":
         return ending, ()

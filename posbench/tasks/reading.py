@@ -44,6 +44,11 @@ def refuse(field: str, value: object, allowed: str, hint: str) -> NoReturn:
     raise UserError(f"task.{field}", value, allowed, hint)
 
 
+def beside(module: str) -> Any:
+    """What the JSON file with the name of a module holds."""
+    return json.loads(Path(module).with_suffix(".json").read_text("utf-8"))
+
+
 def check_names(field: str, names: Sequence[str], known: Sequence[str]) -> None:
     """Refuse unknown names, repeated ones, and none at all."""
     for name in names:
