@@ -90,9 +90,10 @@ class Search(ABC):
             if other is None:
                 self.search(run)
                 (run.out.path / STATE).unlink(missing_ok=True)
-            for name in (*self.results, FOUND) if other else ():
-                if (other.path / name).is_file():
-                    write_bytes(run.out.path / name, (other.path / name).read_bytes())
+            else:
+                for name in (*self.results, FOUND):
+                    if (other.path / name).is_file():
+                        write_bytes(run.out.path / name, (other.path / name).read_bytes())
             run.out.mark("search", key=key, done=True, copied_from=other.path.name if other else None)
         text = (run.out.path / FOUND).read_text()
         block = yaml.safe_load(text)[run.target.name]

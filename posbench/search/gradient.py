@@ -18,7 +18,7 @@ from posbench.model.lm import LM
 from posbench.plots.section import Section
 from posbench.run.base import Run
 from posbench.schema import Count, Positive
-from posbench.search.base import Read
+from posbench.search.base import Read, steps_section
 from posbench.search.evolution import POSITIONS, Scores
 from posbench.search.genetic import GeneticSearch
 from posbench.search.scales import ScaleSearch, answering, calibration
@@ -95,12 +95,8 @@ class GradientSearch(ScaleSearch):
 
     def sections(self, read: Read) -> list[Section]:
         """Loss and scales epoch by epoch."""
-        table = read("search")
-        if table is None:
-            return []
-        rows = [[f"{value:.4g}" for value in row] for row in table.itertuples(index=False)]
         text = "Mean loss and the scales at the end of every epoch."
-        return [Section("Search", text, list(table), rows, folded=True)]
+        return steps_section(read, text, 4)
 
 
 def answer_loss(lm: LM, scales: Tensor, pairs: Sequence[tuple[list[int], list[int]]]) -> Tensor:

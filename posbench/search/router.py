@@ -21,7 +21,7 @@ from posbench.model.lm import LM
 from posbench.plots.section import Section
 from posbench.run.base import Run
 from posbench.schema import Count, Positive, Several
-from posbench.search.base import Read, Search
+from posbench.search.base import Read, Search, steps_section
 
 FILE = "router.safetensors"
 
@@ -181,12 +181,8 @@ class RouterSearch(Search):
 
     def sections(self, read: Read) -> list[Section]:
         """The steps of the training."""
-        table = read("search")
-        if table is None:
-            return []
-        rows = [[f"{value:.5g}" for value in row] for row in table.itertuples(index=False)]
         text = "Per step: mean loss of the texts, auxiliary loss, and the largest weight of a mixture."
-        return [Section("Search", text, list(table), rows, folded=True)]
+        return steps_section(read, text, 5)
 
 
 def text_loss(lm: LM, ids: Sequence[int]) -> Tensor:
