@@ -25,7 +25,8 @@ from posbench.plots.section import Drawn
 from posbench.run.base import Run
 from posbench.schema import Count, Whole
 from posbench.search import statistics
-from posbench.search.channel import STATE, ChannelSearch
+from posbench.search.base import STATE
+from posbench.search.channel import ChannelSearch
 from posbench.stats.bootstrap import Estimate, difference_of_shares
 from posbench.stats.correlation import spearman
 from posbench.stats.findings import Finding, ends, estimate
