@@ -27,21 +27,23 @@ ENTRIES = 1 << 24  # attention weights held at once
 def flow(lm: LM, ids: Sequence[int], parts: int = 10, tokens: int = 64) -> dict[str, Array]:
     """Rollout and sinks of one prompt, from one forward whose attention rows are reduced block by block.
 
-    The rollout after t layers is A(t) ... A(1), A being the attention averaged over heads, mixed with the layer's
-    own input as :data:`KINDS` says. Only its product with the parts of the prompt is carried from layer to layer,
-    so memory is linear in the tokens. Families that compute whole maps themselves (MPT, Falcon) hold one layer's.
+    The rollout after t layers is A(t) ... A(1), A being the attention averaged over heads, mixed with the
+    layer's own input as :data:`KINDS` says. Only its product with the parts of the prompt is carried from
+    layer to layer, so memory is linear in the tokens. Families that compute whole maps themselves (MPT,
+    Falcon) hold one layer's.
 
     Args:
-        lm: The model, inside a method's block where one is meant. Where a method runs several rows for a prompt
-            (attention_buckets), these are averaged; where it attends several times in a layer (moice), the last
-            time counts.
+        lm: The model, inside a method's block where one is meant. Where a method runs several rows for a
+            prompt (attention_buckets), these are averaged; where it attends several times in a layer (moice),
+            the last time counts.
         ids: The prompt.
         parts: Equal parts of the prompt.
         tokens: First tokens among which sinks are looked for.
 
     Returns:
-        ``rollout`` [2, L, parts]: weight of the last token on each part after 1, 2, ... layers, as :data:`KINDS`.
-        ``by_head`` and ``by_entry`` [tokens]: see :mod:`posbench.theory.masks`; not there for a shorter prompt.
+        ``rollout`` [2, L, parts]: weight of the last token on each part after 1, 2, ... layers, as
+        :data:`KINDS`. ``by_head`` and ``by_entry`` [tokens]: see :mod:`posbench.theory.masks`; not there for
+        a shorter prompt.
     """
     length, seen = len(ids), np.arange(tokens, 0, -1)
     own = torch.tensor(list(KINDS.values()), dtype=torch.float64).view(-1, 1, 1)

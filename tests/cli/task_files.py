@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.unit import test_exams, test_leval_closed, test_longbench, test_loogle, test_zero_scrolls
+from tests.tasks import test_exams, test_leval_closed, test_longbench, test_loogle, test_zero_scrolls
 
 DATA = Path(__file__).parents[1] / "data"
 

@@ -141,7 +141,8 @@ def _last_rows(weights: Array, layers: Sequence[int]) -> dict[int, Array]:
 
 
 def causal_rates() -> pd.DataFrame:
-    """Weights of tokens (from 1) in the last row under a causal mask; ``predicted``: the rate log j, drawn back."""
+    """Weights of tokens (from 1) in the last row under a causal mask; ``predicted``: the rate log j, drawn
+    back."""
     n, layers, rows = 32, 40, []
     found = _last_rows(masks.uniform(masks.causal(n)), range(1, layers + 1))
     for j, (t, row) in product((2, 3, 5, 10), found.items()):
@@ -151,7 +152,8 @@ def causal_rates() -> pd.DataFrame:
 
 
 def half_times() -> pd.DataFrame:
-    """Layers until half of the weight is on token 1 under a window, until any is (``reaches``), and hops to it."""
+    """Layers until half of the weight is on token 1 under a window, until any is (``reaches``), and hops to
+    it."""
     n, rows = 32, []
     for width in (2, 3, 5, 9, 17, 32):
         found = _last_rows(masks.uniform(masks.window(n, width)), range(1, 3 * n))
@@ -164,7 +166,8 @@ def half_times() -> pd.DataFrame:
 
 
 def prefix_mass() -> pd.DataFrame:
-    """Last row under a prefix mask; ``predicted``: 1 / K, and behind the prefix the rate log(K + 1), drawn back."""
+    """Last row under a prefix mask; ``predicted``: 1 / K, and behind the prefix the rate log(K + 1), drawn
+    back."""
     length, layers, rows = 4, 20, []
     found = _last_rows(masks.uniform(masks.prefix(12, length)), range(1, layers + 1))
     for t, row in found.items():
@@ -205,7 +208,8 @@ def _decayed(n: int, m: float, layers: Sequence[int] = (2, 4, 6, 10, 16)) -> dic
 
 
 def _rotated(theta: float, width: float) -> dict[int, Array]:
-    """Last rows under RoPE of one angle, queries equal to keys; ``width`` is that of the attention in tokens."""
+    """Last rows under RoPE of one angle, queries equal to keys; ``width`` is that of the attention in
+    tokens."""
     n = int(np.pi / theta)
     scores = rope.scores(n, theta, rope.strength(theta, width))
     return _last_rows(masks.attention(scores, masks.causal(n)), (2, 3, 5, 9, 17))
@@ -251,7 +255,8 @@ def rope_rows() -> pd.DataFrame:
 def rope_peaks() -> pd.DataFrame:
     """Distance of the largest weight under RoPE of one angle, over depth and angle (radians).
 
-    ``formula_shared`` has c / layers, ``stationary`` and ``appendix_h`` are zeros of L', corrected and printed.
+    ``formula_shared`` has c / layers, ``stationary`` and ``appendix_h`` are zeros of L', corrected and
+    printed.
     """
     rows = []
     # Scores are of the same size at every angle.

@@ -96,7 +96,8 @@ class AttentionNetwork(nn.Module):
         return torch.stack(self._states(tokens, whole=True)[1], 1).unflatten(0, tokens.shape[:2])
 
     def _states(self, tokens: Tensor, whole: bool) -> tuple[Tensor, list[Tensor]]:
-        """Last states [M B, r, D] and each layer's weights; of the last layer the query's, if not ``whole``."""
+        """Last states [M B, r, D] and each layer's weights; of the last layer the query's, if not
+        ``whole``."""
         x, found = tokens.flatten(0, 1), []
         x = x + self.sinusoids if self.spec.pe == "sin" else x
         for layer in range(self.spec.depth):

@@ -79,7 +79,8 @@ class Rollout(Study):
 
 
 def summary(rows: Sequence[Row], clusters: Sequence[str], resamples: int = 2000) -> dict[str, pd.DataFrame]:
-    """Tables ``rollout``, ``sinks`` and ``changes`` of what :func:`flow` found in prompts of these clusters."""
+    """Tables ``rollout``, ``sinks`` and ``changes`` of what :func:`flow` found in prompts of these
+    clusters."""
 
     def interval(values: Array, which: Sequence[str] = clusters) -> Estimate:
         return bootstrap.difference(values, which, resamples=resamples)

@@ -30,7 +30,8 @@ class Mixture:
         copies: Items of each of the two classes of a sequence (the burstiness B).
         noise: Epsilon of ``gaussian``: x = (mean + epsilon eta) / sqrt(1 + epsilon^2).
         anisotropy: Lambda of ``fixed``: v = (mean + lambda omega) / sqrt(1 + lambda^2).
-        test_component: Shared component of the tests of ``fixed``; ``fresh``, as in the official code, for each set.
+        test_component: Shared component of the tests of ``fixed``; ``fresh``, as in the official code, for
+            each set.
     """
 
     vocabulary: Literal["gaussian", "fixed"] = "gaussian"
@@ -82,7 +83,8 @@ class Sequences(NamedTuple):
 
 
 class Novel(NamedTuple):
-    """Two new classes a sequence: items [B, n, D], a query per class, class of each item [B, n], two labels."""
+    """Two new classes a sequence: items [B, n, D], a query per class, class of each item [B, n], two
+    labels."""
 
     items: Tensor
     queries: Tensor
@@ -148,7 +150,8 @@ def novel_sequences(mixture: Mixture, world: World, count: int, rng: torch.Gener
 
 
 def ask(novel: Novel, world: World, right: int, copy_at: int | None = None) -> Sequences:
-    """Ask for the class of item ``right`` (from 0); item ``copy_at`` gets its vector and keeps its own label."""
+    """Ask for the class of item ``right`` (from 0); item ``copy_at`` gets its vector and keeps its own
+    label."""
     asked, items = novel.slots[:, right], novel.items
     rows = torch.arange(len(asked), device=asked.device)
     if copy_at is not None:
@@ -159,7 +162,8 @@ def ask(novel: Novel, world: World, right: int, copy_at: int | None = None) -> S
 
 
 def other_is_right(mixture: Mixture) -> float:
-    """Share of test sequences in which the overwritten item's own label is right too: 0.446 for the paper's."""
+    """Share of test sequences in which the overwritten item's own label is right too: 0.446 for the
+    paper's."""
     same = (mixture.copies - 1) / (mixture.items - 1)
     return same + (1 - same) / mixture.labels
 

@@ -28,7 +28,8 @@ PAIR_NAMES = [f"{a}-{b}" for a, b in PAIRS]
 HALF = copying_gap(Mixture(), 0.5, 0)
 """Gap of copying the first item's label in half of the sequences: 0.277."""
 NEAR, ZERO = 0.05, 0.02
-"""So near to the paper's a gap agrees: seeds spread by about 0.04. So small it is none: three times the noise."""
+"""So near to the paper's a gap agrees: seeds spread by about 0.04. So small it is none: three times the
+noise."""
 CHANCE = 0.9 * float(np.log(Mixture().labels))
 """Training loss (nats) above which nothing is learned yet: within a tenth of guessing among 32 labels."""
 PER_ROW = 6  # conditions next to each other in a figure of gaps
@@ -52,7 +53,8 @@ def tabulated(measured: Measured, files: Sequence[str]) -> dict[str, pd.DataFram
 
 
 def at_end(frame: pd.DataFrame) -> pd.DataFrame:
-    """Rows at the iteration behind which most training stands: no single seed that is ahead speaks for all."""
+    """Rows at the iteration behind which most training stands: no single seed that is ahead speaks for
+    all."""
     work = frame.groupby([*SETTINGS, "iteration"])["seed"].transform("nunique") * frame["iteration"]
     return frame[work == work.groupby([frame[name] for name in SETTINGS]).transform("max")]
 
@@ -85,8 +87,8 @@ def printed_cells(file: str) -> pd.DataFrame:
 def paper_cells(gaps: pd.DataFrame, files: Sequence[str]) -> pd.DataFrame:
     """The paper's cells with ours :func:`at_end`, of the conditions that were trained.
 
-    The paper prints no intervals: the verdict is ``agrees`` within `NEAR`, ``same sign`` where both are beyond
-    `ZERO` on one side, else ``differs``; ``not learned`` where the training loss is above `CHANCE`.
+    The paper prints no intervals: the verdict is ``agrees`` within `NEAR`, ``same sign`` where both are
+    beyond `ZERO` on one side, else ``differs``; ``not learned`` where the training loss is above `CHANCE`.
     """
     ours = ["paper", "gap", "ci_low", "ci_high", "iteration", "seeds", "spread", "train_loss", "difference"]
     columns = ["figure", *SETTINGS, "pair", *ours, "verdict"]

@@ -156,8 +156,9 @@ class Ensemble:
     def measure(self) -> list[Row]:
         """What every seed has learned at this iteration, one row each.
 
-        Loss (nats) and accuracy on the training's data; accuracy on new classes by item asked for (``novel_...``)
-        and of each paired set (``acc_...``); gaps with standard errors (``sd_...``); both sink metrics by token.
+        Loss (nats) and accuracy on the training's data; accuracy on new classes by item asked for
+        (``novel_...``) and of each paired set (``acc_...``); gaps with standard errors (``sd_...``); both
+        sink metrics by token.
         """
         found, count = [], self.condition.sequences
         for index, seed in enumerate(self.seeds):
