@@ -7,7 +7,7 @@ import string
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -142,24 +142,14 @@ def stacked(found: Mapping[int, Tensor], prompts: int) -> NDArray[np.float64]:
     return every.reshape(prompts, -1, *every.shape[1:]).mean(1)
 
 
-@dataclass(frozen=True)
-class Moments:
-    """Hidden states of one site over random strings; L layers, P positions, D channels, C chosen ones.
+class Moments(NamedTuple):
+    """Hidden states of one site over random strings; L layers, P positions, D channels, C chosen ones."""
 
-    Attributes:
-        mean: Averages, [L, P, D].
-        shuffled: The same, positions behind the first ``skip`` shuffled within each string, [L, P, D].
-        groups: Averages of each group of strings at the chosen channels, [`GROUPS`, L, P, C].
-        sizes: Strings in each group, [`GROUPS`].
-        variance: Variance over strings and positions behind the first ``skip``, [L, C].
-        strings: Number of strings.
-    """
-
-    mean: Array
-    shuffled: Array
-    groups: Array
-    sizes: Array
-    variance: Array
+    mean: Array  # averages, [L, P, D]
+    shuffled: Array  # the same, positions behind the first ``skip`` shuffled within each string
+    groups: Array  # averages of each group of strings at the chosen channels, [GROUPS, L, P, C]
+    sizes: Array  # strings in each group, [GROUPS]
+    variance: Array  # over strings and positions behind the first ``skip``, [L, C]
     strings: int
 
 

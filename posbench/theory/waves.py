@@ -35,17 +35,11 @@ def decay(distance: Array, dim: int = 128, base: float = 10000.0, scale: float =
 
 
 class Step(NamedTuple):
-    """One base of the search.
+    """One base of the search."""
 
-    Attributes:
-        base: Theta of the rotary embedding.
-        coincidences: Its peaks near troughs, and troughs near peaks, that the set before it had left over.
-        offset: Mean squared distance of these pairs in tokens; not a number without any.
-    """
-
-    base: float
-    coincidences: int
-    offset: float
+    base: float  # theta of the rotary embedding
+    coincidences: int  # its peaks near troughs, and troughs near peaks, that the set before it had left over
+    offset: float  # mean squared distance of these pairs in tokens; not a number without any
 
 
 def extrema(scores: Array, reach: int) -> Extrema:

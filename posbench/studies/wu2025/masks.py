@@ -48,9 +48,9 @@ class Masks(Study):
         """Predictions as lines, stacks of attention as dots."""
         theory = "Dots: stacks of attention, equal scores. Lines: the theorems; dotted: Theorem 4.1's bound."
         rotated = (
-            "Dots and thick lines: stacks of attention. Thin lines: the theorems; dotted: the zero of Appendix H "
-            "as printed; grey: a random walk. Last panel: differences of weights, equal scores, and the printed "
-            "gaps; grey: two standard deviations of the paper's test sets."
+            "Dots, thick lines: stacks of attention. Thin lines: the theorems; dotted: Appendix H's zero as "
+            "printed; grey: a random walk. Last panel: differences of weights, equal scores, and the paper's gaps; grey: "
+            "two standard deviations of its test sets."
         )
         bound = "Random attention and the bounds of Lemmas 4.4 and 4.6; below 1 a bound does not hold."
         drawn = {"theory": (theory_figure(tables), theory), "rope": (rope_figure(tables), rotated)}

@@ -27,13 +27,9 @@ MEANINGS = {
 
 @dataclass(frozen=True, kw_only=True)
 class SyntheticResults(Trained):
-    """Trained attention networks and the cells of Wu et al. 2025.
+    """Trained attention networks and the cells of Wu et al. 2025."""
 
-    Attributes:
-        trainings: Folder of trainings: what ``study=synthetic_training study.trainings=DIR`` wrote.
-    """
-
-    trainings: str = "outputs/trainings"
+    trainings: str = "outputs/trainings"  # what ``study=synthetic_training study.trainings=DIR`` wrote
 
     def reads(self) -> Sequence[Path]:
         """See :meth:`Study.reads`."""

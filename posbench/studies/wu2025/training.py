@@ -7,7 +7,6 @@ is asked for more iterations later, goes on bit for bit as if it had never stopp
 from __future__ import annotations
 
 import io
-import json
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -77,8 +76,7 @@ class Condition(data.Mixture, Attention):
         return f"{self.vocabulary}_{network}_{self.scale}_{bias}_{digest(asdict(self))}"
 
 
-Measured = list[tuple[Condition, Row]]
-"""Rows of :meth:`Ensemble.measure` with their conditions."""
+Measured = list[tuple[Condition, Row]]  # rows of :meth:`Ensemble.measure` with their conditions
 
 
 def marks(until: int) -> list[int]:
@@ -97,7 +95,7 @@ class Ensemble:
             [torch.Generator(device).manual_seed(3 * seed + kind) for seed in seeds] for kind in range(3)
         )
         self.worlds = [data.draw_world(condition, rng) for rng in classes]
-        self.network = _network(condition, weights)
+        self.network = AttentionNetwork(condition, condition, weights)
         rates = {"lr": condition.learning_rate, "weight_decay": condition.weight_decay}
         self.optimizer = torch.optim.AdamW(self.network.parameters(), **rates, fused=True)
 
@@ -119,14 +117,11 @@ class Ensemble:
         """Everything that one seed needs to go on after a step, without the other seeds."""
         parameters = list(self.network.parameters())
         moments = [self.optimizer.state[p] for p in parameters]
-        return {
-            "iteration": self.iteration,
-            "device": self.device.type,
-            "parameters": [p[index].detach().cpu().clone() for p in parameters],
-            "first": [m["exp_avg"][index].cpu().clone() for m in moments],
-            "second": [m["exp_avg_sq"][index].cpu().clone() for m in moments],
-            "data": self.data[index].get_state(),
-        }
+        first, second = ([m[name] for m in moments] for name in ("exp_avg", "exp_avg_sq"))
+        parts = {"parameters": parameters, "first": first, "second": second}
+        own = {name: [t[index].detach().cpu().clone() for t in part] for name, part in parts.items()}
+        own["data"] = self.data[index].get_state()
+        return {"iteration": self.iteration, "device": self.device.type, **own}
 
     @torch.no_grad()
     def load(self, states: Sequence[Mapping[str, Any]]) -> None:
@@ -136,10 +131,8 @@ class Ensemble:
         for rng, state in zip(self.data, states, strict=True):
             rng.set_state(state["data"])
         for k, parameter in enumerate(self.network.parameters()):
-            names = ("parameters", "first", "second")
-            values, first, second = (
-                torch.stack([s[name][k] for s in states]).to(self.device) for name in names
-            )
+            parts = ([s[name][k] for s in states] for name in ("parameters", "first", "second"))
+            values, first, second = (torch.stack(part).to(self.device) for part in parts)
             parameter.copy_(values)
             self.optimizer.state[parameter] = {"step": step.clone(), "exp_avg": first, "exp_avg_sq": second}
 
@@ -147,13 +140,13 @@ class Ensemble:
     def measure(self) -> list[Row]:
         """What every seed has learned at this iteration, one row each.
 
-        Loss (nats) and accuracy on the training's data; accuracy on new classes by item asked (``novel_``) and
-        of each paired set (``acc_``); gaps with standard errors (``sd_``); both sink metrics by token.
+        Loss (nats) and accuracy on the training's data; accuracy on new classes by item (``novel_``) and of
+        each paired set (``acc_``); gaps with standard errors (``sd_``); both sink metrics by token.
         """
         found, count = [], self.condition.sequences
         for index, seed in enumerate(self.seeds):
             # One model on the CPU, so that every device measures alike.
-            network = _network(self.condition, [torch.Generator()])
+            network = AttentionNetwork(self.condition, self.condition, [torch.Generator()])
             for own, shared in zip(network.parameters(), self.network.parameters(), strict=True):
                 own.copy_(shared[index : index + 1])
             rng = torch.Generator().manual_seed(TEST_SEEDS + seed)
@@ -219,10 +212,6 @@ class Ensemble:
                     write_bytes(run.path / CHECKPOINT, stream.getvalue())
 
 
-def _network(condition: Condition, rngs: list[torch.Generator]) -> AttentionNetwork:
-    return AttentionNetwork(condition, condition.width, condition.labels, condition.tokens, rngs)
-
-
 def folder_of(root: Path, condition: Condition, seed: int) -> RunDir:
     """The folder of one training under a root."""
     return RunDir(root / f"{condition.name}_s{seed}")
@@ -273,8 +262,9 @@ def trainings(root: Path) -> Measured:
     """What was measured in all trainings under a root, oldest first within each."""
     found = []
     for file in sorted(root.glob(f"*/{FACTS}")):
-        condition = build(Condition, json.loads(file.read_text())["condition"], str(file))
-        found += [(condition, row) for row in RunDir(file.parent).rows(ROWS)]
+        run = RunDir(file.parent)
+        condition = build(Condition, run.read_json(FACTS)["condition"], str(file))
+        found += [(condition, row) for row in run.rows(ROWS)]
     return found
 
 
