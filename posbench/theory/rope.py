@@ -42,11 +42,6 @@ def bounds(n: int, theta: float, low: float, high: float, delta: float = 0.0) ->
     return np.where(seen, lower, 0), np.where(seen, np.minimum(upper, 1), 0)
 
 
-def strength(theta: float, width: float) -> float:
-    """The b whose attention falls as half a Gaussian of standard deviation ``width`` tokens."""
-    return (theta * width) ** -2
-
-
 def law(layers: int, width: float, distance: ArrayLike) -> Array:
     """Logarithm of binom(t + x, x) e^(-c x^2 theta^2), Theorem 4.7's closed form, at distances x in tokens.
 

@@ -49,8 +49,8 @@ class Masks(Study):
         theory = "Dots: stacks of attention, equal scores. Lines: the theorems; dotted: Theorem 4.1's bound."
         rotated = (
             "Dots, thick lines: stacks of attention. Thin lines: the theorems; dotted: Appendix H's zero as "
-            "printed; grey: a random walk. Last panel: differences of weights, equal scores, and the paper's gaps; grey: "
-            "two standard deviations of its test sets."
+            "printed; grey: a random walk. Last panel: differences of weights, equal scores, and the paper's "
+            "gaps; grey: two standard deviations of its test sets."
         )
         bound = "Random attention and the bounds of Lemmas 4.4 and 4.6; below 1 a bound does not hold."
         drawn = {"theory": (theory_figure(tables), theory), "rope": (rope_figure(tables), rotated)}
@@ -199,7 +199,8 @@ def _decayed(n: int, m: float, layers: Sequence[int] = (2, 4, 6, 10, 16)) -> dic
 def _rotated(theta: float, width: float) -> dict[int, Array]:
     """Last rows under RoPE of one angle, queries equal to keys; ``width`` of the attention in tokens."""
     n = int(np.pi / theta)
-    scores = rope.scores(n, theta, rope.strength(theta, width))
+    # Of this strength attention falls as half a Gaussian of that standard deviation.
+    scores = rope.scores(n, theta, (theta * width) ** -2)
     return _last_rows(masks.attention(scores, masks.causal(n)), (2, 3, 5, 9, 17))
 
 

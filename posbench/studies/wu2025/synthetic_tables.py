@@ -137,8 +137,8 @@ def figures(gaps: pd.DataFrame, sinks: pd.DataFrame, cells: pd.DataFrame) -> Dra
     plain = plain[~plain["residual"]]
     caption = (
         "After training without PE and residual connections: share of heads and sequences in which a token "
-        "is a sink (mean weight above 0.3, Gu et al.), and of single weights above 0.2 (Wu et al.). Few queries "
-        "see late tokens."
+        "is a sink (mean weight above 0.3, Gu et al.), and of single weights above 0.2 (Wu et al.). Few "
+        "queries see late tokens."
     )
     return out if plain.empty else {**out, "sinks": (sinks_figure(plain), caption)}
 

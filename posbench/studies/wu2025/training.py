@@ -26,8 +26,7 @@ from posbench.studies.wu2025 import sequences as data
 from posbench.studies.wu2025.network import Attention, AttentionNetwork
 from posbench.theory import masks
 
-PAIRS = (("first", "middle"), ("first", "last"), ("middle", "last"))
-"""The pairs of items compared; a positive gap is a bias to the earlier one."""
+PAIRS = (("first", "middle"), ("first", "last"), ("middle", "last"))  # gaps above 0: bias to the earlier one
 CHUNK, CHECKPOINT_EVERY = 2000, 2000  # test sequences at a time; iterations
 TEST_SEEDS = 1_000_000  # the generator seed of seed 0's test sets, drawn on the CPU
 ROWS, CHECKPOINT, FACTS = "rows.jsonl", "checkpoint.pt", "training.json"
