@@ -1,6 +1,7 @@
 """Shared fixtures: no network, a random checkpoint on disk, and the command line in this process."""
 
 import os
+import sys
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 # Models this small gain nothing from a second thread, and lose much when test processes share the cores.
@@ -12,6 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+PROCESS = [sys.executable, "-c", "from posbench.cli.main import run; run()"]
+"""The command line as a process of its own; arguments follow."""
 
 
 @dataclass(frozen=True)

@@ -251,10 +251,10 @@ def _leaves(node: Any, where: str) -> Iterator[str]:
 def _check(override: Override, folders: Sequence[Path], multirun: bool) -> None:
     """Refuse what names nothing, before Hydra would in its own words."""
     key, first = override.key_or_group, override.key_or_group.split(".")[0].split("@")[0]
+    value = str(override.input_line).partition("=")[2]
     if first not in (*TOP, "hydra") and not first.startswith("hydra/"):
-        raise UserError(key, override.input_line, f"keys {', '.join(TOP)}", near(first, TOP, "remove it"))
+        raise UserError(key, value, f"keys {', '.join(TOP)}", near(first, TOP, "remove it"))
     if override.is_sweep_override() and not multirun:
-        value = str(override.input_line).partition("=")[2]
         raise UserError(key, value, "one value; a list as [a,b]", "sweep with -m (--multirun)")
     if key in GROUPS and not override.is_delete():
         there = choices(*(folder / key for folder in folders))

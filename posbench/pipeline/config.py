@@ -216,7 +216,7 @@ def _stages(
     data: Mapping[str, Any], made: Mapping[str, Any], typed: Sequence[str]
 ) -> tuple[tuple[Stage, ...], MethodChoice | None]:
     """The stages to run, and what the search would find the parameters of."""
-    given = data.get("stages") or made["model"].stages
+    given = made["model"].stages if data.get("stages") is None else data["stages"]
     stages = tuple(given) if not isinstance(given, str) else (given,)
     if isinstance(given, str) or not stages or list(stages) != [s for s in STAGES if s in stages]:
         allowed = f"some of {', '.join(STAGES)}, each once, in this order"
