@@ -270,7 +270,7 @@ class Claim(NamedTuple):
 
     Attributes:
         effect: Its name.
-        claim: The claim with its source.
+        claim: The claim without its source; a control has none.
         statistic: What the number is.
         bound: What the interval must lie above.
         quoted: Further effects that the note quotes.
@@ -285,18 +285,19 @@ class Claim(NamedTuple):
     also: str = ""
 
 
-def judged(table: pd.DataFrame, claims: Sequence[Claim], note: str = "") -> list[Finding]:
-    """The verdicts on claims, from a table of effects; a claim without its effect is not testable."""
+def judged(table: pd.DataFrame, source: str, claims: Sequence[Claim], note: str = "") -> list[Finding]:
+    """The verdicts on claims of a source, from a table of effects; one without its effect is not testable."""
     effects = {row["effect"]: estimate(row) for row in table.to_dict("records")}
     found = []
     for each in claims:
+        claim = each.claim if each.claim.startswith("Control") else f"{each.claim} ({source})"
         if each.effect not in effects:
-            found.append(Finding.untestable(each.claim, each.statistic, NO_ROPE))
+            found.append(Finding.untestable(claim, each.statistic, NO_ROPE))
             continue
         quoted = [name for name in each.quoted if name in effects]
         told = [f"{name.replace('_', ' ')} {effects[name].value:.3g}" for name in quoted]
         text = "; ".join(filter(None, [note, *told]))
         at = effects[each.effect]
         holds = min(at.ci_low, effects[each.also or each.effect].ci_low) > each.bound
-        found.append(Finding.that(holds, each.claim, each.statistic, at, text))
+        found.append(Finding.that(holds, claim, each.statistic, at, text))
     return found
