@@ -147,7 +147,7 @@ def check(raw: Mapping[str, Any], typed: Sequence[str] = ()) -> Config:
         with faults.collecting():
             made[name] = make()
     config = None
-    if {"model", "choice", "search"} <= set(made):
+    if {"study", "model", "choice", "search"} <= set(made):  # the study sets stages and method
         with faults.collecting():
             stages, target = _stages(data, made, typed)
             every = {**dict.fromkeys(parts), **made}
