@@ -21,10 +21,10 @@ from posbench.files.hardware import hardware
 from posbench.model.lm import LM
 from posbench.model.load import load
 from posbench.plots import base as plot
+from posbench.plots.section import Drawn
 from posbench.schema import Count
-from posbench.studies.base import Study
+from posbench.studies.base import Study, Tables
 
-Works = Mapping[str, Callable[[], Any]]
 CLOCKS = {"wall": time.perf_counter, "processor": time.process_time}
 Shape = Literal["small", "wide", "llama2_7b", "mistral7b", "gemma_7b", "qwen2_5_7b", "mpt_7b"]
 
@@ -34,28 +34,33 @@ class Timed(Study):
     """A study that compares times.
 
     Attributes:
+        captions: What each table measures.
         repeats: Measured rounds.
         clock: ``processor`` where a CPU is shared with other work.
     """
 
     needs_model: ClassVar[bool] = False
     needs_task: ClassVar[bool] = False
+    captions: ClassVar[Mapping[str, str]]
 
     repeats: Count = 3
     clock: Literal["wall", "processor"] = "wall"
 
-    def compared(self, work: str, works: Works, base: str, device: torch.device, kind: str) -> list[Row]:
-        """Rows of work, way, seconds (median), and the ratio to another way round by round.
-
-        All ways run in turn, A B C A B C ..., after a round to warm up, so that drift hits all alike.
+    def compared(
+        self, work: str, works: Mapping[str, Callable[[], Any]], base: str, device: torch.device, kind: str
+    ) -> list[Row]:
+        """Time the ways of doing a work in turn, A B C A B C ..., after a round to warm up: drift hits all alike.
 
         Args:
             work: What is done.
             works: The ways of doing it.
             base: The way that the others are compared with.
             device: Where they run.
-            kind: ``ratio``, of a way's seconds to those of the base; or ``speedup``, the other way round. Median,
-                smallest and largest over rounds stand in the columns of that name, ``_min`` and ``_max``.
+            kind: ``ratio``, of a way's seconds to those of the base, or ``speedup``, the other way round.
+
+        Returns:
+            Rows of work, way, base, seconds (median round), and of the ratio, taken round by round, the median in
+            the column ``kind`` and the ends of its range in ``<kind>_min`` and ``<kind>_max``.
         """
         times: dict[str, list[float]] = {way: [] for way in works}
         for number in range(self.repeats + 1):
@@ -65,9 +70,13 @@ class Timed(Study):
         rows = []
         for way, own in times.items():
             each = [a / b if kind == "ratio" else b / a for a, b in zip(own, times[base], strict=True)]
-            found = {kind: median(each), f"{kind}_min": min(each), f"{kind}_max": max(each)}
-            rows.append({"work": work, "way": way, "seconds": median(own), **found})
+            ratios = {kind: median(each), f"{kind}_min": min(each), f"{kind}_max": max(each)}
+            rows.append({"work": work, "way": way, "base": base, "seconds": median(own), **ratios})
         return rows
+
+    def figures(self, tables: Tables) -> Drawn:
+        """The ratios of each table."""
+        return {name: (ratio_figure(table), self.captions[name]) for name, table in tables.items()}
 
 
 def _seconds(work: Callable[[], Any], device: torch.device, clock: Callable[[], float]) -> float:
@@ -94,15 +103,16 @@ def random_model(
     """A model of a shape of ``shapes.yaml`` with random weights."""
     settings = yaml.safe_load((Path(__file__).parent / "shapes.yaml").read_text())[shape]
     with device:
-        config = AutoConfig.for_model(**settings)
-        model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
+        model = AutoModelForCausalLM.from_config(
+            AutoConfig.for_model(**settings), dtype=getattr(torch, dtype)
+        )
     return load(model, tokenizer=tokenizer, name=shape)
 
 
 @plot.styled
-def ratio_figure(measured: pd.DataFrame, kind: str, label: str) -> Figure:
+def ratio_figure(measured: pd.DataFrame) -> Figure:
     """A panel for each work: median ratio of each way, and its range over rounds."""
-    panels = list(measured.groupby("work", sort=False))
+    panels, kind = list(measured.groupby("work", sort=False)), "ratio" if "ratio" in measured else "speedup"
     figure = plot.new_figure(plot.PAGE, sum(0.22 * len(rows) + 0.55 for _, rows in panels))
     heights = [len(rows) + 1.5 for _, rows in panels]
     every = figure.subplots(len(panels), 1, squeeze=False, sharex=True, height_ratios=heights)[:, 0]
@@ -113,5 +123,6 @@ def ratio_figure(measured: pd.DataFrame, kind: str, label: str) -> Figure:
         axes.axvline(1, color="0.6", linewidth=0.6, zorder=0)
         axes.set(title=work)
         axes.margins(y=0.5 / len(rows))
-    every[-1].set(xlabel=label, xlim=(0, None))
+    words = {"ratio": "time over that of", "speedup": "speed-up over"}[kind]
+    every[-1].set(xlabel=f"{words} {measured['base'].iloc[0]} (median and range over rounds)", xlim=(0, None))
     return figure
