@@ -1,10 +1,10 @@
-"""What the methods and the channel search cost: ratios measured side by side in one run, on random weights."""
+"""What the methods and the channel search cost, measured side by side on random weights."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
@@ -12,14 +12,12 @@ from typing import Any, ClassVar, Literal
 
 import pandas as pd
 import torch
-from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from posbench.errors import UserError
 from posbench.files.atomic import Row
 from posbench.measure.losses import candidate_losses
 from posbench.methods import Method, ScaleChannel, Unmodified
-from posbench.methods.choice import MethodChoice
 from posbench.methods.scale_channel import share
 from posbench.model import families
 from posbench.model.hooks import replaced
@@ -29,10 +27,9 @@ from posbench.run.base import Run
 from posbench.schema import Count, Whole
 from posbench.stats import reference
 from posbench.stats.frames import UNMODIFIED
-from posbench.studies.cost.timing import Shape, Timed, random_model, table
+from posbench.studies.cost.timing import Shape, Timed, applicable, random_model, table
 
-ANSWER = 4
-"""Answer tokens whose loss the search measures."""
+ANSWER = 4  # tokens whose loss the search measures
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,10 +48,7 @@ class Latency(Timed):
     """
 
     all_methods: ClassVar[bool] = True
-    captions: ClassVar[Mapping[str, str]] = {
-        "generation": "Prefill and decoding under each method, on random weights.",
-        "search": "The channel search on random weights; both ways give equal losses.",
-    }
+    caption: ClassVar[str] = "What methods and the channel search cost, on random weights."
 
     shape: Shape = "small"
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
@@ -74,13 +68,15 @@ class Latency(Timed):
         """Tables ``generation`` (a way is a method; with the papers' ratios) and ``search``."""
         torch.manual_seed(0)
         lm = random_model(self.shape, torch_device(run.runtime.device), self.dtype)
-        # Stopping early would compare different amounts of work, and MPT's own default is to go without a cache.
+        # Stopping early would compare different amounts of work; MPT's own default is to go without a cache.
         lm.model.generation_config = copy.copy(lm.model.generation_config)
         lm.model.generation_config.update(eos_token_id=None, use_cache=True)
-        asked = (UNMODIFIED, *(self.methods or run.every))
-        chosen = {name: each for name, each in applicable(lm, run.every).items() if name in asked}
+        methods = applicable(lm, run.every, lambda choice: choice.cls.example(lm))
+        asked, example = (UNMODIFIED, *(self.methods or run.every)), ScaleChannel.example(lm)
+        chosen = {name: method for name, method in methods.items() if name in asked}
+        direct = {"scale_channel": example, "re-projection": Reprojection(**vars(example))}
         plan = [(tokens, chosen) for tokens in self.methods_at]
-        plan += [(tokens, direct(lm)) for tokens in self.prompts]
+        plan += [(tokens, {UNMODIFIED: Unmodified(), **direct}) for tokens in self.prompts]
         rows: dict[str, list[Row]] = {"generation": [], "search": []}
         with run.progress("works", len(plan) * len(self.new_tokens) + bool(self.search_tokens)) as advance:
             for (tokens, methods), new in product(plan, self.new_tokens):
@@ -99,72 +95,41 @@ class Latency(Timed):
             with method.applied(lm):
                 lm.model.generate(ids, attention_mask=torch.ones_like(ids), **fixed)
 
-        works = {name: partial(generate, method) for name, method in methods.items()}
-        rows = self.compared(f"{tokens} + {new} tokens", works, UNMODIFIED, lm.device, "ratio")
+        ways = {name: partial(generate, method) for name, method in methods.items()}
+        rows = self.compared(f"{tokens} + {new} tokens", ways, lm.device, faster=False)
         printed = reference.table("latency.csv", "method", "ratio", "source").groupby("method")
         told = {m: "; ".join(f"{r.ratio} ({r.source})" for r in part.itertuples()) for m, part in printed}
         return [{**row, "paper": told.get(row["way"], "")} for row in rows]
 
     @torch.inference_mode()
     def search(self, lm: LM) -> list[Row]:
-        """Rows of one prefill for all candidates and of one forward for each, their losses compared bit by bit.
-
-        Raises:
-            RuntimeError: The two ways disagree.
-        """
+        """Rows of a forward for each candidate and of one prefill for all, their losses equal bit by bit."""
         width, layers = lm.model.config.hidden_size, share((10, 25), lm.layers)
         settings = product(range(0, width, width // 10), (0.5, 0.0, -0.5, -1.0))
         tried = [ScaleChannel(channel=c, factor=f, layers=layers) for c, f in settings][: self.candidates]
         prompt = torch.randint(5, lm.model.config.vocab_size, (self.search_tokens + ANSWER,)).tolist()
         pair = prompt[: self.search_tokens], prompt[self.search_tokens :]
-        losses: dict[str, Tensor] = {}
 
-        def shared() -> None:
-            losses["shared"] = torch.tensor(candidate_losses(lm, [pair], tried)[1:, 0])
+        def shared() -> list[float]:
+            return candidate_losses(lm, [pair], tried)[1:, 0].tolist()
 
-        def apart() -> None:
+        def apart() -> list[float]:
             found, (inputs, targets) = [], lm.pad_with_answers([pair])
             for each in tried:
                 with replace(each, last=ANSWER).applied(lm):
                     found.append(lm.answer_nats(lm.model(**inputs, logits_to_keep=ANSWER).logits, targets))
-            losses["apart"] = torch.cat(found).double().cpu()
+            return torch.cat(found).double().tolist()
 
-        works = {"one forward per candidate": apart, "one shared prefill": shared}
+        ways = {"one forward per candidate": apart, "one shared prefill": shared}
         what = f"{len(tried)} candidates, {self.search_tokens} + {ANSWER} tokens"
-        fewer = replace(self, repeats=max(1, self.repeats // 2))
-        rows = fewer.compared(what, works, "one forward per candidate", lm.device, "speedup")
-        if not torch.equal(losses["shared"], losses["apart"]):
-            far = (losses["shared"] - losses["apart"]).abs().max()
-            raise RuntimeError(f"losses differ by up to {far:.3g}")
-        return rows
-
-
-def applicable(lm: LM, every: Mapping[str, MethodChoice]) -> dict[str, Method]:
-    """An example of every method that applies to a model, the unmodified one first."""
-    found: dict[str, Method] = {UNMODIFIED: Unmodified()}
-    for name, choice in every.items():
-        method = choice.cls.example(lm)
-        with suppress(UserError):
-            method.check(lm)
-            found[name] = method
-    return found
-
-
-def direct(lm: LM) -> dict[str, Method]:
-    """The unmodified model, scale_channel, and the direct way."""
-    example = ScaleChannel.example(lm)
-    return {
-        UNMODIFIED: Unmodified(),
-        "scale_channel": example,
-        "re-projection": Reprojection(**vars(example)),
-    }
+        return replace(self, repeats=max(1, self.repeats // 2)).compared(what, ways, lm.device)
 
 
 class Reprojection(ScaleChannel):
-    """scale_channel the direct way, the yardstick: queries, keys and attention a second time in every chosen layer.
+    """scale_channel the direct way, the yardstick; batches without padding only.
 
-    The prompt runs in one pass; each chosen attention module runs once as it is and once on scaled queries and keys;
-    the last row comes from the second run and its keys stay in the cache. Batches without padding only.
+    The prompt runs in one pass, each chosen attention module once as it is and once on scaled queries and
+    keys; the last row comes from the second run, whose keys stay in the cache.
     """
 
     @contextmanager

@@ -1,9 +1,8 @@
-"""How much of a method's result is rounding: error against float64 per weight type, and drift with the batch size."""
+"""How much of a method's result is rounding: error by weight type, and drift with the batch size."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -12,9 +11,9 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from posbench.errors import UserError
 from posbench.files.atomic import Row
 from posbench.methods import Method
+from posbench.methods.choice import MethodChoice
 from posbench.model.lm import LM, batches
 from posbench.model.load import Dtype, load
 from posbench.plots import base as plot
@@ -23,7 +22,7 @@ from posbench.run.base import Run
 from posbench.schema import Count
 from posbench.stats.frames import UNMODIFIED
 from posbench.studies.base import Study, Tables
-from posbench.studies.cost.timing import table
+from posbench.studies.cost.timing import applicable, table
 
 DTYPES: tuple[Dtype, ...] = ("float32", "bfloat16", "float16")
 BATCHES = (1, 4, 16)
@@ -33,7 +32,7 @@ BATCHES = (1, 4, 16)
 class Precision(Study):
     """Logits of the first answer token under every method, in four weight types and three batch sizes.
 
-    The float64 run is exact but for norms, rotations and the softmax, which transformers computes in float32. Larger
+    Float64 is exact but for norms, rotations and the softmax, which transformers computes in float32. Larger
     batches are padded on the left and sum in another order.
 
     Attributes:
@@ -47,14 +46,15 @@ class Precision(Study):
     def measure(self, run: Run) -> dict[str, pd.DataFrame]:
         """Tables ``errors`` and ``drifts``: method, weights, and :func:`compare` of the logits.
 
-        ``errors`` is against float64, one prompt at a time; its rows in float64 show how far a method moves the
-        logits. ``drifts`` is by batch, against one prompt at a time.
+        ``errors`` is against float64, one prompt at a time; its rows in float64 show how far a method itself
+        moves the logits. ``drifts`` is by batch, against one prompt at a time.
         """
         rows = [code.ids for code in run.encode(run.evaluation).values()]
         rows = rows[:: max(1, len(rows) // self.prompts)][: self.prompts]
         # Every other prompt loses some of its first pairs: equal lengths would need no padding.
         rows = [row if i % 2 else row[:1] + row[1 + 4 * (i % 7) :] for i, row in enumerate(rows)]
-        methods, errors, drifts = with_constants(run), list[Row](), list[Row]()
+        methods = applicable(run.lm, run.every, MethodChoice.build)
+        errors, drifts = list[Row](), list[Row]()
         with run.progress("weight types", 1 + len(DTYPES)) as advance:
             lm = _load(run, "float64")
             exact = {name: next_logits(lm, method, rows, 1) for name, method in methods.items()}
@@ -75,19 +75,8 @@ class Precision(Study):
 
     def figures(self, tables: Tables) -> Drawn:
         """Errors and effects."""
-        words = "Mean difference of logits: error of each weight type against float64, and what the method itself does."
+        words = "Mean difference of logits: error of each weight type, and what the method itself does."
         return {"errors": (errors_figure(tables["errors"]), words)}
-
-
-def with_constants(run: Run) -> dict[str, Method]:
-    """Every method that applies to the model with the constants of the model's file."""
-    found = {}
-    for name, choice in run.every.items():
-        with suppress(UserError):
-            method = choice.build()
-            method.check(run.lm)
-            found[name] = method
-    return found
 
 
 def _load(run: Run, dtype: Dtype) -> LM:
@@ -108,7 +97,7 @@ def next_logits(lm: LM, method: Method, rows: Sequence[Sequence[int]], batch_siz
 
 
 def compare(found: Tensor, reference: Tensor) -> dict[str, float]:
-    """Largest and mean absolute difference of logits [N, V], and the share of prompts whose likeliest token changed."""
+    """Largest and mean absolute difference of logits [N, V], and share of prompts with another best token."""
     error = (found - reference).abs()
     changed = (found.argmax(-1) != reference.argmax(-1)).double().mean()
     return {"largest": error.max().item(), "mean": error.mean().item(), "changed": changed.item()}
@@ -116,7 +105,7 @@ def compare(found: Tensor, reference: Tensor) -> dict[str, float]:
 
 @plot.styled
 def errors_figure(errors: pd.DataFrame) -> Figure:
-    """Mean difference of logits, a line for each method: a mark for each weight type, and for the method's effect."""
+    """Mean difference of logits, a line for each method, a mark for each weight type and its own effect."""
     figure = plot.new_figure(plot.PAGE, 2.4)
     axes = figure.subplots()
     for index, (weights, rows) in enumerate(errors.groupby("weights", sort=False)):

@@ -1,13 +1,13 @@
 """The synthetic trainings of Wu et al. 2025 against a plain loop that builds each sequence in Python.
 
-The plain loop is ours, written the way the released code works: a data set whose items are seeded by their index and
-put together in Python, a data loader over it, linear layers one by one, and every row of every layer.
+The plain loop is ours, written the way the released code works: items seeded by their index and put together
+in Python, a data loader over them, linear layers one by one, and every row of every layer.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
@@ -40,9 +40,7 @@ class TrainingSpeed(Timed):
         iterations: Iterations a round of each way.
     """
 
-    captions: ClassVar[Mapping[str, str]] = {
-        "training_speed": "Synthetic trainings and a plain loop that trains the same network (logits equal to 1e-5)."
-    }
+    caption: ClassVar[str] = "Trainings and a plain loop, of the same network (logits equal to 1e-5)."
 
     depths: tuple[Count, ...] = (2, 6)
     iterations: Count = 20
@@ -71,7 +69,7 @@ class TrainingSpeed(Timed):
         works |= {"posbench": ensemble.step, "posbench, its batches alone": draw}  # type: ignore[dict-item]
         what = f"depth {condition.depth}, {'RoPE' if condition.pe == 'rope' else 'no PE'}"
         rounds = {way: partial(repeated, work) for way, work in works.items()}
-        rows = self.compared(what, rounds, LOOP, CPU, "speedup")
+        rows = self.compared(what, rounds, CPU)
         return [{**row, "iterations_per_second": self.iterations / row["seconds"]} for row in rows]
 
 
@@ -154,7 +152,7 @@ class PlainNetwork(nn.Module):
 
 
 def plain_steps(condition: Condition, ensemble: Ensemble) -> tuple[Callable[[], None], Callable[[], None]]:
-    """The plain loop with its data loader, and its training step alone on one batch; from an ensemble's weights.
+    """From an ensemble's weights: the plain loop with its data loader, and its training step on one batch.
 
     Raises:
         RuntimeError: The plain network gives other logits.

@@ -12,9 +12,11 @@ import torch
 import posbench
 from posbench import paths
 from posbench.errors import choices
+from posbench.methods.base import Method
 from posbench.methods.choice import every
+from posbench.model.lm import LM
 from posbench.studies.cost import timing
-from posbench.studies.cost.latency import Latency, applicable
+from posbench.studies.cost.latency import Latency
 from tests.conftest import Result, config_of, run_folders
 from tests.models import build
 
@@ -22,6 +24,11 @@ ALL = every([paths.CONF], {})
 BUCKETS = "4.76 (LPES, Table 5: the row whose name is lost)"
 CPU = torch.device("cpu")
 OWN = f"--config-dir={Path(__file__).parents[3] / 'docs' / 'examples'}"
+
+
+def examples(lm: LM) -> dict[str, Method]:
+    """What the study measures."""
+    return timing.applicable(lm, ALL, lambda choice: choice.cls.example(lm))
 
 
 def ticks(monkeypatch: pytest.MonkeyPatch, *seconds: float) -> None:
@@ -32,9 +39,9 @@ def ticks(monkeypatch: pytest.MonkeyPatch, *seconds: float) -> None:
 
 def test_every_method_is_measured_where_it_applies() -> None:
     names = set(choices(paths.CONF / "method"))
-    assert set(applicable(posbench.load(build("llama")), ALL)) == names
-    assert set(applicable(posbench.load(build("mpt")), ALL)) == {"none", "scale_channel"}
-    assert next(iter(applicable(posbench.load(build("llama")), ALL))) == "none"
+    assert set(examples(posbench.load(build("llama")))) == names
+    assert set(examples(posbench.load(build("mpt")))) == {"none", "scale_channel"}
+    assert next(iter(examples(posbench.load(build("llama"))))) == "none"
     printed = pd.read_csv(paths.EXPERIMENTS / "reference" / "latency.csv")
     assert set(printed["method"]) <= names
 
@@ -42,7 +49,7 @@ def test_every_method_is_measured_where_it_applies() -> None:
 def test_rows_of_a_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
     ticks(monkeypatch, 1, 1, 2, 3, 4, 4)
     lm = posbench.load(build("llama"))
-    methods = {name: applicable(lm, ALL)[name] for name in ("none", "attention_buckets")}
+    methods = {name: examples(lm)[name] for name in ("none", "attention_buckets")}
     rows = Latency(repeats=2).generation(lm, methods, 8, 2)
     front = {"work": "8 + 2 tokens", "base": "none"}
     assert rows == [
@@ -58,7 +65,7 @@ def test_ratios_are_taken_round_by_round(
 ) -> None:
     ticks(monkeypatch, 1, 1, 1, 2, 3, 9, 4, 4)
     works = {"base": lambda: None, "way": lambda: None}
-    _, row = Latency(repeats=3).compared("work", works, "base", CPU, kind)
+    _, row = Latency(repeats=3).compared("work", works, CPU, faster=kind == "speedup")
     assert tuple(row[f"{kind}{end}"] for end in ("", "_min", "_max")) == pytest.approx(found)
 
 
