@@ -26,11 +26,13 @@ class Study(ABC):
         needs_task: Whether it asks the task's prompts.
         uses_method: Whether it applies the method itself. Otherwise all of it runs inside the method that the
             user typed, and on the unmodified model where none was typed.
+        all_methods: Whether it measures every method of the config folders, ``run.every``, and takes none.
     """
 
     needs_model: ClassVar[bool] = True
     needs_task: ClassVar[bool] = True
     uses_method: ClassVar[bool] = False
+    all_methods: ClassVar[bool] = False
 
     def check(self, run: Run) -> None:  # noqa: B027
         """Compare the fields with model and task, before anything is written.
