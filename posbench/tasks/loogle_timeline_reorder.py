@@ -79,7 +79,7 @@ class LooGLETimelineReorder(EvaluationOnly):
     that test inverted (it replaces the valid values).
 
     Args:
-        path, member: ``longdep_qa`` as ``.jsonl``, ``.jsonl.gz``, ``.parquet``, or the file ``member`` inside a
+        path, member: ``longdep_qa`` as ``.jsonl``, ``.jsonl.gz``, ``.parquet``, or the file ``member`` in a
             ``.zip``; one document per row with ``input`` and ``qa_pairs``. None: the hub's, downloaded once.
         numerals: ``roman`` renumbers events 1., 2., ... (each at the start of a line) as I., II., ..., as the
             paper asks, so that years in a reply are no items; questions numbered otherwise stay as they are.
