@@ -45,6 +45,8 @@ TOKENIZER = (
     "*.model",
 )
 
+A_CHECKPOINT = "a local directory with config.json, tokenizer files and *.safetensors, or a reachable hub id"
+
 FAILURES = (OSError, HTTPError, HTTPException, ValueError)
 """What the hub's client and urllib raise: no network, no such repository, a torn answer, an id that is
 none."""
@@ -300,7 +302,7 @@ def _url_file(url: str) -> Path:
 def _refused(source: Source, error: Exception) -> UserError:
     """The failure of a source as one line with the next step."""
     allowed = {
-        "model": "a local directory with config.json, tokenizer files and *.safetensors, or a reachable hub id",
+        "model": A_CHECKPOINT,
         "dataset": "a reachable data set of the hub",
         "url": "a reachable URL",
         "path": "a file on this machine",

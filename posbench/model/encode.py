@@ -1,7 +1,5 @@
 """A prompt as tokens: chat template, truncation, and which characters each token covers."""
 
-from __future__ import annotations
-
 import logging
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -16,8 +14,7 @@ from posbench.schema import Truncation
 log = logging.getLogger(__name__)
 
 CHAT_TEMPLATES = {file.stem: file for file in sorted((paths.PACKAGE / "model" / "templates").glob("*.jinja"))}
-"""Templates that checkpoints were trained with and do not carry themselves, by their name in
-``model.chat_template``."""
+"""Templates that checkpoints were trained with and do not carry, by their name in ``model.chat_template``."""
 
 WORDS_AT_ONCE = 250
 """Words that ``truncation=words`` removes in one step, as L-Eval does."""
@@ -32,8 +29,7 @@ class Encoded:
 
     Attributes:
         ids: Token ids, special tokens included.
-        offsets: Per token, the (start, end) characters of the *task's* prompt it covers; (0, 0) for added
-            tokens.
+        offsets: Per token, the (start, end) characters of the *task's* prompt it covers; (0, 0) if added.
         text: What the tokens spell, as rendered for the model.
         dropped: Tokens of the prompt that were removed to fit.
     """
@@ -53,18 +49,13 @@ class Encoder:
     chat_template: str
 
     def need_tokenizer(self) -> PreTrainedTokenizerBase:
-        """The tokenizer.
-
-        Raises:
-            UserError: There is none.
-        """
+        """The tokenizer; raises UserError where there is none."""
         if self.tokenizer is None:
             raise UserError("tokenizer", None, "a tokenizer", "pass posbench.load(model, tokenizer=...)")
         return self.tokenizer
 
     def render(self, prompt: str, *, chat: bool = True, system: str = "", prefill: str = "") -> str:
-        """The text the model reads: the prompt, in the chat template where the rule asks for it, and
-        ``prefill``.
+        """The text the model reads: the prompt, in the chat template if there is one to use, and ``prefill``.
 
         Without a template the system message stands in front of the prompt, with an empty line between.
         """
@@ -84,8 +75,7 @@ class Encoder:
             try:
                 return str(tokenizer.apply_chat_template(messages, **settings)), True
             except TemplateError:
-                # Gemma's and early Mistral templates know no system role; their authors put it before the
-                # question.
+                # Gemma's and early Mistral templates know no system role: it goes before the question.
                 log.debug("%s: the chat template takes no system message", self.name)
         return str(tokenizer.apply_chat_template([{"role": "user", "content": joined}], **settings)), True
 
@@ -100,13 +90,13 @@ class Encoder:
         separator: str = "",
         **form: Any,
     ) -> Encoded:
-        """Tokenise a prompt once, the beginning-of-sequence token exactly once.
+        """Tokenise a prompt, with the beginning-of-sequence token exactly once.
 
         Args:
             prompt: The task's prompt.
             truncation: What to do when it does not fit; see :class:`posbench.tasks.Task`.
             reserve: Tokens to keep free for the answer.
-            most: Tokens of the prompt, special tokens counted and chat template not; None: what the window
+            most: Tokens of the prompt, special tokens counted and chat template not; None: as the window
                 takes.
             document: Character span of the prompt that ``truncation=document`` and ``words`` shorten.
             separator: Text put where the document was cut.
@@ -129,8 +119,7 @@ class Encoder:
         while over > 0:
             cut += over
             parts = self._shortened(prompt, cut, truncation, document, separator)
-            # Half of what is left has to go and still it does not fit: template and question alone are too
-            # long.
+            # Half of what is left has to go and still it does not fit: all the rest is too long.
             if not parts or cut >= before:
                 hint = "shorten the task, or take a model with a larger context window"
                 self._refuse(len(ids), room, reserve, hint)
@@ -162,8 +151,9 @@ class Encoder:
             offsets.append((0, 0) if move is None else (max(first + move, 0), max(last + move, 0)))
         return ids, offsets, text
 
-    def _bare(self, text: str) -> list[int]:
-        return list(self.need_tokenizer()(text)["input_ids"])
+    def _bare(self, text: str, special: bool = True) -> list[int]:
+        """Token ids of a text without a chat template."""
+        return list(self.need_tokenizer()(text, add_special_tokens=special)["input_ids"])
 
     def _shortened(
         self, prompt: str, cut: int, truncation: Truncation, document: tuple[int, int] | None, separator: str
@@ -187,8 +177,8 @@ class Encoder:
                 words = words[:-WORDS_AT_ONCE]
             kept = " ".join(words)
         else:
-            ids = list(tokenizer(text, add_special_tokens=False)["input_ids"])
-            extra = len(tokenizer(separator, add_special_tokens=False)["input_ids"]) if separator else 0
+            ids = self._bare(text, False)
+            extra = len(self._bare(separator, False)) if separator else 0
             kept = str(tokenizer.decode(ids[: max(len(ids) - cut - extra, 0)]))
         if not kept:
             return []
@@ -209,9 +199,9 @@ class Encoder:
         The pair is tokenised as one text where the prompt's tokens survive that; otherwise each on its own.
         (A SentencePiece tokenizer turns " A" alone into two tokens, and after "Answer:" into one.)
         """
-        tokenizer, head = self.need_tokenizer(), encoded.ids
+        head = encoded.ids
         for special in (True, False):
-            both = list(tokenizer(encoded.text + text, add_special_tokens=special)["input_ids"])
+            both = self._bare(encoded.text + text, special)
             if both[: len(head)] == head and len(both) > len(head):
                 return both[len(head) :]
-        return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+        return self._bare(text, False)
