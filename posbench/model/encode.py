@@ -1,7 +1,7 @@
 """A prompt as tokens: chat template, truncation, and which characters each token covers."""
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 from jinja2 import TemplateError
@@ -96,8 +96,7 @@ class Encoder:
             prompt: The task's prompt.
             truncation: What to do when it does not fit; see :class:`posbench.tasks.Task`.
             reserve: Tokens to keep free for the answer.
-            most: Tokens of the prompt, special tokens counted and chat template not; None: as the window
-                takes.
+            most: Tokens of the prompt at most, special tokens counted and chat template not.
             document: Character span of the prompt that ``truncation=document`` and ``words`` shorten.
             separator: Text put where the document was cut.
             **form: See :meth:`render`.
@@ -106,15 +105,14 @@ class Encoder:
             UserError: The prompt does not fit and ``truncation`` is ``refuse``, or not even shortened.
         """
         room, parts = self.context_window - reserve, [(prompt, 0)]
-        ids, offsets, text = self._encode_parts(parts, form)
-        bare = self._bare(prompt)
-        over = max(len(ids) - room, len(bare) - (most or len(bare)))
+        encoded, bare = self._encode_parts(parts, form), self._bare(prompt)
+        over = max(len(encoded.ids) - room, len(bare) - (most or len(bare)))
         if over > 0 and (truncation == "refuse" or room < 1):
             hint = "shorten the task (for kv_retrieval: task.pairs), or allow it with task.truncation=middle"
-            if len(ids) <= room and most:
+            if len(encoded.ids) <= room and most:
                 limit = f"at most {most} tokens before any chat template (task.max_prompt_tokens)"
                 raise UserError("prompt length", len(bare), limit, hint)
-            self._refuse(len(ids), room, reserve, hint)
+            self._refuse(len(encoded.ids), room, reserve, hint)
         before, cut = len(bare), 0
         while over > 0:
             cut += over
@@ -122,16 +120,14 @@ class Encoder:
             # Half of what is left has to go and still it does not fit: all the rest is too long.
             if not parts or cut >= before:
                 hint = "shorten the task, or take a model with a larger context window"
-                self._refuse(len(ids), room, reserve, hint)
-            ids, offsets, text = self._encode_parts(parts, form)
-            over = len(ids) - room
+                self._refuse(len(encoded.ids), room, reserve, hint)
+            encoded = self._encode_parts(parts, form)
+            over = len(encoded.ids) - room
         left = len(self._bare("".join(part for part, _ in parts))) if cut else before
-        return Encoded(ids, offsets, text, before - left)
+        return replace(encoded, dropped=before - left)
 
-    def _encode_parts(
-        self, parts: Parts, form: dict[str, Any]
-    ) -> tuple[list[int], list[tuple[int, int]], str]:
-        """Ids, offsets and rendered text of a prompt made of parts."""
+    def _encode_parts(self, parts: Parts, form: dict[str, Any]) -> Encoded:
+        """A prompt made of parts."""
         tokenizer, prompt = self.need_tokenizer(), "".join(part for part, _ in parts)
         text, templated = self._render(prompt, form.get("chat", True), form.get("system", ""))
         text += form.get("prefill", "")
@@ -149,7 +145,7 @@ class Encoder:
         for first, last in pairs:
             move = next((m for a, b, m in moves if a < last and first < b and last > first), None)
             offsets.append((0, 0) if move is None else (max(first + move, 0), max(last + move, 0)))
-        return ids, offsets, text
+        return Encoded(ids, offsets, text)
 
     def _bare(self, text: str, special: bool = True) -> list[int]:
         """Token ids of a text without a chat template."""

@@ -18,11 +18,9 @@ from posbench.model.hooks import Attend, attending, before_each, fork, replaced
 
 @dataclass
 class LM(Encoder):
-    """A causal LM ready for posbench: a Hugging Face model in eval mode; without tokenizer, token-level calls
-    only work.
+    """A causal LM in eval mode, ready for posbench; without a tokenizer only token-level calls work.
 
-    ``name``, ``context_window`` (tokens the model reads) and ``chat_template`` as in
-    :class:`posbench.model.load.ModelConfig`.
+    The other attributes are those of :class:`posbench.model.load.ModelConfig`.
     """
 
     model: PreTrainedModel

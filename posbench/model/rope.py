@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -78,6 +78,11 @@ class _Tables(tuple[Tensor, Tensor]):
     """Tables that remember the call they were made for: the method of an inner block starts from it."""
 
     call: Call
+
+    def __new__(cls, table: Table, call: Call) -> Self:
+        made = super().__new__(cls, table)
+        made.call = call
+        return made
 
 
 def _given(kwargs: Mapping[str, Any], call_of: Callable[[int], Call], layer: int) -> Call:
@@ -173,22 +178,16 @@ def tables(
                 key = (id(change), call.options.get("layer_type"))
                 if key not in made or made[key][0] is not call:
                     changed = change(call)
-                    made[key] = (call, _remembering(make(changed), changed))
+                    made[key] = call, _Tables(make(changed), changed)
                 found, where = made[key][1], kwargs["position_embeddings"][0].device
                 if found[0].device != where:
-                    found = _remembering((found[0].to(where), found[1].to(where)), found.call)
+                    found = _Tables((found[0].to(where), found[1].to(where)), found.call)
                 return args, kwargs | {"position_embeddings": found}
 
             return hook
 
         stack.enter_context(before_each(families.attention_modules(model), layers, hook_of))
         yield
-
-
-def _remembering(table: Table, call: Call) -> _Tables:
-    tables = _Tables(table)
-    tables.call = call
-    return tables
 
 
 def scaled(scales: Mapping[int, float]) -> dict[int, Callable[[Call], Call]]:
@@ -327,20 +326,12 @@ class _Hands:
             return out
 
         positions = now.positions.to(query.device)
-        rotation = HandRotation(
-            layer=layer,
-            query=query,
-            key=key,
-            query_positions=positions[:, -query.shape[2] :],
-            key_positions=positions[:, -key.shape[2] :],
-            call=now.call,
-            attend=kernel,
-            last_row=lambda q, k: last_row(q, k, mask, **rest),
-            memory=now.memory,
-            unchanged=now.unchanged,
-            model=self.model,
+        places = positions[:, -query.shape[2] :], positions[:, -key.shape[2] :]
+        kernels = kernel, lambda q, k: last_row(q, k, mask, **rest)
+        past = now.memory, now.unchanged
+        out = self.layers[layer](
+            HandRotation(layer, query, key, *places, now.call, *kernels, *past, self.model)
         )
-        out = self.layers[layer](rotation)
         if now.cache is not None:
             # A copy of a cache shares its attributes: replace, never change.
             kept = {_POSITIONS: now.positions, _MEMORY: (now.cache.layers[layer].keys, now.memory)}
