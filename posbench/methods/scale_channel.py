@@ -238,7 +238,7 @@ class ScaleChannel(Method):
         with ExitStack() as stack:
             for layer in self.layer_indices:
                 for handle in families.on_query_key_input(model, layer, self.scale):
-                    stack.callback(handle.remove)
+                    stack.enter_context(handle)
             return forward(**inputs)
 
     def _prompt(
