@@ -70,7 +70,6 @@ class Exam(EvaluationOnly):
         """The subjects that are asked."""
         return tuple(self.categories) if self.subjects == "all" else self.subjects
 
-    # A class variable of other tasks is a choice here.
     @property
     def average(self) -> Literal["examples", "subsets"]:  # type: ignore[override]
         """See :class:`Task`."""
