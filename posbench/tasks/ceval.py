@@ -33,10 +33,9 @@ class CEval(Exam):
     ``ceval_submission.json`` in the leaderboard's form, and scores what has an answer in the file. ``path``
     takes the original CSV files (``ceval-exam.zip``), None takes ceval/ceval-exam.
 
-    ``prompt=official`` (the default) is hkust-nlp/ceval's; ``lm_eval`` leaves 考试的 out of the header, puts
-    a blank before the letter and strips the question. The answer-only form; there is no chain-of-thought
-    variant. ``answer=generate`` reads the letter with regular expressions, see :meth:`letter`. The official
-    mean is that over subjects.
+    ``prompt=official`` (the default) is hkust-nlp/ceval's; ``lm_eval`` leaves 考试的 out of the header,
+    puts a blank before the letter and strips the question. Answers alone, no chain of thought;
+    ``answer=generate`` reads the letter with :meth:`letter`. The official mean is that over subjects.
     """
 
     source: ClassVar[str] = "Huang et al. 2023, github.com/hkust-nlp/ceval, hub ceval/ceval-exam"

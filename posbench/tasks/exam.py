@@ -14,6 +14,7 @@ from posbench.tasks.base import EvaluationOnly, Example
 from posbench.tasks.reading import Line, check_names, pick, refuse, rows
 
 LETTERS = ("A", "B", "C", "D")
+PARQUET = "{}/{}-00000-of-00001.parquet"
 
 
 class Question(NamedTuple):
@@ -39,8 +40,6 @@ class Exam(EvaluationOnly):
         prompt: ``official`` or ``lm_eval``; the benchmark's class says where they differ.
         chat_format: Put the prompt into the model's chat template; the letters then come without a blank.
         mean: Average over ``questions`` (micro) or ``subjects`` (macro), in the total and in categories.
-
-    Score: 1 for the right letter.
     """
 
     metric: ClassVar[str] = "accuracy"
@@ -71,7 +70,6 @@ class Exam(EvaluationOnly):
         """The subjects that are asked."""
         return tuple(self.categories) if self.subjects == "all" else self.subjects
 
-    # A class variable of other tasks is a choice here.
     @property
     def average(self) -> Literal["examples", "subsets"]:  # type: ignore[override]
         """See :class:`Task`."""
@@ -87,7 +85,9 @@ class Exam(EvaluationOnly):
 
     def official(self) -> tuple[Source, ...]:
         """The hub's files of the subjects that are asked."""
-        names = tuple(_parquet(subject, part) for subject in self.chosen for part in ("dev", self.split))
+        names = tuple(
+            PARQUET.format(subject, part) for subject in self.chosen for part in ("dev", self.split)
+        )
         return (Source(kind="dataset", id=self.hub, field="task.path", files=names, revision=self.revision),)
 
     def questions(self) -> list[Example]:
@@ -96,8 +96,7 @@ class Exam(EvaluationOnly):
         out = [example for subject in self.chosen for example in self._of(folder, subject)]
         whole = self.parts[self.split]
         if not self.path and self.subjects == "all" and len(out) != whole:
-            asked = f"{len(out)} questions of {self.hub}"
-            refuse("path", asked, f"{whole}, as in the benchmark", "posbench fetch, once more")
+            refuse("path", f"{len(out)} questions of {self.hub}", f"all {whole}", "posbench fetch, once more")
         return out
 
     def averages(self) -> Mapping[str, tuple[str, ...]]:
@@ -111,9 +110,8 @@ class Exam(EvaluationOnly):
 
     def _of(self, folder: Path, subject: str) -> Iterator[Example]:
         shown = self._read(folder, subject, "dev")[: self.shots] if self.shots else []
-        if len(shown) < self.shots:
-            allowed = f"at most {len(shown)}, the dev questions of {subject}"
-            refuse("shots", self.shots, allowed, f"set task.shots={len(shown)}")
+        if (most := len(shown)) < self.shots:
+            refuse("shots", self.shots, f"at most {most}, all of {subject}", f"set task.shots={most}")
         solved = [f"{question.text}{self.gap}{question.answer}" for question in shown]
         choices = tuple(letter if self.chat_format else self.gap + letter for letter in LETTERS)
         generate = self.answer == "generate"
@@ -131,7 +129,7 @@ class Exam(EvaluationOnly):
     def _read(self, folder: Path, subject: str, part: str) -> list[Question]:
         name = f"{part}/{subject}_{part}.csv"
         hint = f"get it from {self.source}, or leave that subject out: task.subjects=[...]"
-        file, member = pick(folder, (name, f"data/{name}", _parquet(subject, part)), hint)
+        file, member = pick(folder, (name, f"data/{name}", PARQUET.format(subject, part)), hint)
         count = 5 if part == "dev" and not self.path else 0
         lines = rows("path", file, member, names=self.columns, unique="id", count=count)
         found = [self._question(row, number, part) for number, (_, row) in enumerate(lines)]
@@ -154,7 +152,3 @@ class Exam(EvaluationOnly):
         if answer:
             row.take(answer)
         return Question(name, "\n".join([*lines, self.cue]), answer)
-
-
-def _parquet(subject: str, part: str) -> str:
-    return f"{subject}/{part}-00000-of-00001.parquet"

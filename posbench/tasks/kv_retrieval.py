@@ -52,13 +52,9 @@ class KVRetrieval(Placed):
         prompt: ``official`` or ``compact``.
         records: Where no file is given: random ``uuid`` pairs, or the embedded models' ``words``.
         path: An official file (``*.jsonl`` or ``*.jsonl.gz``), or ``official``: the smallest one with enough
-            pairs, downloaded. Each question is asked at every position. A file may hold more pairs than
-            ``pairs``: the gold pair is moved first, then the list is cut.
+            pairs, downloaded. The gold pair is moved to every position, then the list is cut to ``pairs``.
         calibration_path: Finished calibration prompts instead (JSON lines with ``input`` and ``output``).
-        calibration_positions: None: spread evenly over the inner ones (Yu et al. 2025 never put the gold pair
-            first or last either).
-
-    Score: 1 if the gold value occurs in the reply, letter case ignored (Liu et al. 2023).
+        calibration_positions: None: spread evenly over the inner ones, as in Yu et al. 2025.
     """
 
     metric: ClassVar[str] = "accuracy"
@@ -109,7 +105,7 @@ class KVRetrieval(Placed):
         return tuple(found)
 
     def score(self, example: Example, text: str) -> dict[str, float]:
-        """1 if the value occurs in the reply, letter case ignored."""
+        """1 if the gold value occurs in the reply, letter case ignored (Liu et al. 2023)."""
         return {"accuracy": float(any(answer.lower() in text.lower() for answer in example.answers))}
 
     def _calibration(self) -> Iterator[Example]:

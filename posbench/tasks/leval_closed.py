@@ -71,8 +71,6 @@ class LEvalClosed(EvaluationOnly):
     the real world, without it (``sci_fi_fact``); L-Eval's number is the mean of both (``sci_fi``). A model
     without chat template reads the system message in front of the prompt. ``path`` is a folder or ``.zip``
     with the benchmark's files (``coursera.jsonl``, ...); None downloads them.
-
-    Score: Equal letters 1, a part of the gold letters 0.25 (Coursera), else 0.
     """
 
     metric: ClassVar[str] = "score"
@@ -103,7 +101,7 @@ class LEvalClosed(EvaluationOnly):
         return [example for subset in self.subsets for example in self._subset(subset)]
 
     def score(self, example: Example, text: str) -> dict[str, float]:
-        """``score`` in {0, 0.25, 1}."""
+        """1 for the gold letters or truth, 0.25 for a part of the letters (Coursera), else 0."""
         gold = example.answers[0]
         if example.subset.startswith("sci_fi"):
             return {"score": float(truth(text) == gold)}

@@ -34,8 +34,6 @@ ENGLISH_AND_CODE = tuple(task for tasks in CATEGORIES.values() for task in tasks
 
 BARE = frozenset({*CATEGORIES["few_shot"], *CATEGORIES["code"]})
 """Tasks whose prompt ends in the middle of a pattern to continue, and takes no chat template."""
-FIRST_LINE = frozenset(CATEGORIES["few_shot"])
-"""Tasks of whose reply only the first line counts."""
 EXTENDED = tuple(task for task in ENGLISH_AND_CODE if task not in ("narrativeqa", "musique", "qmsum"))
 """The 13 tasks of LongBench-E."""
 BUCKETS = {"0-4k": 4000, "4-8k": 8000, "8k+": float("inf")}
@@ -66,8 +64,7 @@ class LongBench(EvaluationOnly):
 
     Args:
         tasks: Names of the tasks; the 16 of Yu et al. 2025 by default.
-        path: A folder with ``<task>.jsonl`` files or with ``data.zip``, or that zip; None: that of the hub's
-            THUDM/LongBench, whose numbers of questions are checked.
+        path: A folder with ``<task>.jsonl`` files or ``data.zip``, or that zip; None: the hub's.
         protocol: ``official``: samsum stops at a line break after at least one token, and replies are scored
             as they are. ``yu``: as the program of Yu et al. 2025: no such stop, at least one token in every
             task, and replies stripped before they are scored (code loses its indent).
@@ -76,9 +73,8 @@ class LongBench(EvaluationOnly):
 
     Score: 0..1, the best one over the gold texts: token F1, ROUGE-L, share of right numbers, class named, or
     similarity of code (:mod:`posbench.tasks.scorers`). Of few-shot replies the first line counts. ``all`` is
-    the mean over tasks, ``categories`` that over the six categories; the program of Yu et al. prints both.
-
-    What is over ``max_prompt_tokens`` goes from the middle of the prompt (Yu et al.: window minus 500).
+    the mean over tasks, ``categories`` that over the six categories; the program of Yu et al. prints both. It
+    has a ``max_prompt_tokens`` of the window minus 500.
     """
 
     metric: ClassVar[str] = "score"
@@ -116,7 +112,7 @@ class LongBench(EvaluationOnly):
         task = example.meta["task"]
         if self.protocol == "yu":
             text = text.strip()
-        if task in FIRST_LINE:
+        if task in CATEGORIES["few_shot"]:
             text = text.lstrip("\n").split("\n")[0]
         scorer = SCORERS.get(task) or partial(scorers.classification, classes=example.meta["all_classes"])
         return {"score": max(scorer(text, gold) for gold in example.answers)}

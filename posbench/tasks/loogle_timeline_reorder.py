@@ -82,8 +82,7 @@ class LooGLETimelineReorder(EvaluationOnly):
         path, member: ``longdep_qa`` as ``.jsonl``, ``.jsonl.gz``, ``.parquet``, or the file ``member`` in a
             ``.zip``; one document per row with ``input`` and ``qa_pairs``. None: the hub's, downloaded once.
         numerals: ``roman`` renumbers events 1., 2., ... (each at the start of a line) as I., II., ..., as the
-            paper asks, so that years in a reply are no items; questions numbered otherwise stay as they are.
-            ``as_given``: all do.
+            paper asks, so that years in a reply are no items. Other questions, or ``as_given`` all, stay.
         first_per_document: Only the first question of every document. 96 documents have one, and all scores
             of Yu et al. 2025, Table 3, are multiples of 1/96: our reading of it.
         chat: Whether a chat template surrounds the prompt. The official script for open models has none, and
@@ -111,18 +110,16 @@ class LooGLETimelineReorder(EvaluationOnly):
         """See :meth:`EvaluationOnly.questions`."""
         file = self.place() / ("" if self.path else HUB.files[0])
         member = self.member if file.suffix == ".zip" else ""
-        found = [e for line, row in rows("path", file, member) for e in self._document(line, row)]
+        found = [e for _, row in rows("path", file, member) for e in self._document(row)]
         if not found:
-            refuse(
-                "path", str(file), f'questions with "type": "{TYPE}"', "set task.path to LooGLE's longdep_qa"
-            )
+            refuse("path", str(file), f'questions with "type": "{TYPE}"', "take LooGLE's file longdep_qa")
         return found
 
     def score(self, example: Example, text: str) -> dict[str, float]:
         """See :func:`reorder_scores`."""
         return reorder_scores(text, example.answers[0])
 
-    def _document(self, line: int, row: Line) -> Iterator[Example]:
+    def _document(self, row: Line) -> Iterator[Example]:
         document, text = row.take("input"), row.take("qa_pairs")
         try:
             pairs = ast.literal_eval(text)
@@ -130,7 +127,7 @@ class LooGLETimelineReorder(EvaluationOnly):
             row.refuse(f'a Python literal in "qa_pairs" ({error})')
         if not isinstance(pairs, list) or not all(isinstance(pair, dict) for pair in pairs):
             row.refuse('a list of dicts in "qa_pairs"')
-        lines = (Line(pair, row.field, row.shown, line) for pair in pairs)
+        lines = (Line(pair, row.field, row.shown, row.number) for pair in pairs)
         asked = [pair for pair in lines if pair.take("type") == TYPE]
         for number, pair in enumerate(asked[:1] if self.first_per_document else asked):
             question, answer = pair.take("Q"), pair.take("A")
@@ -140,7 +137,9 @@ class LooGLETimelineReorder(EvaluationOnly):
             if self.numerals == "roman":
                 question, gold = _in_roman(question, gold)
             prompt = f"{ASKS}\n{document}\nQuestion: {question}\nAnswer: "
-            yield Example(id=f"{line}-{number}", prompt=prompt, answers=(",".join(gold),), chat=self.chat)
+            yield Example(
+                id=f"{row.number}-{number}", prompt=prompt, answers=(",".join(gold),), chat=self.chat
+            )
 
 
 def _in_roman(question: str, gold: list[str]) -> tuple[str, list[str]]:

@@ -23,7 +23,6 @@ SIZES, QUESTIONS = (10, 20, 30), 2655
 
 INSTRUCTION = "Write a high-quality answer for the given question using only the provided search results "
 INSTRUCTION += "(some of which might be irrelevant)."
-
 Prompt = Literal["official", "query_aware", "random_order", "closed_book", "oracle"]
 
 
@@ -75,9 +74,7 @@ class NQMultiDoc(Placed):
         reading: Which script reads the reply: ``yu`` strips it before it is cut at the first line break,
             ``liu`` after.
         calibration_examples: Calibration questions: those of the file that come after the evaluation's.
-        calibration_positions: Gold positions that these take in turn; None: ``positions``.
-
-    Score: 1 if a gold answer, normalised, occurs in the first line of the reply (:func:`best_subspan_em`).
+        calibration_positions: None: ``positions``.
     """
 
     metric: ClassVar[str] = "accuracy"
@@ -104,11 +101,9 @@ class NQMultiDoc(Placed):
         """The given file, or the official one with the least documents that are enough."""
         if self.path:
             return (Source(kind="path", id=self.path, field="task.path"),)
-        if self.prompt in ("closed_book", "oracle"):
-            name = "nq-open-oracle.jsonl.gz"
-        else:
-            size = next(size for size in SIZES if size >= self.documents)
-            name = f"{size}_total_documents/nq-open-{size}_total_documents_gold_at_0.jsonl.gz"
+        size = f"{next(size for size in SIZES if size >= self.documents)}_total_documents"
+        placed = self.prompt not in ("closed_book", "oracle")
+        name = f"{size}/nq-open-{size}_gold_at_0.jsonl.gz" if placed else "nq-open-oracle.jsonl.gz"
         return (Source(kind="url", id=f"{REPOSITORY}/qa_data/{name}", field="task.path"),)
 
     def examples(self, split: Split) -> list[Example]:
@@ -126,7 +121,7 @@ class NQMultiDoc(Placed):
         ]
 
     def score(self, example: Example, text: str) -> dict[str, float]:
-        """1 if a gold answer occurs in the first line of the reply."""
+        """1 if a gold answer, normalised, occurs in the first line of the reply (:func:`best_subspan_em`)."""
         return {"accuracy": best_subspan_em(text, example.answers, strip_first=self.reading == "yu")}
 
     def _places(self, positions: list[int]) -> list[int] | list[None]:

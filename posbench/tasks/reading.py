@@ -36,7 +36,6 @@ class Line(dict[str, Any]):
 
 
 Row = tuple[int, Line]
-"""Line number and fields."""
 
 
 def refuse(field: str, value: object, allowed: str, hint: str) -> NoReturn:
@@ -85,18 +84,13 @@ def rows(
 ) -> Iterator[Row]:
     """The rows of a file: ``.jsonl``, ``.jsonl.gz``, ``.csv``, ``.parquet``, or one of these in a ``.zip``.
 
-    Args:
-        field: Config key that named the file, without ``task.``.
-        path: The file.
-        member: Path inside a zip.
-        names: Column names of a CSV without a header line.
-        unique: Field whose value may occur once, where a row has it.
-        count: How many rows the benchmark's own file has, where this must be that file; 0: any number.
-
-    Raises UserError where the file cannot be read (the message names the line), or the count differs.
+    ``field`` is the config key that named it, without ``task.``; ``member`` the path inside a zip; ``names``
+    the columns of a CSV without a header line. A value of the field ``unique`` may occur once. ``count`` is
+    how many rows the benchmark's own file has, where this must be that file. Raises UserError where a file
+    cannot be read (the message names the line), or the count differs.
     """
     shown, total, seen = f"{path}:{member}" if member else str(path), 0, set()
-    for number, row in _rows(field, Path(path).expanduser(), shown, member, names):
+    for number, row in _rows(field, path.expanduser(), shown, member, names):
         total, line = total + 1, Line(row, field, shown, number)
         if unique in row:
             if (name := str(row[unique])) in seen:
