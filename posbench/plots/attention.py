@@ -82,15 +82,9 @@ def over_positions(
     labels: Mapping[Any, str],
     ordered: bool = False,
 ) -> None:
-    """Draw attention to the gold item and score over its position, with 95 % bands, into two panels.
+    """Draw attention to the gold item and score (0..1) over its position into two panels, with 95 % bands.
 
-    Args:
-        attention: Panel of the attention.
-        score: Panel of the score, in %.
-        table: Rows with depth, attention and score (0..1), the latter with their intervals.
-        by: Column that tells the lines apart; see :func:`posbench.plots.base.bands`.
-        labels: Texts for the legend, by value.
-        ordered: Whether the values are an ordered scale.
+    For table (with depth), column, labels and order see :func:`posbench.plots.base.bands`.
     """
     plot.bands(attention, table, by, labels, name="attention", scale=1, ordered=ordered)
     plot.bands(score, table, by, labels, name="score", ordered=ordered)

@@ -14,8 +14,9 @@ from posbench.stats.findings import COLUMNS as FINDINGS
 from posbench.stats.scores import COLUMNS as METRICS
 from posbench.stats.scores import SUBSET_COLUMNS
 
-TEXT_COLUMNS = {"run", "model", "method", "task", "gold_position", "metric", "channel", "site"}
-TEXT_COLUMNS |= {"claim", "statistic", "verdict", "note"}
+TEXT_COLUMNS = set(
+    "run model method task gold_position metric channel site claim statistic verdict note".split()
+)
 ATTENTION = ("model", "method", "task", "gold_position", "layer", "item", "attention")
 TREND = ("group", "axis", "statistic", "number", "value", "ci_low", "ci_high", "n")
 """Columns of ``trend.csv``: a statistic at one ``number`` of the swept key, ``none`` when unmodified."""
@@ -62,14 +63,14 @@ def _plain_csv(path: Path, **options: Any) -> pd.DataFrame:
     return pd.read_csv(path, keep_default_na=False, na_values=["", "nan"], **options)
 
 
-def read_json(path: Path) -> Any:
-    """A JSON file's content; None where there is none."""
-    return read(path, lambda p: json.loads(p.read_text(encoding="utf-8")), "JSON as posbench writes it")
-
-
 def read_text(path: Path) -> str:
     """A text file's content; empty where there is none."""
     return read(path, lambda p: p.read_text(encoding="utf-8"), "UTF-8 text") or ""
+
+
+def read_json(path: Path) -> Any:
+    """A JSON file's content; None where there is none."""
+    return read(path, lambda p: json.loads(p.read_text(encoding="utf-8")), "JSON as posbench writes it")
 
 
 def read(path: Path, parse: Callable[[Path], Any], allowed: str) -> Any:
