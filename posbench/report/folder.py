@@ -14,9 +14,8 @@ from posbench.stats.findings import COLUMNS as FINDINGS
 from posbench.stats.scores import COLUMNS as METRICS
 from posbench.stats.scores import SUBSET_COLUMNS
 
-TEXT_COLUMNS = set(
-    "run model method task gold_position metric channel site claim statistic verdict note".split()
-)
+TEXT_COLUMNS = {"run", "model", "method", "task", "gold_position", "metric", "channel", "site"}
+TEXT_COLUMNS |= {"claim", "statistic", "verdict", "note"}
 ATTENTION = ("model", "method", "task", "gold_position", "layer", "item", "attention")
 TREND = ("group", "axis", "statistic", "number", "value", "ci_low", "ci_high", "n")
 """Columns of ``trend.csv``: a statistic at one ``number`` of the swept key, ``none`` when unmodified."""

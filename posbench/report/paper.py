@@ -88,16 +88,10 @@ def with_subsets(metrics: pd.DataFrame, subsets: pd.DataFrame | None) -> pd.Data
 def compared(metrics: pd.DataFrame, reference: Sequence[Row]) -> pd.DataFrame:
     """Put a paper's numbers beside those of metrics.csv or summary.csv.
 
-    Args:
-        metrics: Our rows.
-        reference: Rows with model, method, task, gold_position (`all`, a 0-based index, or a depth such as
-            `25%`, which the nearest one within 2.5 points matches), metric, value (0..1), and any further
-            column of `metrics`, a swept one, say.
-
-    Returns:
-        One row per reference row and match: its names, our setting of a sweep, paper, ours, ci_low, ci_high,
-        difference (ours - paper), verdict: `agrees` where the paper's number lies in our interval, `differs`,
-        or why not.
+    The paper's rows have model, method, task, gold_position (`all`, a 0-based index, or a depth as `25%`,
+    which the nearest one within 2.5 points matches), metric, value (0..1), and any further column of ours.
+    Each gives a row per match: its names, our setting of a sweep, paper, ours, ci_low, ci_high, difference
+    (ours - paper), verdict: `agrees` where the paper's number lies in our interval, `differs`, or why not.
     """
     named = ["model", "method", "task", "gold_position", "metric"]
     models, out = set(metrics["model"].astype(str)), []

@@ -24,15 +24,6 @@ from posbench.report.trend import trends
 from posbench.stats.frames import metric_name, overall
 from posbench.stats.scores import COLUMNS
 
-SWEEP = "Left: score over all positions with 95 % intervals. Right: score over the position of the answer."
-ATTENTION = (
-    "Attention of the last prompt token to the item with the answer over its position, for each setting."
-)
-TREND = (
-    "Bands: 95 % bootstrap intervals over questions. Dotted: no side preferred. Dashed: the unmodified model."
-)
-"""Captions."""
-
 
 def summarise(jobs: Sequence[dict[str, Any]], console: Console) -> Path | None:
     """Collect the finished runs of a multirun into ``sweep__<axes>__<hash>/`` beside them, and print it.
@@ -132,12 +123,17 @@ def render_sweep(folder: Path) -> Path:
     if plots.with_setting(overall(plots.modified_of(summary)), axes)[0]["setting"].duplicated().any():
         axes.append("run")
     header, rows, sentence = sweep_table(summary, axes)
-    drawn = {"sweep": (plots.factor_sweep(summary, axes), SWEEP)}
+    caption = (
+        "Left: score over all positions with 95 % intervals. Right: score over the position of the answer."
+    )
+    drawn = {"sweep": (plots.factor_sweep(summary, axes), caption)}
     if attention is not None:
-        drawn["attention"] = plots.attention_sweep(attention, axes), ATTENTION
+        caption = "Attention of the last prompt token to the item with the answer over its position"
+        drawn["attention"] = plots.attention_sweep(attention, axes), f"{caption}, for each setting."
     sections = [Section("Settings", "", header, rows, drawn)]
     if trend is not None and findings is not None:
-        figure = {"trend": (plots.trend(trend), TREND)}
+        caption = "Bands: 95 % bootstrap intervals over questions. Dotted: no side preferred. Dashed: the"
+        figure = {"trend": (plots.trend(trend), f"{caption} unmodified model.")}
         sections.append(Section("Trend", "", *tables.findings_table(findings), figure))
     return write_page(folder, sentence, [*sections, *beside(folder, summary, subsets)])
 
