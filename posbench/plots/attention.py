@@ -22,8 +22,8 @@ def attention_by_position(attention: pd.DataFrame, layers: Sequence[int] | None 
     dash in each cell that went down; with one method only, its own attention.
 
     Args:
-        attention: attention.csv rows of one model and task (method, gold_position, layer, item, attention),
-            attention being the mean weight per token of the item over heads and examples.
+        attention: attention.csv rows of one model and task (method, gold_position, layer, item, attention:
+            the mean weight per token of the item over heads and examples).
         layers: 0-based layers to average on the left; None: the strongest one of the unmodified model.
 
     Raises:

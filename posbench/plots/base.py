@@ -69,10 +69,8 @@ def band(
     scale: float = 100,
     label: str | None = None,
 ) -> None:
-    """One line of a style, and its 95 % band, over the column ``x``; a depth in 0..1 is drawn in %.
-
-    The numbers are those of ``name`` (:func:`posbench.stats.findings.columns`) times ``scale``.
-    """
+    """One line of a style, and its 95 % band, over the column ``x``; a depth in 0..1 is drawn in %. Numbers
+    are those of ``name`` (:func:`posbench.stats.findings.columns`) times ``scale``."""
     rows = rows.sort_values(x)
     at = rows[x] * (100 if x == "depth" else 1)
     value, low, high = (scale * rows[column].astype(float) for column in columns(name))
@@ -99,10 +97,8 @@ def bands(
     scale: float = 100,
     ordered: bool = False,
 ) -> None:
-    """A line with its band (:func:`band`) for each value of a column that has a label, in their order.
-
-    The value ``none`` is the unmodified model; ``ordered`` values are steps of a scale.
-    """
+    """A line with its band (:func:`band`) for each labelled value of a column, in the order of the labels;
+    ``none`` is the unmodified model, ``ordered`` values are steps of a scale."""
     steps, first = len(labels) if ordered else 0, int("none" in labels)
     for index, (value, label) in enumerate(labels.items()):
         rows, style = table[table[by] == value], line_style(max(index - first, 0), value == "none", steps)

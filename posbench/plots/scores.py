@@ -15,8 +15,8 @@ from posbench.stats.findings import columns
 def accuracy_by_position(metrics: pd.DataFrame, chance: float | None = None) -> Figure:
     """The task's score over the gold position, one line per method with its 95 % band, from metrics.csv rows.
 
-    Where model, task or seed vary, each combination is its own line. ``chance`` is the accuracy of guessing
-    (0..1), a dotted line. Raises `UserError` where a column is missing or no score is given per position.
+    Where model, task or seed vary, each combination is its own line; ``chance`` (0..1) is a dotted line.
+    Raises `UserError` where a column or every score per position is missing.
     """
     frames.need(metrics, "metrics", "model", "method", "gold_position", "depth", "metric", *columns())
     rows = frames.at_positions(metrics)

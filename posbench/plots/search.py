@@ -15,11 +15,8 @@ POSITIONS = ("beginning", "middle", "end")
 
 @plot.styled
 def convergence(generations: pd.DataFrame) -> Figure:
-    """Best and mean fitness of the parents per generation, in %.
-
-    From generations.csv rows: generation, best, mean, unmodified (fitness, 0..1); several searches where a
-    column ``search`` names them: then one line each, the best only.
-    """
+    """Best and mean fitness of the parents per generation, in %; where a column ``search`` names several
+    searches, one line each, the best only. From generations.csv rows (fitness in 0..1)."""
     need(generations, "generations", "generation", "best", "mean", "unmodified")
     figure = plot.new_figure(plot.COLUMN, 2.7)
     axes = figure.subplots()

@@ -30,9 +30,8 @@ PANELS = {
 def with_setting(summary: pd.DataFrame, axis: str | Sequence[str]) -> tuple[pd.DataFrame, list[str], str]:
     """Name each row's setting of the swept column, or of several, whose labels are then combined.
 
-    Returns:
-        The rows with a text column `setting`, the settings in drawing order (numeric if all are numbers,
-        otherwise as they come; those of the modified rows where there are any), and a label for the axis.
+    Returns the rows with a text column `setting`, the settings in drawing order (numeric if all are numbers,
+    otherwise as they come; those of the modified rows where there are any), and a label for the axis.
     """
     swept = [axis] if isinstance(axis, str) else list(axis)
     frames.need(summary, "summary", *swept, "method")

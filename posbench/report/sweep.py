@@ -18,7 +18,6 @@ from posbench.report import tables
 from posbench.report.folder import need_folder, read_csv, read_json
 from posbench.report.page import write_page
 from posbench.report.paper import beside
-from posbench.report.tables import cell
 from posbench.report.terminal import show_findings, show_reference, text_table
 from posbench.report.trend import trends
 from posbench.stats.frames import metric_name, overall
@@ -166,7 +165,7 @@ def sweep_table(summary: pd.DataFrame, axes: list[str]) -> tuple[list[str], list
             lower = "lower" if difference.ci_high < 0 else "do not reliably change"
             tally["raise" if difference.ci_low > 0 else lower] += 1
         run = ", ".join(dict.fromkeys(map(str, here["run"]))) if "run" in here else ""
-        texts = map(cell, cells, ("{:.1f}", "{:.1f}", "{:+.1f}", "{:.1f}"))
+        texts = map(tables.cell, cells, ("{:.1f}", "{:.1f}", "{:+.1f}", "{:.1f}"))
         table.append([setting, *texts, "" if point is None else str(point.n), run])
     if not averages:
         return [], [], "Nothing was scored in this sweep."

@@ -33,8 +33,7 @@ def answers(run: Run, file: str, name: str, method: Method, encoded: Mapping[str
 
 
 def compared(run: Run, file: str, methods: Mapping[str, Method]) -> pd.DataFrame:
-    """Rows of method, id, gold_position, cluster, score (the task's own) of every evaluation example under
-    several methods; resumed from a JSON-lines file."""
+    """Method, id, gold_position, cluster, score (the task's own) of every evaluation example; resumed."""
     encoded, metric = run.encode(run.evaluation), run.task.metric
     rows = [row for name, method in methods.items() for row in answers(run, file, name, method, encoded)]
     own = [(r, r["cluster"] or r["id"], r["scores"][metric]) for r in rows if r["scores"]]

@@ -268,7 +268,10 @@ class Evolution:
     history: list[dict[str, Any]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self._rng = random.Random(f"posbench genetic {self.search.seed}")
+        self._rng, self._scales = (
+            random.Random(f"posbench genetic {self.search.seed}"),
+            dict[Genome, Scales](),
+        )
 
     @property
     def done(self) -> bool:
@@ -282,8 +285,10 @@ class Evolution:
         return self.population[: self.search.parents]
 
     def scales(self, genome: Genome) -> Scales:
-        """The scale of each layer."""
-        return self.search.decode(genome, self.layers)
+        """The scale of each layer; remembered, for curves are slow to read."""
+        if genome not in self._scales:
+            self._scales[genome] = self.search.decode(genome, self.layers)
+        return self._scales[genome]
 
     def bred(self) -> list[list[Genome]]:
         """What comes next: the population, then offspring, in families of which the fittest joins."""

@@ -20,8 +20,7 @@ def curves(
 ) -> dict[Any, tuple[Array, Array]]:
     """Mean score over K gold positions: for each value of ``by``, the curve [K] and its draws [R, K].
 
-    Equal questions are drawn for all. A curve is not a number at a position without a row. The frame has
-    gold_position, cluster, the score ``name``, and what tells the curves apart (method, setting).
+    Equal questions (``cluster``) are drawn for all. A curve is not a number at a position without a row.
     """
     frame = frame.dropna(subset=[name])
     places, keys = sorted(frame["gold_position"].unique()), list(dict.fromkeys(frame[by]))

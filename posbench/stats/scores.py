@@ -134,8 +134,8 @@ class Tabulator:
     def _average(self, parts: Sequence[Drawn]) -> Drawn:
         """Mean over subsets, weighted as the task says."""
         counts = np.array([n for _, _, n in parts])
-        pooled = self.task.average == "examples"
-        weights = counts / counts.sum() if pooled else np.full(len(parts), 1 / len(parts))
+        even = np.full(len(parts), 1 / len(parts))
+        weights = counts / counts.sum() if self.task.average == "examples" else even
         value = float(sum(w * v for w, (v, _, _) in zip(weights, parts, strict=True)))
         draws = np.sum([w * d for w, (_, d, _) in zip(weights, parts, strict=True)], axis=0)
         return value, draws, int(counts.sum())
