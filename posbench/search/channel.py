@@ -96,7 +96,7 @@ class ChannelSearch(Search):
             hint = "change search.length, or shorten search.window"
             raise UserError("search.length", self.length, allowed, hint)
         typed = self._pinned(run).get("channel")
-        if run.target and typed is not None and not isinstance(typed, int):
+        if run.target and not isinstance(typed, int | None):
             hint = "leave the search out: stages=[intervene,evaluate,report]"
             raise UserError(f"{run.target.where}.channel", typed, "one channel, with the search stage", hint)
         if isinstance(self.layers, tuple):
@@ -159,8 +159,6 @@ class ChannelSearch(Search):
             if round(unmodified, 4) <= values.min():
                 return None
         return int(values.argmin())
-
-    # The run
 
     def search(self, run: Run) -> None:
         """Write ``search.csv`` (candidates, best first) and ``channels.csv`` (curves of the best channel)."""
