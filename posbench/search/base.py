@@ -106,9 +106,9 @@ class Search(ABC):
         write_text(run.out.path / FOUND, yaml.safe_dump(data, sort_keys=False, width=1000))
 
 
-def save(run: Run, state: Mapping[str, Any]) -> None:
+def save(run: Run, state: dict[str, Any]) -> None:
     """Keep tensors and plain data in the run folder, so that a killed search goes on where it was."""
-    torch.save(dict(state), buffer := BytesIO())
+    torch.save(state, buffer := BytesIO())
     write_bytes(run.out.path / STATE, buffer.getvalue())
 
 

@@ -35,22 +35,19 @@ class ChannelSearch(Search):
 
     Args:
         candidates: ``monotone`` filters channels by Algorithm 1; ``all`` traverses every channel.
-        variant: ``paper`` or ``official`` where text and released code differ; see
-            :mod:`posbench.search.statistics`. Official also rounds losses to 4 decimals (ties go to the
-            smoother channel) and lets the unmodified model win.
-        site: Statistics on the ``attention_input`` (the tensor that is scaled) or on the ``residual`` stream.
-            The paper says "hidden states"; the released code takes the residual stream.
+        variant: ``paper`` or ``official``, as :mod:`posbench.search.statistics` says. Official also rounds
+            losses to 4 decimals (ties go to the smoother channel) and lets the unmodified model win.
+        site: Statistics on the ``attention_input`` (the tensor that is scaled) or on the ``residual`` stream
+            (the released code; the paper says "hidden states").
         strings: Random strings to average over (paper 2000, released script 200).
         length: Tokens per string.
-        alphabet: ``characters`` draws random letters and digits and tokenises them; ``tokens`` draws random
-            token ids, for models whose vocabulary is a small lexicon.
+        alphabet: ``characters`` draws letters and digits and tokenises them; ``tokens`` draws token ids.
         window: Tokens in the sliding mean (paper 100, Section 2.3).
         skip: First tokens dropped (paper 30).
         over_layers: Smoothness over layers as a ``sum`` (Algorithm 1) or a ``mean`` (Section 3.2).
         top_k: Channels that go on to the calibration loss.
         factors: The factor grid.
-        layers: ``[first, last]``; ``auto`` tries ranges; None takes the model's published range, else the
-            middle of the model.
+        layers: ``[first, last]``; ``auto`` tries ranges; None: the model's published range, else its middle.
         layer_step: With ``auto``, ranges start and end on multiples of this; None gives about eight steps.
         batch_size: Strings or prompts per forward.
         seed: Seed of the random strings.
@@ -99,7 +96,7 @@ class ChannelSearch(Search):
             hint = "change search.length, or shorten search.window"
             raise UserError("search.length", self.length, allowed, hint)
         typed = self._pinned(run).get("channel")
-        if run.target and typed is not None and not isinstance(typed, int):
+        if run.target and not isinstance(typed, int | None):
             hint = "leave the search out: stages=[intervene,evaluate,report]"
             raise UserError(f"{run.target.where}.channel", typed, "one channel, with the search stage", hint)
         if isinstance(self.layers, tuple):
@@ -128,11 +125,8 @@ class ChannelSearch(Search):
         first, last = self.layers or published or share((10, 25), count)
         return [(first, last)]
 
-    # What to try, and what to choose
-
     def statistics(self, averages: Mapping[str, Array], monotone_only: bool = True) -> ChannelStatistics:
-        """The filter's statistics of averaged states (:func:`posbench.measure.states.average_states`);
-        ``monotone_only``: see :func:`posbench.search.statistics.paper`; the official variant always is."""
+        """The filter's statistics of averaged states; see :func:`posbench.search.statistics.paper`."""
         curves = averages[self.site]
         if self.variant == "official":
             return statistics.official(curves)
@@ -165,8 +159,6 @@ class ChannelSearch(Search):
             if round(unmodified, 4) <= values.min():
                 return None
         return int(values.argmin())
-
-    # The run
 
     def search(self, run: Run) -> None:
         """Write ``search.csv`` (candidates, best first) and ``channels.csv`` (curves of the best channel)."""
@@ -211,8 +203,7 @@ class ChannelSearch(Search):
             return average_states(run.lm, self.drawn, start=start, keep=keep, advance=advance)
 
     def losses(self, run: Run, file: str, candidates: Sequence[ScaleChannel]) -> Array:
-        """Answer losses on the calibration examples, [1 + C, N], see :func:`candidate_losses`; resumed from
-        JSON lines."""
+        """Answer losses on calibration examples, [1 + C, N]; see :func:`candidate_losses`; resumed."""
         examples = run.examples("calibration")
         answers = {e.id: run.lm.answer_ids(e.prompt, e.answers[0]) for e in examples}
         plan = batches([len(answers[e.id][0]) for e in examples], self.batch_size)

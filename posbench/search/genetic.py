@@ -58,11 +58,8 @@ class GeneticSearch(ScaleSearch):
         low: Smallest scale (1).
         high: Largest scale (2).
         start: Scale of the first candidate in every layer (1.5).
-        weights: Of the accuracy with the answer at the beginning, in the middle, at the end (0.2, 0.3, 0.5).
         racing: Whether what can no longer become a parent is given up, which changes no parent or result.
         patience: Generations without a better candidate after which the search stops; None runs all of them.
-        batch_size: Prompts scored at once.
-        seed: Seed of the draws.
 
     Source: LPES, Section 3.2, Algorithm 1, Eq. 8-10, Tables 9 and 12.
     """
@@ -100,8 +97,8 @@ class GeneticSearch(ScaleSearch):
             allowed = f"at most {self.population}, the population"
             raise UserError("search.parents", self.parents, allowed, f"set search.parents={self.population}")
         if not self.constrained and self.curve in ("linear", "step"):
-            allowed = f"true with curve={self.curve}"
-            raise UserError("search.constrained", False, allowed, "set search.curve=bezier")
+            allowed, hint = f"true with curve={self.curve}", "set search.curve=bezier"
+            raise UserError("search.constrained", False, allowed, hint)
 
     def check(self, run: Run) -> None:
         """Refuse more points than the grid has places, too."""
@@ -123,14 +120,11 @@ class GeneticSearch(ScaleSearch):
         pairs = zip(genome[::2], genome[1::2], strict=True)
         return [(round(x * self.step_x, 10), self._y(y)) for x, y in pairs]
 
-    # The operators
-
     def first(self, layers: int) -> Genome:
         """Points spread evenly over the layers (Eq. 8, rounded to the grid), all at ``start``."""
-        y = round((self.start - self.low) / self.step_y)
+        y, last = round((self.start - self.low) / self.step_y), self._places(layers)
         if self.curve == "free":
             return (y,) * layers
-        last = self._places(layers)
         places = (round(k * last / max(self.points - 1, 1)) for k in range(self.points))
         return tuple(value for place in places for value in (place, y))
 
@@ -168,11 +162,8 @@ class GeneticSearch(ScaleSearch):
     def _y(self, index: int) -> float:
         return round(self.low + index * self.step_y, 10)
 
-    # The run
-
     def search(self, run: Run) -> None:
-        """Write ``search.csv`` (candidates), ``generations.csv`` and ``curve.csv``; scores are kept as they
-        come."""
+        """Write ``search.csv`` (candidates), ``generations.csv`` and ``curve.csv``."""
         lm, out, unmodified = run.lm, run.out, (1.0,) * run.lm.layers
         examples, positions = calibration(run.task, self.calibration_seed)
         measure = answering(lm, run.task, examples, run.whole)
@@ -194,14 +185,13 @@ class GeneticSearch(ScaleSearch):
         with run.progress("search: generations", self.generations + 1) as advance:
             while not evolution.done:
                 evolution.step(scores)
-                history = pd.DataFrame(evolution.history).assign(unmodified=base)
-                write_csv(out.path / "generations.csv", history)
-                best, scales = evolution.history[-1], evolution.scales(evolution.population[0])
+                best, history = evolution.history[-1], pd.DataFrame(evolution.history)
+                write_csv(out.path / "generations.csv", history.assign(unmodified=base))
+                scales = evolution.scales(evolution.population[0])
                 front = f"generation {best['generation']}: fitness {best['best']:.4f} ({base:.4f} unmodified)"
                 run.console.print(f"{front}, scales {' '.join(f'{s:.2f}' for s in scales)}")
                 advance(1)
-        winner = evolution.population[0]
-        scales = evolution.scales(winner)
+        winner, scales = evolution.population[0], evolution.scales(evolution.population[0])
         write_csv(out.path / "search.csv", _table(scales, scores))
         write_csv(out.path / "curve.csv", self._curve(winner, scales))
         bred = f"{len(evolution.history) - 1} generations, {len(scores.known)} candidates"
@@ -278,7 +268,10 @@ class Evolution:
     history: list[dict[str, Any]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self._rng = random.Random(f"posbench genetic {self.search.seed}")
+        self._rng, self._scales = (
+            random.Random(f"posbench genetic {self.search.seed}"),
+            dict[Genome, Scales](),
+        )
 
     @property
     def done(self) -> bool:
@@ -292,8 +285,10 @@ class Evolution:
         return self.population[: self.search.parents]
 
     def scales(self, genome: Genome) -> Scales:
-        """The scale of each layer."""
-        return self.search.decode(genome, self.layers)
+        """The scale of each layer; remembered, for curves are slow to read."""
+        if genome not in self._scales:
+            self._scales[genome] = self.search.decode(genome, self.layers)
+        return self._scales[genome]
 
     def bred(self) -> list[list[Genome]]:
         """What comes next: the population, then offspring, in families of which the fittest joins."""

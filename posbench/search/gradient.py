@@ -28,14 +28,10 @@ class GradientSearch(ScaleSearch):
 
     Args:
         start: Scale of every layer at the start; the paper does not say (1: the unmodified model).
-        learning_rate: Of Adam, which moves a scale by about this much per step (1e-5: 0.02 over the paper's
-            whole training).
+        learning_rate: Of Adam: about how much a scale moves per step (1e-5: 0.02 over the paper's training).
         epochs: Passes (30).
         samples: Examples drawn per epoch, with replacement (2000).
-        weights: Probability of an example with the answer at the beginning, in the middle and at the end
-            (0.2, 0.3, 0.5).
-        batch_size: Examples per step (32).
-        seed: Seed of the draws.
+        weights: Probability of an example with the answer at the beginning, in the middle, at the end.
 
     Source: LPES, Appendix C. Loss (not given there): cross-entropy of the answer tokens.
     """
@@ -93,8 +89,7 @@ class GradientSearch(ScaleSearch):
 
 
 def answer_loss(lm: LM, scales: Tensor, pairs: Sequence[tuple[list[int], list[int]]]) -> Tensor:
-    """Mean cross-entropy in nats per answer token of prompts and answers (token ids), a scalar that can be
-    differentiated by the scales [L]."""
+    """Mean cross-entropy in nats per answer token, a scalar that can be differentiated by the scales [L]."""
     inputs, targets = lm.pad_with_answers(pairs)
     changes = {layer: _divided(scales[layer]) for layer in rope.rotated_layers(lm.model)}
     with rope.tables(lm.model, changes, _with_gradients):

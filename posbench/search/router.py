@@ -69,7 +69,7 @@ class RouterSearch(Search):
         assert isinstance(method, MoICE)
         part = max(len(rows) // 10, 1)
         with run.progress("search: steps", self.steps) as advance:
-            routers, steps = self.train(run.lm, rows[part:], method.bases, method.top_k, advance)
+            routers, steps = self.train(run.lm, rows[part:], method, advance)
         write_csv(run.out.path / "search.csv", pd.DataFrame(steps))
         held = self.held_out(run.lm, rows[:part], routers, method)
         losses, file = {name: sum(values) / part for name, values in held.items()}, run.out.path / FILE
@@ -78,12 +78,7 @@ class RouterSearch(Search):
         self.write_found(run, block, f"router ({self.steps} steps of {self.batch} at {self.learning_rate:g})")
 
     def train(
-        self,
-        lm: LM,
-        rows: Sequence[Sequence[int]],
-        bases: Sequence[float | None],
-        top_k: int,
-        advance: Callable[[int], None] = lambda n: None,
+        self, lm: LM, rows: Sequence[Sequence[int]], method: MoICE, advance: Callable[[int], None]
     ) -> tuple[dict[int, Router], list[dict[str, float]]]:
         """Train routers on texts (token ids, in another order when all were used); the model stays as it is.
 
@@ -92,17 +87,16 @@ class RouterSearch(Search):
             (1 / N for N bases: an even one).
         """
         torch.manual_seed(self.seed)
+        count, top_k = len(method.bases), method.top_k
         shuffle, order = random.Random(self.seed), list[Sequence[int]]()
-        routers = {layer: router.to(lm.device) for layer, router in new_routers(lm.model, len(bases)).items()}
+        routers = {layer: router.to(lm.device) for layer, router in new_routers(lm.model, count).items()}
         parameters = [p for router in routers.values() for p in router.parameters()]
         optimizer = torch.optim.AdamW(parameters, lr=self.learning_rate, weight_decay=0.0)
         frozen = [p for p in lm.model.parameters() if p.requires_grad]
-        heard: dict[int, Tensor] = {}
-        steps = []
-        for parameter in frozen:
-            parameter.requires_grad_(False)
+        heard, steps = dict[int, Tensor](), []
+        lm.model.requires_grad_(False)
         try:
-            with mixing(lm.model, routers, tuple(bases), top_k, heard.__setitem__):
+            with mixing(lm.model, routers, method.bases, top_k, heard.__setitem__):
                 for number in range(1, self.steps + 1):
                     seen = {"loss": 0.0, "aux": 0.0, "largest_weight": 0.0}
                     for _ in range(self.batch):

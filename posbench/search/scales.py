@@ -34,6 +34,9 @@ class ScaleSearch(Search):
     """A search for the scales of layer_scaling.
 
     Attributes:
+        weights: Of examples with the answer at the beginning, in the middle, at the end (0.2, 0.3, 0.5).
+        batch_size: Prompts per forward (32).
+        seed: Seed of the draws.
         calibration_seed: Of the calibration questions; None: the task's, which also draws the evaluation.
     """
 
@@ -114,17 +117,14 @@ class Scores:
         return [order[i : i + size] for i in range(0, len(order), size)]
 
     def accuracies(self, scales: Scales) -> list[float]:
-        """Accuracy at beginning, middle and end. What is not scored counts as right: this bounds what it can
-        be, and falls from score to score, also in floating point."""
+        """Accuracy at beginning, middle, end; what is not scored counts as right, so that it only falls."""
         right = np.nan_to_num(self.known.get(scales, np.ones(len(self.positions))), nan=1.0)
         parts = (right[self.positions == p] for p in range(len(POSITIONS)))
         return [float(part.mean()) if len(part) else 0.0 for part in parts]
 
     def bound(self, scales: Scales) -> float:
-        """Fitness (weighted accuracy) of a candidate that is scored on everything; of any other, the highest
-        it can have."""
-        pairs = zip(self.search.weights, self.accuracies(scales), strict=True)
-        return sum(weight * accuracy for weight, accuracy in pairs)
+        """Fitness (weighted accuracy) of a candidate; while not all is scored, the highest it can have."""
+        return sum(w * a for w, a in zip(self.search.weights, self.accuracies(scales), strict=True))
 
     def rank(self, scales: Scales) -> tuple[float, float, float]:
         """Sorts candidates, best first; ties as :class:`posbench.search.genetic.GeneticSearch` says."""
@@ -140,11 +140,8 @@ class Scores:
 
 
 def calibration(task: Task, seed: int | None = None) -> tuple[list[Example], list[int]]:
-    """Every calibration question three times, with the answer at the beginning, in the middle and at the end:
-    the examples, and for each 0, 1 or 2.
-
-    The first, the middle (n // 2) and the last gold position, or three ``calibration_positions`` of the task.
-    The seed is that of the questions; None: the task's.
+    """Every calibration question three times, with the answer at the beginning, in the middle (n // 2) and at
+    the end, or at the task's three ``calibration_positions``: the examples, and for each 0, 1 or 2.
 
     Raises:
         UserError: The task has no such positions.
@@ -171,8 +168,7 @@ def calibration(task: Task, seed: int | None = None) -> tuple[list[Example], lis
 def answering(
     lm: LM, task: Task, examples: Sequence[Example], whole: Callable[[Method], Method] = lambda method: method
 ) -> Callable[[Scales, list[int]], list[float]]:
-    """The function that scores scales on some of the examples, by the task's own metric; ``whole`` puts other
-    methods around the scales or inside them."""
+    """What scores scales on some of the examples by the task's metric; ``whole`` adds other methods."""
     encoded = [encode(lm, task, example) for example in examples]
 
     def answer(scales: Scales, numbers: list[int]) -> list[float]:

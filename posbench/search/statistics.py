@@ -48,14 +48,11 @@ def paper(
     that count.
 
     Args:
-        curves: Averaged hidden states, [L, P, D].
+        curves: Averaged hidden states, [L, P, D]; 8 positions or more must be left.
         window: Positions in the sliding mean.
         skip: Positions dropped at the start.
         aggregate: Over layers: ``sum`` (Algorithm 1, line 7) or ``mean`` (Section 3.2).
         monotone_only: Without it every channel passes and every layer counts ("w/o monotonicity", Table 6).
-
-    Raises:
-        UserError: Fewer than 8 positions are left.
     """
     layers, positions, _ = curves.shape
     if positions - window + 1 - skip < 8:
@@ -90,12 +87,8 @@ def official(hidden: Array) -> ChannelStatistics:
     as monotone; only the majority direction counts (ties go to falling); smoothness is a Savitzky-Golay (10,
     3) second difference and the minimum, not the sum, over layers; the threshold is rows // 4.
 
-    Args:
-        hidden: Averaged ``hidden_states`` of transformers: embedding, block outputs, the last after the final
-            norm, [L, P, D].
-
-    Raises:
-        UserError: 300 positions or fewer.
+    Takes averaged ``hidden_states`` of transformers [L, P, D]: embedding, block outputs, the last after the
+    final norm; raises `UserError` for 300 positions or fewer.
     """
     rows, positions, channels = hidden.shape
     if positions <= 300:
