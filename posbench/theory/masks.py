@@ -106,11 +106,9 @@ def window_half_time(n: int, width: int) -> float:
 
 
 def sink_by_head(weights: Array, threshold: float = HEAD) -> Array:
-    """Share of heads in which a token is a sink, [n], from weights [..., n, n].
+    """Share of heads in which a token is a sink, [n], from causal weights [..., n, n] (Gu et al. 2024).
 
-    A token is one if its mean weight over the queries that see it is above the threshold; causal attention.
-
-    Source: Gu et al. 2024 (threshold 0.3, 64 tokens, 100 sequences).
+    A token is one if its mean weight over the queries that see it is above the threshold.
     """
     n = weights.shape[-1]
     importance = weights.sum(axis=-2) / np.arange(n, 0, -1)
@@ -118,9 +116,6 @@ def sink_by_head(weights: Array, threshold: float = HEAD) -> Array:
 
 
 def sink_by_entry(weights: Array, mask: Mask, threshold: float = ENTRY) -> Array:
-    """Share of queries that give a token more than the threshold, [n], mean over what stands in front.
-
-    Source: Wu et al. 2025, Appendix K.4; Gu et al. count means, not single entries.
-    """
+    """Share of queries that give a token more than the threshold, [n], mean over heads (Appendix K.4)."""
     n = len(mask)
     return ((weights > threshold) & mask).sum(axis=-2).reshape(-1, n).mean(0) / mask.sum(0)

@@ -63,13 +63,14 @@ def choose(found: Mapping[float, Extrema], first: float, count: int, tolerance: 
         tried = []
         for base in sorted(set(found) - {step.base for step in steps}):
             peaks, troughs = found[base]
-            pairs = [*_pairs(peaks, open_troughs, tolerance), *_pairs(troughs, open_peaks, tolerance)]
+            filled, emptied = _pairs(peaks, open_troughs, tolerance), _pairs(troughs, open_peaks, tolerance)
+            pairs = filled + emptied
             offset = float(np.mean([(a - b) ** 2 for a, b in pairs])) if pairs else float("nan")
-            tried.append(Step(base, len(pairs), offset))
+            rank = -len(pairs), np.nan_to_num(offset), base
+            tried.append((rank, Step(base, len(pairs), offset), filled, emptied))
         # Where there is no pair, all candidates are alike, and the smallest base wins.
-        best = min(tried, key=lambda step: (-step.coincidences, np.nan_to_num(step.offset), step.base))
+        _, best, filled, emptied = min(tried, key=lambda each: each[0])
         peaks, troughs = found[best.base]
-        filled, emptied = _pairs(peaks, open_troughs, tolerance), _pairs(troughs, open_peaks, tolerance)
         # A pair is a new extremum and an open one, and both are gone.
         open_troughs -= {old for _, old in filled}
         open_peaks -= {old for _, old in emptied}

@@ -94,15 +94,13 @@ def _u_shape(ends: pd.DataFrame) -> list[Finding]:
         texts = {name: str(row[name]) for name in CONDITION} | {"statistic": tables.label(row)}
         found.append(_judged(ends, rule | texts | {"bound": tables.NEAR}))
     judged = [each for each in found if each]
-    if not judged:
-        return []
-    worst = max(judged, key=lambda each: each.value)
+    worst = max(judged, key=lambda each: each.value, default=None)
     words = f"largest 'smaller of FM and -ML' of {len(judged)} conditions without that bias"
-    return [replace(worst, statistic=f"{words} ({worst.statistic})")]
+    return [replace(worst, statistic=f"{words} ({worst.statistic})")] if worst else []
 
 
 def _sinks(sinks: pd.DataFrame) -> list[Finding]:
-    """Appendix K.4: sinks are on the centre nodes of the mask, token by token and item by item (two tokens).
+    """Appendix K.4: sinks are on the mask's centre nodes, by token and by item (two tokens).
 
     Of the first half of the sequence, as few queries see late tokens.
     """

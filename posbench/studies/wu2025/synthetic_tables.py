@@ -25,7 +25,7 @@ SETTINGS = ["vocabulary", "scale", "mask", "pe", "depth", "residual", "bias"]
 """Columns that tell conditions apart; the paper's cells have all but the scale."""
 CELL = [*(name for name in SETTINGS if name != "scale"), "pair"]
 PAIR_NAMES = [f"{a}-{b}" for a, b in PAIRS]
-HALF = copying_gap(Mixture(), 0.5, 0)  # of copying the first item's label in half of the sequences: 0.277
+HALF = copying_gap(Mixture()) * 0.5  # of copying the first item's label in half of the sequences: 0.277
 NEAR, ZERO = 0.05, 0.02
 """So near gaps agree (seeds spread by about 0.04); so small one is none (three times the noise)."""
 CHANCE = 0.9 * float(np.log(Mixture().labels))
@@ -154,9 +154,9 @@ def _policies(axes: Axes, top: float) -> None:
 def gaps_figure(gaps: pd.DataFrame, cells: pd.DataFrame) -> Figure:
     """Gaps at the end, three bars for each condition; the paper's as diamonds."""
     last, key = at_end(gaps), [*SETTINGS, "pair"]
-    mean = over_seeds(last).assign(paper=np.nan)
-    if len(cells):
-        mean = mean.drop(columns="paper").merge(cells[[*key, "paper"]], "left", key)
+    mean = over_seeds(last)
+    printed = cells if len(cells) else mean.assign(paper=np.nan)
+    mean = mean.merge(printed[[*key, "paper"]], "left", key)
     mean["place"] = mean.groupby(SETTINGS, sort=False).ngroup()
     seeds = last.merge(mean[mean["seeds"] > 1][[*key, "place"]], on=key)
     top, lines = np.nanmax([*last["gap"].abs(), *mean["paper"].abs()]), 1 + mean["place"].max() // PER_ROW

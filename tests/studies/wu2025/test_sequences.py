@@ -12,7 +12,6 @@ from posbench.studies.wu2025.sequences import (
     copying_gap,
     draw_world,
     novel_sequences,
-    other_is_right,
     training_batch,
 )
 
@@ -87,7 +86,7 @@ def test_paired_sets() -> None:
     label = world.label_vectors[one.targets]
     assert torch.equal(one.tokens[:, 1], label)
     by_chance = (one.tokens[:, 9] == label).all(-1).double().mean().item()
-    assert by_chance == pytest.approx(other_is_right(mixture), abs=0.02)
+    assert by_chance == pytest.approx(1 - copying_gap(mixture), abs=0.02)
     # Where both items have one class, the sets [a, b] and [b, a] ask the same.
     same = novel.slots[:, 0] == novel.slots[:, 4]
     assert torch.equal(one.targets[same], two.targets[same])
@@ -96,9 +95,8 @@ def test_paired_sets() -> None:
 
 def test_copying_policies() -> None:
     mixture = Mixture()
-    assert other_is_right(mixture) == pytest.approx(3 / 7 + 4 / 7 / 32)
-    assert copying_gap(mixture, 1, 0) == pytest.approx(0.554, abs=5e-4)
-    assert copying_gap(mixture, 0.5, 0) == pytest.approx(0.277, abs=5e-4)
+    assert copying_gap(mixture) == pytest.approx(1 - (3 / 7 + 4 / 7 / 32))
+    assert copying_gap(mixture) == pytest.approx(0.554, abs=5e-4)
     # A simulated policy that answers the first item's label gets just these accuracies.
     world = draw_world(mixture, rng())
     novel = novel_sequences(mixture, world, 10_000, rng(1))
@@ -107,7 +105,7 @@ def test_copying_policies() -> None:
         (s.tokens[:, 1] == world.label_vectors[s.targets]).all(-1).double().mean().item()
         for s in (right, wrong)
     ]
-    assert hits[0] - hits[1] == pytest.approx(copying_gap(mixture, 1, 0), abs=0.02)
+    assert hits[0] - hits[1] == pytest.approx(copying_gap(mixture), abs=0.02)
 
 
 def test_fresh_component_moves_the_tests_alone() -> None:
