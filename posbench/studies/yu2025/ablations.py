@@ -29,6 +29,9 @@ from posbench.stats.frames import UNMODIFIED
 from posbench.studies.base import Study, Tables
 from posbench.studies.prompts import contrasts
 
+Pools = Mapping[str, Sequence[int]]
+Settings = Mapping[str, ScaleChannel]
+
 LOSSES, ROWS = "ablation_losses.jsonl", "ablation_predictions.jsonl"
 FULL, CONTROL, TWO = "full method", "control: random channel", "top-2 channels"
 NO_MONOTONICITY, NO_SMOOTHNESS = "without monotonicity", "without smoothness"
@@ -106,9 +109,7 @@ class Ablations(Study):
             "candidates": pd.DataFrame(seen),
         }
 
-    def pools(
-        self, search: ChannelSearch, found: ChannelStatistics, free: ChannelStatistics
-    ) -> dict[str, list[int]]:
+    def pools(self, search: ChannelSearch, found: ChannelStatistics, free: ChannelStatistics) -> Pools:
         """The channels that go to validation, by ablation, in the order in which ties are broken.
 
         From the filter's statistics, and those ``free`` of its part by monotonicity.
@@ -121,9 +122,7 @@ class Ablations(Study):
         filtered, every = passed[: search.top_k], free.ranking[: search.top_k]
         return {FULL: filtered, NO_MONOTONICITY: every, NO_SMOOTHNESS: some}
 
-    def settings(
-        self, lm: LM, pools: Mapping[str, Sequence[int]], losses: Mapping[ScaleChannel, float]
-    ) -> dict[str, ScaleChannel]:
+    def settings(self, lm: LM, pools: Pools, losses: Mapping[ScaleChannel, float]) -> Settings:
         """What each ablation scales, from its :meth:`pools` and each candidate's mean calibration loss."""
         won = {}
         for name, pool in pools.items():
@@ -180,9 +179,7 @@ def random_channel(lm: LM, method: ScaleChannel, seed: int) -> int:
     return int(np.random.default_rng(seed).choice(others))
 
 
-def evaluated(
-    run: Run, file: str, settings: Mapping[str, ScaleChannel], base: str
-) -> tuple[pd.DataFrame, pd.DataFrame]:
+def evaluated(run: Run, file: str, settings: Settings, base: str) -> tuple[pd.DataFrame, pd.DataFrame]:
     """Rows of setting, what it scales and its :func:`contrasts`, the unmodified model first; and the scores.
 
     Equal settings are measured once, and stand under the first of their names among the scores.

@@ -27,7 +27,6 @@ from posbench.studies.base import Study, Tables
 from posbench.studies.yu2025 import channel_subtraction, crop_mask, doubling, hidden_perturbation
 
 LINKS = ("hidden_perturbation", "crop_mask", "channel_subtraction", "doubling")
-"""The fields that hold the links, in their order."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -21,12 +21,11 @@ from posbench.plots.section import Drawn
 from posbench.run.base import Run
 from posbench.schema import Count, Whole
 from posbench.stats import bootstrap
-from posbench.stats.bootstrap import Group
 from posbench.stats.findings import Finding, ends
 from posbench.stats.frames import UNMODIFIED
 from posbench.studies import prompts as shared
 from posbench.studies.base import Study, Tables
-from posbench.studies.prompts import Block, Claim, Prompts, Range, gold
+from posbench.studies.prompts import Block, Claim, Measured, Prompts, Range, gold
 from posbench.tasks import Example
 
 LABELS = {
@@ -131,39 +130,38 @@ class CropMask(Study):
         inner, late = f"{where}, inner gold positions", "last third of the gold positions"
         claims = [
             Claim(
-                "crop_attention",
+                ("crop_attention", "unmodified_inner", "unmodified_first"),
                 "C2: the crop mask raises attention to the gold item in later, unmodified layers",
                 f"change of the attention per token to the gold item, {inner}",
-                quoted=("unmodified_inner", "unmodified_first"),
             ),
             Claim(
-                "crop_level",
+                ("crop_level", "pe_to_beginning_attention", "pe_to_end_attention"),
                 "C2: the crop mask brings that attention nearly to its level at the beginning",
                 f"its level ({inner}) as a share of the unmodified model's first one; holds above 0.8",
                 0.8,
             ),
-            Claim("crop_score", "C2: the crop mask raises accuracy", "change of the score, inner positions"),
             Claim(
-                "crop_over_moves",
-                "C2: moved position ids raise attention less than the crop mask",
-                f"change under the crop mask minus the larger one under PE to beginning or end, {inner}",
-                quoted=("pe_to_beginning_attention", "pe_to_end_attention"),
+                ("crop_score",), "C2: the crop mask raises accuracy", "change of the score, inner positions"
             ),
             Claim(
-                "beginning_late_attention",
+                ("crop_over_moves",),
+                "C2: moved position ids raise attention less than the crop mask",
+                f"change under the crop mask minus the larger one under PE to beginning or end, {inner}",
+            ),
+            Claim(
+                ("beginning_late_attention", "crop_other_attention"),
                 "C2: PE to beginning lowers attention to a gold item close to the end",
                 f"fall of the attention in {where} under PE to beginning, {late}",
             ),
             Claim(
-                "beginning_late_score",
+                ("beginning_late_score",),
                 "C2: PE to beginning lowers the accuracy of a gold item close to the end",
                 f"fall of the score under PE to beginning, {late}",
             ),
             Claim(
-                "crop_over_other",
+                ("crop_over_other",),
                 "Control: cropping another item does not do it",
                 f"change under the crop mask of the gold item minus that of another item, {inner}",
-                quoted=("crop_other_attention",),
             ),
         ]
         return shared.judged(tables["crop_mask_effects"], SOURCE, claims, note)
@@ -190,9 +188,7 @@ def _inner(positions: Sequence[int]) -> set[int]:
     return set(ordered[1:-1] or ordered)
 
 
-def _by_layer(
-    measured: Mapping[str, Mapping[str, Row]], examples: Sequence[Example], resamples: int
-) -> pd.DataFrame:
+def _by_layer(measured: Measured, examples: Sequence[Example], resamples: int) -> pd.DataFrame:
     """Rows of variant, layer, attention, change with its interval, n: means over the inner gold positions."""
     inner = _inner([gold(e) for e in examples])
     chosen = [e for e in examples if e.gold_position in inner]
@@ -213,7 +209,7 @@ def _effects(frame: pd.DataFrame, resamples: int) -> pd.DataFrame:
     positions = sorted(frame["gold_position"].unique())
     inner, late = _inner(positions), [p for p in positions if 3 * p >= 2 * (frame["items"].iloc[0] - 1)]
 
-    def group(variant: str, measure: str, where: Iterable[int]) -> Group:
+    def group(variant: str, measure: str, where: Iterable[int]) -> bootstrap.Group:
         rows = frame[(frame["variant"] == variant) & frame["gold_position"].isin(where)]
         return shared.group(rows, measure)
 

@@ -138,38 +138,38 @@ class Doubling(Study):
         examples, place = tables["examples"], self._place(int(tables["examples"]["items"].iloc[0]))
         keys = ["id", "cluster", "gold_position"]
         wide = examples.pivot(index=keys, columns="mode", values="score").reset_index()
-        there = wide[wide["gold_position"] == place]
-        times = f"times {self.factor:g}, minus the unmodified model's, in points,"
-        words = f"score with the weight of {{}} {times} {{}}"
-        control = "Negative control: more attention to another item does not raise accuracy"
-        claims = (
-            (
+        words = (
+            f"score with the weight of {{}} times {self.factor:g}, minus the unmodified model's, in points"
+        )
+        cases = {
+            ("item", UNMODIFIED): (
                 f"C1: more attention to the gold item where it stands raises accuracy ({SOURCE}, Figure 7)",
-                words.format(f"item {place}", "where it is the gold item"),
-                (there, "item", UNMODIFIED),
+                words.format(f"item {place}, where it is the gold item,"),
             ),
-            (
+            ("gold", UNMODIFIED): (
                 f"C1: accuracy depends on attention to the gold item ({SOURCE}), at every position",
-                words.format("the gold item", "all positions"),
-                (wide, "gold", UNMODIFIED),
+                words.format("the gold item"),
             ),
-            (control, words.format("a random other item", "all positions"), (wide, "other", UNMODIFIED)),
-            (
+            ("other", UNMODIFIED): (
+                "Negative control: more attention to another item does not raise accuracy",
+                words.format("a random other item"),
+            ),
+            ("gold", "other"): (
                 "C1: it is the gold item's attention that counts, not a change as such (control subtracted)",
                 "the same of the gold item minus the same of the other item, in points",
-                (wide, "gold", "other"),
             ),
-        )
+        }
         found = []
-        for claim, statistic, (rows, mode, base) in claims:
+        for (mode, base), claim in cases.items():
+            rows = wide[wide["gold_position"] == place] if mode == "item" else wide
             if rows.empty:
                 note = "no gold position stands there: see study.item and task.positions"
-                found.append(Finding.untestable(claim, statistic, note))
+                found.append(Finding.untestable(*claim, note))
                 continue
             at = bootstrap.difference(100 * (rows[mode] - rows[base]), list(rows["cluster"].astype(str)))
-            holds = at.ci_low <= 0 if claim == control else at.ci_low > 0
+            holds = at.ci_low <= 0 if mode == "other" else at.ci_low > 0
             note = ", ".join(f"{name} {100 * rows[name].mean():.1f} %" for name in (base, mode))
-            found.append(Finding.that(holds, claim, statistic, at, note))
+            found.append(Finding.that(holds, *claim, at, note))
         return found
 
 
