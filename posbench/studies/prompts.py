@@ -37,11 +37,7 @@ NO_ROPE = "the model has no rotary embedding in attention that runs through the 
 
 
 def need_items(task: Task) -> list[Example]:
-    """The evaluation examples with a gold item among others, sorted by gold position.
-
-    Raises:
-        UserError: The task has none, or its replies are chosen.
-    """
+    """The evaluation examples with a gold item among others, sorted by gold position; UserError without."""
     # A task without items would first have to be downloaded.
     there = placed(task.evaluation()) if task.items else []
     if not there or any(e.choices or len(e.items) < 2 for e in there):
@@ -94,11 +90,7 @@ def named(first: int, last: int) -> str:
 
 
 def channels(run: Run, channel: int | None, controls: int, seed: int) -> list[int]:
-    """A study's channel, given or that of the model's scale_channel block, and random ones for a control.
-
-    Raises:
-        UserError: There is none, the model has no such channel, or too few others.
-    """
+    """The channel given or of the model's scale_channel block, then random ones; UserError for too few."""
     lm, block = run.lm, run.model.blocks.get("scale_channel", {})
     found = block.get("channel") if channel is None else channel
     if found is None:
@@ -268,17 +260,13 @@ def minus(groups: Mapping[K, Group], one: K, other: K, resamples: int) -> Estima
 
 
 class Claim(NamedTuple):
-    """A claim that the interval of an effect lies above a bound.
+    """A claim that the interval of an effect, and that of ``also``, lies above a bound.
 
-    Attributes:
-        effects: Its name, then those of further ones that the note quotes.
-        claim: The claim without its source; a control has none.
-        statistic: What the number is.
-        bound: What the interval must lie above.
-        also: Another effect whose interval must lie above the bound, too.
+    ``effects`` are its name and, after spaces, those of further ones that the note quotes; the source is
+    added to a claim unless it is a control.
     """
 
-    effects: Sequence[str]
+    effects: str
     claim: str
     statistic: str
     bound: float = 0.0
@@ -286,12 +274,12 @@ class Claim(NamedTuple):
 
 
 def judged(table: pd.DataFrame, source: str, claims: Sequence[Claim], note: str = "") -> list[Finding]:
-    """The verdicts on claims of a source, from a table of effects; one without its effect is not testable."""
+    """The verdicts on claims, from a table of effects; a claim without its effect is not testable."""
     effects = {row["effect"]: estimate(row) for row in table.to_dict("records")}
     found = []
     for each in claims:
         claim = each.claim if each.claim.startswith("Control") else f"{each.claim} ({source})"
-        name, *quoted = each.effects
+        name, *quoted = each.effects.split()
         if name not in effects:
             found.append(Finding.untestable(claim, each.statistic, NO_ROPE))
             continue

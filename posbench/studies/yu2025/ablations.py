@@ -35,6 +35,7 @@ Settings = Mapping[str, ScaleChannel]
 LOSSES, ROWS = "ablation_losses.jsonl", "ablation_predictions.jsonl"
 FULL, CONTROL, TWO = "full method", "control: random channel", "top-2 channels"
 NO_MONOTONICITY, NO_SMOOTHNESS = "without monotonicity", "without smoothness"
+LABEL = "ch {channels} x {factor:g}, layers {layers}, last {last}"
 CLAIMS = {
     NO_MONOTONICITY: "without the filter by monotonicity performance may decline",
     NO_SMOOTHNESS: "without the filter by smoothness performance may decline",
@@ -184,7 +185,7 @@ def evaluated(run: Run, file: str, settings: Settings, base: str) -> tuple[pd.Da
 
     Equal settings are measured once, and stand under the first of their names among the scores.
     """
-    names = {UNMODIFIED: UNMODIFIED} | {name: label(method) for name, method in settings.items()}
+    names = {UNMODIFIED: UNMODIFIED} | {name: LABEL.format(**_shown(m)) for name, m in settings.items()}
     methods: dict[str, Method] = {names[name]: method for name, method in settings.items()}
     scores, rows = compared(run, file, {UNMODIFIED: Unmodified(), **methods}), []
     for name, text in names.items():
@@ -192,12 +193,6 @@ def evaluated(run: Run, file: str, settings: Settings, base: str) -> tuple[pd.Da
         rows.append({"setting": name, **_shown(settings.get(name)), **change})
     first = {text: name for name, text in reversed(names.items())}
     return pd.DataFrame(rows), scores.assign(setting=scores["method"].map(first))
-
-
-def label(method: ScaleChannel) -> str:
-    """`ch 15+20 x -1, layers 1-3, last 1`."""
-    shown = _shown(method)
-    return f"ch {shown['channels']} x {method.factor:g}, layers {shown['layers']}, last {method.last}"
 
 
 def _shown(method: ScaleChannel | None) -> dict[str, str | float]:

@@ -154,18 +154,18 @@ class ChannelSubtraction(Study):
         for where, item in WHERE.items():
             claims += [
                 Claim(
-                    (f"{where}_rise", f"{where}_score"),
+                    f"{where}_rise {where}_score",
                     f"C4: moving a channel of {item} towards the beginning raises attention to it",
                     f"change of the attention per token to the changed item, {layers}",
                 ),
                 Claim(
-                    (f"{where}_over_first", f"{where}_before"),
+                    f"{where}_over_first {where}_before",
                     f"C4: it lifts attention to {item} over that to the first one",
                     f"attention to the changed minus that to the first item, {layers}; holds if it rose, too",
                     also=f"{where}_rise",
                 ),
                 Claim(
-                    (f"{where}_over_control", f"{where}_control"),
+                    f"{where}_over_control {where}_control",
                     f"Control: the same amount taken from random channels of {item} does less",
                     f"change of that attention minus the mean change under the random channels, {layers}",
                 ),

@@ -92,11 +92,10 @@ class CropMask(Study):
         frame, resamples = pd.concat(parts), run.runtime.resamples
         layers = {"crop_first": cropped[0], "crop_last": cropped[1]}
         layers |= {"retrieval_first": retrieval[0], "retrieval_last": retrieval[1]}
-        return {
-            "crop_mask": _by_position(frame, run.task.metric, resamples).assign(**layers),
-            "crop_mask_layers": _by_layer(measured, prompts.examples, resamples).assign(**layers),
-            "crop_mask_effects": _effects(frame, resamples),
-        }
+        placed = _by_position(frame, run.task.metric, resamples).assign(**layers)
+        by_layer = _by_layer(measured, prompts.examples, resamples).assign(**layers)
+        effects = _effects(frame, resamples)
+        return {"crop_mask": placed, "crop_mask_layers": by_layer, "crop_mask_effects": effects}
 
     def _block(self, prompts: Prompts, variant: str, cropped: Range) -> Block:
         """What a variant does to a batch."""
@@ -127,39 +126,34 @@ class CropMask(Study):
         table = tables["crop_mask"].iloc[0]
         where = shared.named(table["retrieval_first"], table["retrieval_last"])
         note = f"mask cropped in {shared.named(table['crop_first'], table['crop_last'])}"
-        inner, late = f"{where}, inner gold positions", "last third of the gold positions"
+        inner = f"{where}, inner gold positions"
+
+        def late(effect: str, what: str, value: str) -> Claim:
+            claim = f"C2: PE to beginning lowers {what} a gold item close to the end"
+            return Claim(effect, claim, f"fall of the {value} then, last third of the gold positions")
+
         claims = [
             Claim(
-                ("crop_attention", "unmodified_inner", "unmodified_first"),
+                "crop_attention unmodified_inner unmodified_first",
                 "C2: the crop mask raises attention to the gold item in later, unmodified layers",
                 f"change of the attention per token to the gold item, {inner}",
             ),
             Claim(
-                ("crop_level", "pe_to_beginning_attention", "pe_to_end_attention"),
+                "crop_level",
                 "C2: the crop mask brings that attention nearly to its level at the beginning",
                 f"its level ({inner}) as a share of the unmodified model's first one; holds above 0.8",
                 0.8,
             ),
+            Claim("crop_score", "C2: the crop mask raises accuracy", "change of the score, inner positions"),
             Claim(
-                ("crop_score",), "C2: the crop mask raises accuracy", "change of the score, inner positions"
-            ),
-            Claim(
-                ("crop_over_moves",),
+                "crop_over_moves pe_to_beginning_attention pe_to_end_attention",
                 "C2: moved position ids raise attention less than the crop mask",
                 f"change under the crop mask minus the larger one under PE to beginning or end, {inner}",
             ),
+            late("beginning_late_attention", "attention to", f"attention in {where}"),
+            late("beginning_late_score", "the accuracy of", "score"),
             Claim(
-                ("beginning_late_attention", "crop_other_attention"),
-                "C2: PE to beginning lowers attention to a gold item close to the end",
-                f"fall of the attention in {where} under PE to beginning, {late}",
-            ),
-            Claim(
-                ("beginning_late_score",),
-                "C2: PE to beginning lowers the accuracy of a gold item close to the end",
-                f"fall of the score under PE to beginning, {late}",
-            ),
-            Claim(
-                ("crop_over_other",),
+                "crop_over_other crop_other_attention",
                 "Control: cropping another item does not do it",
                 f"change under the crop mask of the gold item minus that of another item, {inner}",
             ),

@@ -39,17 +39,15 @@ SOURCE = "Yu et al. 2025, Appendix D.2"
 class Doubling(Study):
     """Attention weight on one item, multiplied in the forward pass: what it does to attention and accuracy.
 
-    Three changes, against the unmodified model: of the item at one place whatever it holds (``item``: Figure
-    7), of the gold item at every position (``gold``), and of an item drawn among the others (``other``, the
-    negative control). Only the last prompt token's row changes; later layers, and further tokens of the
-    reply, see the consequences.
+    Three changes: of the item at one place whatever it holds (``item``: Figure 7), of the gold item at every
+    position (``gold``), and of an item drawn among the others (``other``, the negative control). Only the
+    last prompt token's row changes; later layers, and further tokens of the reply, see the consequences.
 
     Source: Yu et al. 2025, Appendix D.2, Figure 7. The paper states neither layers nor renormalisation.
 
     Attributes:
         examples: Examples per gold position at most; None: all of the task.
-        item: Place of the changed item as a depth (0 first, 1 last), rounded down to an item as gold
-            positions are; the paper's 25th of 50 is 0.5.
+        item: Depth of the changed item (0 first, 1 last), rounded down; the paper's 25th of 50 is 0.5.
         factor: What its weight is multiplied with.
         renormalise: Whether the row sums to 1 again. Otherwise the head's output grows by the added weight.
         layers: Layers, 0-based; None: all.
@@ -127,9 +125,8 @@ class Doubling(Study):
         renormalised = "" if self.renormalise else ", not renormalised"
         layers = "all layers" if self.layers is None else f"layers {', '.join(map(str, self.layers))}"
         caption = (
-            f"The last prompt token's weight on one item times {self.factor:g}{renormalised}: on item "
-            f"{place} (dotted line), on the gold item, or on another one. Attention after the change: mean "
-            f"over heads of {layers}. Bands: 95 %."
+            f"The last token's weight times {self.factor:g}{renormalised}: on item {place} (dotted), on "
+            f"the gold item, or on another one. Attention after the change: mean of {layers}. Bands: 95 %."
         )
         return {"doubling": (doubling_figure(table, place), caption)}
 

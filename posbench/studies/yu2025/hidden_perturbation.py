@@ -41,9 +41,8 @@ Changes = Mapping[str, Array]
 class HiddenPerturbation(Study):
     """Crop mask and shifted position ids of a span of random text, and the positional channel there.
 
-    Every statistic is a change of the channel's mean over the span (or behind it) in units of the channel's
-    range over the text in that layer, positive towards its value at the beginning, and averaged over the
-    layers behind the first cropped one.
+    Every statistic is a change of the channel's mean over the span (or behind it) in units of its range over
+    the text in that layer, positive towards the beginning; a mean of the layers behind the first cropped one.
 
     Source: Yu et al. 2025, Appendix D.4, Figure 11. Random channels as a control are ours.
 
@@ -172,17 +171,17 @@ class HiddenPerturbation(Study):
         unit = "in ranges of the channel, towards its value at the beginning, mean over layers and texts"
         claims = [
             Claim(
-                ("crop_inside", "crop_behind"),
+                "crop_inside crop_behind",
                 "C3: without what comes before, the channel in the span falls back",
                 f"{inside}, {unit}",
             ),
             Claim(
-                ("crop_over_shift", "shift_inside", "shift_behind"),
+                "crop_over_shift shift_inside shift_behind",
                 "C3: the causal mask, not the position embedding, makes positional hidden states",
                 f"{inside} minus the size of that under shifted position ids, same unit",
             ),
             Claim(
-                ("crop_over_control", "control_crop_inside"),
+                "crop_over_control control_crop_inside",
                 "Control: the crop mask moves random channels less",
                 f"{inside} minus the mean over the random channels, same unit",
             ),
