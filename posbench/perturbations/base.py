@@ -25,9 +25,10 @@ from posbench.model.lm import LM
 
 Span = tuple[int, int]
 """First token in the prompt, padding not counted, and the one behind the last; (0, 0) holds none."""
+Spans = Sequence[Span]
 
 
-def columns(lengths: Sequence[int], spans: Sequence[Span]) -> tuple[Tensor, Tensor, Tensor]:
+def columns(lengths: Sequence[int], spans: Spans) -> tuple[Tensor, Tensor, Tensor]:
     """Columns of the first token of each prompt, of its span and of what is behind the span, each [B, 1]."""
     if len(lengths) != len(spans):
         raise ValueError(f"{len(spans)} spans for {len(lengths)} prompts")

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from posbench.model import families
 from posbench.model.hooks import before_each
 from posbench.model.lm import LM
-from posbench.perturbations.base import Span, columns, for_rows, need_own_mask, past
+from posbench.perturbations.base import Spans, columns, for_rows, need_own_mask, past
 
 
 @contextmanager
 def crop_mask(
-    lm: LM, lengths: Sequence[int], spans: Sequence[Span], layers: Collection[int], *, keep_first: bool = True
+    lm: LM, lengths: Sequence[int], spans: Spans, layers: Collection[int], *, keep_first: bool = True
 ) -> Iterator[None]:
     """Let the tokens of a span attend, causally, to the span alone and, with ``keep_first``, to the sink.
 

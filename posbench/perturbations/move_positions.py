@@ -14,7 +14,7 @@ from posbench.errors import UserError
 from posbench.model import families, rope
 from posbench.model.hooks import Attend, attending, before_each
 from posbench.model.lm import LM
-from posbench.perturbations.base import Span, columns, for_rows, need_own_mask, past
+from posbench.perturbations.base import Spans, columns, for_rows, need_own_mask, past
 
 
 def can_move(lm: LM) -> bool:
@@ -24,11 +24,7 @@ def can_move(lm: LM) -> bool:
 
 @contextmanager
 def move_positions(
-    lm: LM,
-    lengths: Sequence[int],
-    spans: Sequence[Span],
-    targets: Sequence[Span],
-    layers: Collection[int] | None = None,
+    lm: LM, lengths: Sequence[int], spans: Spans, targets: Spans, layers: Collection[int] | None = None
 ) -> Iterator[None]:
     """Let the last token see the tokens of a span at the positions of another one.
 
@@ -94,7 +90,7 @@ def move_positions(
         yield
 
 
-def _sources(lengths: Sequence[int], spans: Sequence[Span], targets: Sequence[Span]) -> tuple[Tensor, int]:
+def _sources(lengths: Sequence[int], spans: Spans, targets: Spans) -> tuple[Tensor, int]:
     """The columns, [B, C], whose positions those that hold a span take; and the first of the latter."""
     _, start, stop = columns(lengths, spans)
     _, to, to_stop = columns(lengths, targets)

@@ -34,14 +34,9 @@ def scale_attention(
     log(factor) added to the scores of S. Only that row is computed a second time, so memory is linear in the
     prompt and any kernel will do.
 
-    Args:
-        lm: The model.
-        tokens: 1 at the tokens S and 0 elsewhere, [B, T], left padding included; rows of equal length or
-            longest first, the order in which :meth:`LM.generate` runs them.
-        factor: The factor, above 0.
-        layers: Layers to change, 0-based.
-        renormalise: Whether the weights sum to 1 again.
-        generated: Whether rows of generated tokens, one at a time, are changed too.
+    ``tokens`` is 1 at S and 0 elsewhere, [B, T], left padding included; its rows are of equal length or
+    longest first, the order in which :meth:`LM.generate` runs them. With ``generated`` the rows of
+    generated tokens, one at a time, change too.
 
     Yields:
         The last prompt token's weights after the change, [B, H, T'], by layer, as :meth:`LM.last_attention`.

@@ -13,14 +13,14 @@ from posbench.model import families
 from posbench.model.families import Site
 from posbench.model.hooks import before_each
 from posbench.model.lm import LM
-from posbench.perturbations.base import Span, columns, for_rows, past
+from posbench.perturbations.base import Spans, columns, for_rows, past
 
 
 @contextmanager
 def subtract_channel(
     lm: LM,
     lengths: Sequence[int],
-    spans: Sequence[Span],
+    spans: Spans,
     channel: int,
     values: Mapping[int, float],
     *,

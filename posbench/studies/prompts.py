@@ -30,17 +30,14 @@ from posbench.tasks.items import placed
 Range = tuple[int, int]
 Block = Callable[[Sequence[Example]], AbstractContextManager[object]]
 Compute = Callable[[Sequence[Example]], list[Row]]
+Measured = Mapping[str, Mapping[str, Row]]  # variant -> id -> row
 CROP, RETRIEVAL = (1, 7), (15, 20)
 """Yu et al. 2025, of 32 layers, 0-based and inclusive: 2 to 8 (Section 2.2, counted from 1), 15 to 20."""
 NO_ROPE = "the model has no rotary embedding in attention that runs through the library's functions"
 
 
 def need_items(task: Task) -> list[Example]:
-    """The evaluation examples with a gold item among others, sorted by gold position.
-
-    Raises:
-        UserError: The task has none, or its replies are chosen.
-    """
+    """The evaluation examples with a gold item among others, sorted by gold position; UserError without."""
     # A task without items would first have to be downloaded.
     there = placed(task.evaluation()) if task.items else []
     if not there or any(e.choices or len(e.items) < 2 for e in there):
@@ -92,24 +89,21 @@ def named(first: int, last: int) -> str:
     return f"layer {first}" if first == last else f"layers {first}-{last}"
 
 
-def positional_channel(run: Run, channel: int | None) -> int:
-    """A study's channel: the given one, else that of the model's scale_channel block; UserError without."""
-    found = run.model.blocks.get("scale_channel", {}).get("channel") if channel is None else channel
+def channels(run: Run, channel: int | None, controls: int, seed: int) -> list[int]:
+    """The channel given or of the model's scale_channel block, then random ones; UserError for too few."""
+    lm, block = run.lm, run.model.blocks.get("scale_channel", {})
+    found = block.get("channel") if channel is None else channel
     if found is None:
-        allowed = f"a channel (model {run.lm.name} has no scale_channel block with one)"
-        hint = f"find one: posbench stages=[search] model={run.lm.name} method=scale_channel"
+        allowed = f"a channel (model {lm.name} has no scale_channel block with one)"
+        hint = f"find one: posbench stages=[search] model={lm.name} method=scale_channel"
         raise UserError("study.channel", None, allowed, hint)
-    check_channels(run.lm, "study.channel", [int(found)])
-    return int(found)
-
-
-def random_channels(lm: LM, channel: int, count: int, seed: int) -> list[int]:
-    """Channels other than the positional one, for a control; UserError where the model has fewer."""
-    others = [c for c in range(families.text_config(lm.model).hidden_size) if c != channel]
-    if count > len(others):
+    check_channels(lm, "study.channel", [int(found)])
+    others = [c for c in range(families.text_config(lm.model).hidden_size) if c != found]
+    if controls > len(others):
         allowed = f"at most {len(others)}, the other channels of {lm.name}"
-        raise UserError("study.controls", count, allowed, "set study.controls=3")
-    return sorted(random.Random(f"posbench control channels {seed}").sample(others, count))
+        raise UserError("study.controls", controls, allowed, "set study.controls=3")
+    drawn = random.Random(f"posbench control channels {seed}").sample(others, controls)
+    return [int(found), *sorted(drawn)]
 
 
 def other_item(example: Example, name: str, seed: int) -> int:
@@ -266,38 +260,31 @@ def minus(groups: Mapping[K, Group], one: K, other: K, resamples: int) -> Estima
 
 
 class Claim(NamedTuple):
-    """A claim that the interval of an effect lies above a bound.
+    """A claim that the interval of an effect, and that of ``also``, lies above a bound.
 
-    Attributes:
-        effect: Its name.
-        claim: The claim without its source; a control has none.
-        statistic: What the number is.
-        bound: What the interval must lie above.
-        quoted: Further effects that the note quotes.
-        also: Another effect whose interval must lie above the bound, too.
+    ``effects`` are its name and, after spaces, those of further ones that the note quotes; the source is
+    added to a claim unless it is a control.
     """
 
-    effect: str
+    effects: str
     claim: str
     statistic: str
     bound: float = 0.0
-    quoted: Sequence[str] = ()
     also: str = ""
 
 
 def judged(table: pd.DataFrame, source: str, claims: Sequence[Claim], note: str = "") -> list[Finding]:
-    """The verdicts on claims of a source, from a table of effects; one without its effect is not testable."""
+    """The verdicts on claims, from a table of effects; a claim without its effect is not testable."""
     effects = {row["effect"]: estimate(row) for row in table.to_dict("records")}
     found = []
     for each in claims:
         claim = each.claim if each.claim.startswith("Control") else f"{each.claim} ({source})"
-        if each.effect not in effects:
+        name, *quoted = each.effects.split()
+        if name not in effects:
             found.append(Finding.untestable(claim, each.statistic, NO_ROPE))
             continue
-        quoted = [name for name in each.quoted if name in effects]
-        told = [f"{name.replace('_', ' ')} {effects[name].value:.3g}" for name in quoted]
+        told = [f"{q.replace('_', ' ')} {effects[q].value:.3g}" for q in quoted if q in effects]
         text = "; ".join(filter(None, [note, *told]))
-        at = effects[each.effect]
-        holds = min(at.ci_low, effects[each.also or each.effect].ci_low) > each.bound
-        found.append(Finding.that(holds, claim, each.statistic, at, text))
+        low = min(effects[name].ci_low, effects[each.also or name].ci_low)
+        found.append(Finding.that(low > each.bound, claim, each.statistic, effects[name], text))
     return found

@@ -29,9 +29,13 @@ from posbench.stats.frames import UNMODIFIED
 from posbench.studies.base import Study, Tables
 from posbench.studies.prompts import contrasts
 
+Pools = Mapping[str, Sequence[int]]
+Settings = Mapping[str, ScaleChannel]
+
 LOSSES, ROWS = "ablation_losses.jsonl", "ablation_predictions.jsonl"
 FULL, CONTROL, TWO = "full method", "control: random channel", "top-2 channels"
 NO_MONOTONICITY, NO_SMOOTHNESS = "without monotonicity", "without smoothness"
+LABEL = "ch {channels} x {factor:g}, layers {layers}, last {last}"
 CLAIMS = {
     NO_MONOTONICITY: "without the filter by monotonicity performance may decline",
     NO_SMOOTHNESS: "without the filter by smoothness performance may decline",
@@ -106,9 +110,7 @@ class Ablations(Study):
             "candidates": pd.DataFrame(seen),
         }
 
-    def pools(
-        self, search: ChannelSearch, found: ChannelStatistics, free: ChannelStatistics
-    ) -> dict[str, list[int]]:
+    def pools(self, search: ChannelSearch, found: ChannelStatistics, free: ChannelStatistics) -> Pools:
         """The channels that go to validation, by ablation, in the order in which ties are broken.
 
         From the filter's statistics, and those ``free`` of its part by monotonicity.
@@ -121,9 +123,7 @@ class Ablations(Study):
         filtered, every = passed[: search.top_k], free.ranking[: search.top_k]
         return {FULL: filtered, NO_MONOTONICITY: every, NO_SMOOTHNESS: some}
 
-    def settings(
-        self, lm: LM, pools: Mapping[str, Sequence[int]], losses: Mapping[ScaleChannel, float]
-    ) -> dict[str, ScaleChannel]:
+    def settings(self, lm: LM, pools: Pools, losses: Mapping[ScaleChannel, float]) -> Settings:
         """What each ablation scales, from its :meth:`pools` and each candidate's mean calibration loss."""
         won = {}
         for name, pool in pools.items():
@@ -180,14 +180,12 @@ def random_channel(lm: LM, method: ScaleChannel, seed: int) -> int:
     return int(np.random.default_rng(seed).choice(others))
 
 
-def evaluated(
-    run: Run, file: str, settings: Mapping[str, ScaleChannel], base: str
-) -> tuple[pd.DataFrame, pd.DataFrame]:
+def evaluated(run: Run, file: str, settings: Settings, base: str) -> tuple[pd.DataFrame, pd.DataFrame]:
     """Rows of setting, what it scales and its :func:`contrasts`, the unmodified model first; and the scores.
 
     Equal settings are measured once, and stand under the first of their names among the scores.
     """
-    names = {UNMODIFIED: UNMODIFIED} | {name: label(method) for name, method in settings.items()}
+    names = {UNMODIFIED: UNMODIFIED} | {name: LABEL.format(**_shown(m)) for name, m in settings.items()}
     methods: dict[str, Method] = {names[name]: method for name, method in settings.items()}
     scores, rows = compared(run, file, {UNMODIFIED: Unmodified(), **methods}), []
     for name, text in names.items():
@@ -195,12 +193,6 @@ def evaluated(
         rows.append({"setting": name, **_shown(settings.get(name)), **change})
     first = {text: name for name, text in reversed(names.items())}
     return pd.DataFrame(rows), scores.assign(setting=scores["method"].map(first))
-
-
-def label(method: ScaleChannel) -> str:
-    """`ch 15+20 x -1, layers 1-3, last 1`."""
-    shown = _shown(method)
-    return f"ch {shown['channels']} x {method.factor:g}, layers {shown['layers']}, last {method.last}"
 
 
 def _shown(method: ScaleChannel | None) -> dict[str, str | float]:

@@ -63,10 +63,9 @@ class AttentionToGold(Study):
     """Attention of the last token to every item as the gold item moves; layers and heads that follow it.
 
     The retrieval score of a layer or head is the share of examples in which it gives the gold item the
-    largest weight of all items, minus the share that is left when the gold positions are shuffled among the
-    examples: 0 for one that looks at one place whatever is asked for (a vertical line in Figure 2a), near 1
-    for one that always finds the gold item (the diagonal of Figure 2b). It must also exceed the largest score
-    of any layer, or head, under shuffled positions (95 % quantile), which guards against looking at many.
+    largest weight of all items, minus the share that is left when gold positions are shuffled: 0 for one that
+    looks at one place (a vertical line in Figure 2a), near 1 for one that always finds the gold item (the
+    diagonal of Figure 2b). It must also exceed the largest score of any under shuffled positions (95 %).
 
     Source: Yu et al. 2025, Section 2.1, Eq. 4, Figures 2, 12 and 13, Appendix F. The paper picks the
     retrieval-related layers by eye (15 to 20 of Mistral-7B).
@@ -147,12 +146,9 @@ class AttentionToGold(Study):
         largest, at_gold, others = (values.reshape(len(rows), -1) for values in each)
         heads = scores(largest, at_gold, others, place, clusters, self.least)
         layer, head = np.divmod(heads.index, each[0].shape[2])
-        return {
-            "layers": layers,
-            "heads": heads.assign(layer=layer, head=head),
-            "maps": maps,
-            "head_maps": self._head_maps(prompts, best if self.head_layer is None else self.head_layer),
-        }
+        heads = heads.assign(layer=layer, head=head)
+        by_head = self._head_maps(prompts, best if self.head_layer is None else self.head_layer)
+        return {"layers": layers, "heads": heads, "maps": maps, "head_maps": by_head}
 
     def _head_maps(self, prompts: Prompts, layer: int) -> pd.DataFrame:
         """Mean weights of every head of one layer, known only now: a few examples run again."""
@@ -284,10 +280,9 @@ def scores(
         least: What the lower end of the interval must pass.
 
     Returns:
-        U rows of score with its interval, found (share of examples in which the gold item comes first),
-        expected (that share under shuffled positions), threshold (largest score of any of the U under
-        shuffled positions, 95 % quantile), p (share of shuffles in which some score reaches this one),
-        gold_attention (mean weight per token), ratio (of that to the others' mean weight), retrieval, n.
+        U rows of score with its interval, found (share of examples with the gold item first), expected (that
+        with shuffled positions), threshold (95 % quantile of the largest score of any then), p (share of
+        shuffles in which some score reaches this one), gold_attention, ratio (to the others'), retrieval, n.
     """
     share = np.bincount(place, minlength=int(largest.max()) + 1) / len(place)
     hits, chance = largest == place[:, None], share[largest]
@@ -357,8 +352,7 @@ def head_figure(heads: pd.DataFrame) -> Figure:
     """Retrieval score by layer and head; a dot on retrieval-related heads."""
     grid = heads.pivot_table(index="layer", columns="head", values="score")
     figure = plot.new_figure(plot.COLUMN, 1.1 + 0.16 * max(len(grid.index), 5))
-    axes = figure.subplots()
-    lowest = min(0.0, float(grid.min().min()))
+    axes, lowest = figure.subplots(), min(0.0, float(grid.min().min()))
     image = axes.imshow(grid.to_numpy(), vmin=lowest, vmax=1, cmap="viridis", aspect="auto", origin="lower")
     marked, colour = heads[heads["retrieval"]], plot.COLOURS[1]
     axes.plot(marked["head"], marked["layer"], linestyle="none", marker="o", color=colour, markersize=3)

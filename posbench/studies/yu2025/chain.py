@@ -26,9 +26,6 @@ from posbench.studies import prompts as shared
 from posbench.studies.base import Study, Tables
 from posbench.studies.yu2025 import channel_subtraction, crop_mask, doubling, hidden_perturbation
 
-LINKS = ("hidden_perturbation", "crop_mask", "channel_subtraction", "doubling")
-"""The fields that hold the links, in their order."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Chain(Study):
@@ -57,7 +54,7 @@ class Chain(Study):
     examples: Count = 40
 
     def _links(self) -> dict[str, Study]:
-        return {name: getattr(self, name) for name in LINKS}
+        return {name: link for name, link in vars(self).items() if isinstance(link, Study)}
 
     def check(self, run: Run) -> None:
         """See :meth:`Study.check`."""
@@ -77,8 +74,8 @@ class Chain(Study):
         for name, rows in measured.items():
             frame = shared.means_by_position(prompts.results(rows, layers), ("attention", "score"))
             means.append(frame.assign(method=name))
-        bias = pd.concat(means, ignore_index=True).assign(layer_first=layers[0], layer_last=layers[1])
-        tables = {"bias": bias}
+        bias = pd.concat(means, ignore_index=True)
+        tables = {"bias": bias.assign(layer_first=layers[0], layer_last=layers[1])}
         for name, link in self._links().items():
             own = _alone(run)
             # Rows of the links must not meet: each has a folder of its own, and resumes there.
@@ -90,12 +87,11 @@ class Chain(Study):
     def figures(self, tables: Tables) -> Drawn:
         """The page, then the figures of every link."""
         caption = (
-            "(a, b) Score, and attention of the last token to the gold item, unmodified and with the method. "
-            "(c) Mean of the positional channel over random text and over the layers behind the first, where "
-            "a span (grey) cannot see what comes before it, or has shifted position ids. (d) Attention to a "
-            "gold item whose mask is cropped, or whose position ids are moved. (e) Attention to every item "
-            "where the channel of one (circle) is moved towards the beginning. (f) Score with the attention "
-            "to one item doubled. Bands: 95 %."
+            "(a, b) Score, and attention to the gold item, unmodified and with the method. (c) Mean of the "
+            "positional channel over random text and the layers behind the first, where a span (grey) cannot "
+            "see what comes before it, or has shifted position ids. (d) Attention to a gold item with a crop "
+            "mask, or with moved position ids. (e) Attention to every item where the channel of one (circle) "
+            "is moved towards the beginning. (f) Score with one item's attention doubled. Bands: 95 %."
         )
         drawn = {"chain": (chain_figure(tables), caption)}
         for name, link in self._links().items():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -21,12 +21,11 @@ from posbench.plots.section import Drawn
 from posbench.run.base import Run
 from posbench.schema import Count, Whole
 from posbench.stats import bootstrap
-from posbench.stats.bootstrap import Group
 from posbench.stats.findings import Finding, ends
 from posbench.stats.frames import UNMODIFIED
 from posbench.studies import prompts as shared
 from posbench.studies.base import Study, Tables
-from posbench.studies.prompts import Block, Claim, Prompts, Range, gold
+from posbench.studies.prompts import Block, Claim, Measured, Prompts, Range, gold
 from posbench.tasks import Example
 
 LABELS = {
@@ -93,11 +92,10 @@ class CropMask(Study):
         frame, resamples = pd.concat(parts), run.runtime.resamples
         layers = {"crop_first": cropped[0], "crop_last": cropped[1]}
         layers |= {"retrieval_first": retrieval[0], "retrieval_last": retrieval[1]}
-        return {
-            "crop_mask": _by_position(frame, run.task.metric, resamples).assign(**layers),
-            "crop_mask_layers": _by_layer(measured, prompts.examples, resamples).assign(**layers),
-            "crop_mask_effects": _effects(frame, resamples),
-        }
+        placed = _by_position(frame, run.task.metric, resamples).assign(**layers)
+        by_layer = _by_layer(measured, prompts.examples, resamples).assign(**layers)
+        effects = _effects(frame, resamples)
+        return {"crop_mask": placed, "crop_mask_layers": by_layer, "crop_mask_effects": effects}
 
     def _block(self, prompts: Prompts, variant: str, cropped: Range) -> Block:
         """What a variant does to a batch."""
@@ -128,13 +126,17 @@ class CropMask(Study):
         table = tables["crop_mask"].iloc[0]
         where = shared.named(table["retrieval_first"], table["retrieval_last"])
         note = f"mask cropped in {shared.named(table['crop_first'], table['crop_last'])}"
-        inner, late = f"{where}, inner gold positions", "last third of the gold positions"
+        inner = f"{where}, inner gold positions"
+
+        def late(effect: str, what: str, value: str) -> Claim:
+            claim = f"C2: PE to beginning lowers {what} a gold item close to the end"
+            return Claim(effect, claim, f"fall of the {value} then, last third of the gold positions")
+
         claims = [
             Claim(
-                "crop_attention",
+                "crop_attention unmodified_inner unmodified_first",
                 "C2: the crop mask raises attention to the gold item in later, unmodified layers",
                 f"change of the attention per token to the gold item, {inner}",
-                quoted=("unmodified_inner", "unmodified_first"),
             ),
             Claim(
                 "crop_level",
@@ -144,26 +146,16 @@ class CropMask(Study):
             ),
             Claim("crop_score", "C2: the crop mask raises accuracy", "change of the score, inner positions"),
             Claim(
-                "crop_over_moves",
+                "crop_over_moves pe_to_beginning_attention pe_to_end_attention",
                 "C2: moved position ids raise attention less than the crop mask",
                 f"change under the crop mask minus the larger one under PE to beginning or end, {inner}",
-                quoted=("pe_to_beginning_attention", "pe_to_end_attention"),
             ),
+            late("beginning_late_attention", "attention to", f"attention in {where}"),
+            late("beginning_late_score", "the accuracy of", "score"),
             Claim(
-                "beginning_late_attention",
-                "C2: PE to beginning lowers attention to a gold item close to the end",
-                f"fall of the attention in {where} under PE to beginning, {late}",
-            ),
-            Claim(
-                "beginning_late_score",
-                "C2: PE to beginning lowers the accuracy of a gold item close to the end",
-                f"fall of the score under PE to beginning, {late}",
-            ),
-            Claim(
-                "crop_over_other",
+                "crop_over_other crop_other_attention",
                 "Control: cropping another item does not do it",
                 f"change under the crop mask of the gold item minus that of another item, {inner}",
-                quoted=("crop_other_attention",),
             ),
         ]
         return shared.judged(tables["crop_mask_effects"], SOURCE, claims, note)
@@ -190,9 +182,7 @@ def _inner(positions: Sequence[int]) -> set[int]:
     return set(ordered[1:-1] or ordered)
 
 
-def _by_layer(
-    measured: Mapping[str, Mapping[str, Row]], examples: Sequence[Example], resamples: int
-) -> pd.DataFrame:
+def _by_layer(measured: Measured, examples: Sequence[Example], resamples: int) -> pd.DataFrame:
     """Rows of variant, layer, attention, change with its interval, n: means over the inner gold positions."""
     inner = _inner([gold(e) for e in examples])
     chosen = [e for e in examples if e.gold_position in inner]
@@ -213,7 +203,7 @@ def _effects(frame: pd.DataFrame, resamples: int) -> pd.DataFrame:
     positions = sorted(frame["gold_position"].unique())
     inner, late = _inner(positions), [p for p in positions if 3 * p >= 2 * (frame["items"].iloc[0] - 1)]
 
-    def group(variant: str, measure: str, where: Iterable[int]) -> Group:
+    def group(variant: str, measure: str, where: Iterable[int]) -> bootstrap.Group:
         rows = frame[(frame["variant"] == variant) & frame["gold_position"].isin(where)]
         return shared.group(rows, measure)
 

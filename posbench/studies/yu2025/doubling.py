@@ -39,17 +39,15 @@ SOURCE = "Yu et al. 2025, Appendix D.2"
 class Doubling(Study):
     """Attention weight on one item, multiplied in the forward pass: what it does to attention and accuracy.
 
-    Three changes, against the unmodified model: of the item at one place whatever it holds (``item``: Figure
-    7), of the gold item at every position (``gold``), and of an item drawn among the others (``other``, the
-    negative control). Only the last prompt token's row changes; later layers, and further tokens of the
-    reply, see the consequences.
+    Three changes: of the item at one place whatever it holds (``item``: Figure 7), of the gold item at every
+    position (``gold``), and of an item drawn among the others (``other``, the negative control). Only the
+    last prompt token's row changes; later layers, and further tokens of the reply, see the consequences.
 
     Source: Yu et al. 2025, Appendix D.2, Figure 7. The paper states neither layers nor renormalisation.
 
     Attributes:
         examples: Examples per gold position at most; None: all of the task.
-        item: Place of the changed item as a depth (0 first, 1 last), rounded down to an item as gold
-            positions are; the paper's 25th of 50 is 0.5.
+        item: Depth of the changed item (0 first, 1 last), rounded down; the paper's 25th of 50 is 0.5.
         factor: What its weight is multiplied with.
         renormalise: Whether the row sums to 1 again. Otherwise the head's output grows by the added weight.
         layers: Layers, 0-based; None: all.
@@ -127,9 +125,8 @@ class Doubling(Study):
         renormalised = "" if self.renormalise else ", not renormalised"
         layers = "all layers" if self.layers is None else f"layers {', '.join(map(str, self.layers))}"
         caption = (
-            f"The last prompt token's weight on one item times {self.factor:g}{renormalised}: on item "
-            f"{place} (dotted line), on the gold item, or on another one. Attention after the change: mean "
-            f"over heads of {layers}. Bands: 95 %."
+            f"The last token's weight times {self.factor:g}{renormalised}: on item {place} (dotted), on "
+            f"the gold item, or on another one. Attention after the change: mean of {layers}. Bands: 95 %."
         )
         return {"doubling": (doubling_figure(table, place), caption)}
 
@@ -138,38 +135,38 @@ class Doubling(Study):
         examples, place = tables["examples"], self._place(int(tables["examples"]["items"].iloc[0]))
         keys = ["id", "cluster", "gold_position"]
         wide = examples.pivot(index=keys, columns="mode", values="score").reset_index()
-        there = wide[wide["gold_position"] == place]
-        times = f"times {self.factor:g}, minus the unmodified model's, in points,"
-        words = f"score with the weight of {{}} {times} {{}}"
-        control = "Negative control: more attention to another item does not raise accuracy"
-        claims = (
-            (
+        words = (
+            f"score with the weight of {{}} times {self.factor:g}, minus the unmodified model's, in points"
+        )
+        cases = {
+            ("item", UNMODIFIED): (
                 f"C1: more attention to the gold item where it stands raises accuracy ({SOURCE}, Figure 7)",
-                words.format(f"item {place}", "where it is the gold item"),
-                (there, "item", UNMODIFIED),
+                words.format(f"item {place}, where it is the gold item,"),
             ),
-            (
+            ("gold", UNMODIFIED): (
                 f"C1: accuracy depends on attention to the gold item ({SOURCE}), at every position",
-                words.format("the gold item", "all positions"),
-                (wide, "gold", UNMODIFIED),
+                words.format("the gold item"),
             ),
-            (control, words.format("a random other item", "all positions"), (wide, "other", UNMODIFIED)),
-            (
+            ("other", UNMODIFIED): (
+                "Negative control: more attention to another item does not raise accuracy",
+                words.format("a random other item"),
+            ),
+            ("gold", "other"): (
                 "C1: it is the gold item's attention that counts, not a change as such (control subtracted)",
                 "the same of the gold item minus the same of the other item, in points",
-                (wide, "gold", "other"),
             ),
-        )
+        }
         found = []
-        for claim, statistic, (rows, mode, base) in claims:
+        for (mode, base), claim in cases.items():
+            rows = wide[wide["gold_position"] == place] if mode == "item" else wide
             if rows.empty:
                 note = "no gold position stands there: see study.item and task.positions"
-                found.append(Finding.untestable(claim, statistic, note))
+                found.append(Finding.untestable(*claim, note))
                 continue
             at = bootstrap.difference(100 * (rows[mode] - rows[base]), list(rows["cluster"].astype(str)))
-            holds = at.ci_low <= 0 if claim == control else at.ci_low > 0
+            holds = at.ci_low <= 0 if mode == "other" else at.ci_low > 0
             note = ", ".join(f"{name} {100 * rows[name].mean():.1f} %" for name in (base, mode))
-            found.append(Finding.that(holds, claim, statistic, at, note))
+            found.append(Finding.that(holds, *claim, at, note))
         return found
 
 

@@ -34,15 +34,15 @@ from posbench.studies.prompts import Claim, Range
 
 LABELS = {UNMODIFIED: "unmodified", "crop": "crop mask", "shift": "position ids shifted"}
 SOURCE = "Yu et al. 2025, Appendix D.4, Figure 11"
+Changes = Mapping[str, Array]
 
 
 @dataclass(frozen=True, kw_only=True)
 class HiddenPerturbation(Study):
     """Crop mask and shifted position ids of a span of random text, and the positional channel there.
 
-    Every statistic is a change of the channel's mean over the span (or behind it) in units of the channel's
-    range over the text in that layer, positive towards its value at the beginning, and averaged over the
-    layers behind the first cropped one.
+    Every statistic is a change of the channel's mean over the span (or behind it) in units of its range over
+    the text in that layer, positive towards the beginning; a mean of the layers behind the first cropped one.
 
     Source: Yu et al. 2025, Appendix D.4, Figure 11. Random channels as a control are ours.
 
@@ -77,7 +77,7 @@ class HiddenPerturbation(Study):
     def check(self, run: Run) -> None:
         """See :meth:`Study.check`."""
         lm, low = run.lm, self.skip + self.bins
-        shared.random_channels(lm, shared.positional_channel(run, self.channel), self.controls, self.seed)
+        shared.channels(run, self.channel, self.controls, self.seed)
         check_layers(lm, "study.layers", self.layers)
         if not low <= self.length <= lm.context_window:
             allowed = f"from {low} (study.skip + study.bins) to {lm.context_window} (window of {lm.name})"
@@ -101,8 +101,7 @@ class HiddenPerturbation(Study):
 
     def measure(self, run: Run) -> dict[str, pd.DataFrame]:
         """Tables ``curves``, ``layer_effects`` and ``effects``."""
-        channel, resamples = shared.positional_channel(run, self.channel), run.runtime.resamples
-        channels = [channel, *shared.random_channels(run.lm, channel, self.controls, self.seed)]
+        channels = shared.channels(run, self.channel, self.controls, self.seed)
         strings = Strings(count=self.texts, length=self.length, alphabet=self.alphabet, seed=self.seed)
         variants = [v for v in LABELS if v != "shift" or can_move(run.lm)]
         (start, stop), parts = self._span, np.array_split(np.arange(self.length), self.bins)
@@ -129,8 +128,8 @@ class HiddenPerturbation(Study):
         averaged = {where: values[:, :, after].mean(2) for where, values in change.items()}
         return {
             "curves": self._curves(curves, channels, variants, middle),
-            "layer_effects": _by_layer(change, channels, variants, resamples),
-            "effects": _effects(averaged, variants, resamples),
+            "layer_effects": _by_layer(change, channels, variants, run.runtime.resamples),
+            "effects": _effects(averaged, variants, run.runtime.resamples),
         }
 
     @torch.inference_mode()
@@ -147,18 +146,12 @@ class HiddenPerturbation(Study):
             lm.model(**given, use_cache=False, logits_to_keep=1)
         return stacked(found, len(ids))
 
-    def _curves(
-        self, curves: Array, channels: Sequence[int], variants: Sequence[str], middle: Array
-    ) -> pd.DataFrame:
+    def _curves(self, curves: Array, channels: list[int], variants: list[str], middle: Array) -> pd.DataFrame:
         """Rows of variant, layer, channel, control, token, value; start and end of the span, in tokens."""
         variant, layer, channel, place = (index.ravel() for index in np.indices(curves.shape))
-        named = {
-            "variant": np.array(variants)[variant],
-            "layer": layer,
-            "channel": np.array(channels)[channel],
-        }
-        found = {"control": channel > 0, "token": middle[place], "value": curves.ravel()}
-        return pd.DataFrame({**named, **found, "start": self._span[0], "end": self._span[1]})
+        what = {"variant": np.take(variants, variant), "layer": layer, "channel": np.take(channels, channel)}
+        where = {"control": channel > 0, "token": middle[place], "value": curves.ravel()}
+        return pd.DataFrame({**what, **where, "start": self._span[0], "end": self._span[1]})
 
     def figures(self, tables: Tables) -> Drawn:
         """See :meth:`Study.figures`."""
@@ -178,30 +171,25 @@ class HiddenPerturbation(Study):
         unit = "in ranges of the channel, towards its value at the beginning, mean over layers and texts"
         claims = [
             Claim(
-                "crop_inside",
+                "crop_inside crop_behind",
                 "C3: without what comes before, the channel in the span falls back",
                 f"{inside}, {unit}",
-                quoted=("crop_behind",),
             ),
             Claim(
-                "crop_over_shift",
+                "crop_over_shift shift_inside shift_behind",
                 "C3: the causal mask, not the position embedding, makes positional hidden states",
                 f"{inside} minus the size of that under shifted position ids, same unit",
-                quoted=("shift_inside", "shift_behind"),
             ),
             Claim(
-                "crop_over_control",
+                "crop_over_control control_crop_inside",
                 "Control: the crop mask moves random channels less",
                 f"{inside} minus the mean over the random channels, same unit",
-                quoted=("control_crop_inside",),
             ),
         ]
         return shared.judged(tables["effects"], SOURCE, claims)
 
 
-def _by_layer(
-    change: Mapping[str, Array], channels: Sequence[int], variants: Sequence[str], resamples: int
-) -> pd.DataFrame:
+def _by_layer(change: Changes, channels: list[int], variants: list[str], resamples: int) -> pd.DataFrame:
     """Rows of variant, where, layer, channel, control, change (in the channel's range) and interval, n."""
     out = []
     for where, values in change.items():
@@ -215,7 +203,7 @@ def _by_layer(
     return pd.DataFrame(out)
 
 
-def _effects(change: Mapping[str, Array], variants: Sequence[str], resamples: int) -> pd.DataFrame:
+def _effects(change: Changes, variants: Sequence[str], resamples: int) -> pd.DataFrame:
     """The numbers behind the verdicts, from changes [texts, V, C] averaged over layers."""
     out, clusters = {}, list(map(str, range(len(change["inside"]))))
     for where, values in change.items():

@@ -138,9 +138,7 @@ def _method(run: Run) -> ScaleChannel:
     return method
 
 
-def edges(
-    changes: Mapping[Range, Array], layers: int, clusters: Sequence[str], resamples: int
-) -> pd.DataFrame:
+def edges(changes: Mapping[Range, Array], layers: int, clusters: list[str], resamples: int) -> pd.DataFrame:
     """What the first and last layers add to the loss: ranges that hold them against those a step inside.
 
     From the loss of each range minus the unmodified model's, by prompt, and the question of each prompt: rows
@@ -181,11 +179,10 @@ def layer_table(run: Run, changes: Mapping[Range, Array], ranges: Mapping[str, r
         rows.append({"layer": name, **ends(at, "retrieval"), "n": at.n, "benefit": benefit, **flags})
 
     for layer in range(run.lm.layers):
-        without, within = (
-            [change.mean() for (first, last), change in changes.items() if (first <= layer <= last) == held]
-            for held in (False, True)
-        )
-        benefit = np.mean(without) - np.mean(within) if without and within else np.nan
+        loss = dict[bool, list[float]]({False: [], True: []})
+        for (first, last), change in changes.items():
+            loss[first <= layer <= last].append(change.mean())
+        benefit = float(np.mean(loss[False]) - np.mean(loss[True])) if all(loss.values()) else np.nan
         held = {name: layer in inside for name, inside in ranges.items()}
         add(str(layer), hits[:, layer] - 1 / frame["items"].iloc[0], benefit, held)
     for name, layers in ranges.items():

@@ -47,16 +47,14 @@ DASHES = {RANDOM: (0, (4, 2)), SHUFFLED: ":"}
 class PositionalChannels(Study):
     """Curves of hidden-state channels over the token position, averaged over random strings, layer by layer.
 
-    Channels are chosen on one set of strings and measured on another, so that the choice does not flatter
-    them. Each is held against random channels, and against the same states with the positions of every string
-    shuffled: under that null the largest correlation of any channel is the bar.
+    Channels are chosen on one set of strings and measured on another, lest the choice flatter them. Each is
+    held against random ones, and against the largest correlation of any with the positions shuffled.
 
     Source: Yu et al. 2025, Definition 2.1, Section 2.3, Appendix C.1, Figures 4 and 14.
 
     Attributes:
         channels: Channels to draw; None: the paper's for this model, that of its YAML, and ``top`` more.
-        top: Channels with the strongest trend: the largest mean over layers of the absolute Spearman
-            correlation of the averaged curve with the position.
+        top: Channels with the strongest trend: the largest :func:`mean_correlation`.
         controls: Random channels, as a control.
         site: ``attention_input`` (what scale_channel scales) or ``residual`` (block outputs).
         strings: Random strings, once to choose and once to measure (paper 2000).
@@ -94,14 +92,13 @@ class PositionalChannels(Study):
         return ChannelSearch(**{name: getattr(self, name) for name in names})
 
     def measure(self, run: Run) -> dict[str, pd.DataFrame]:
-        """Four tables.
+        """Four tables, the last two as positions are and with shuffled ones.
 
-        ``curves``: averages over the second set of strings; kind says why a channel is there. ``statistics``,
-        by channel and layer: whether the fitted curve rises or falls throughout (``monotone`` 1, -1, 0), the
-        averaged curve's Spearman correlation with the position, and the share of the channel's variance that
-        the position explains, the latter two also with shuffled positions. ``summary``: means over layers,
-        and the share of all channels with a larger one. ``null``: channels that pass the search's filter, and
-        the largest mean absolute correlation of any, as they are and with shuffled positions.
+        ``curves``: averages over the second set of strings, and why a channel is there. ``summary``: means of
+        the statistics over layers, the share of channels with a larger one. ``statistics``, by layer: does
+        the fitted curve rise or fall throughout (``monotone`` 1, -1, 0), the averaged curve's Spearman
+        correlation with the position, and the share of variance that the position explains. ``null``:
+        channels that pass the search's filter, and the largest mean absolute correlation of any.
         """
         averages = self.search.averages(run)
         (run.out.path / STATE).unlink(missing_ok=True)
