@@ -10,8 +10,8 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from itertools import product
-from typing import Any, ClassVar
+from itertools import chain, product
+from typing import ClassVar, Literal
 
 import pandas as pd
 import torch
@@ -28,7 +28,7 @@ from posbench.studies.wu2025.sequences import World, training_batch
 from posbench.studies.wu2025.training import Condition, Ensemble
 
 CPU = torch.device("cpu")
-LOOP = "plain loop, sequences built in Python"
+PES: tuple[Literal["none", "rope"], ...] = ("none", "rope")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,35 +49,30 @@ class TrainingSpeed(Timed):
     def measure(self, run: Run) -> dict[str, pd.DataFrame]:
         """Table ``training_speed``; see :meth:`Timed.compared`, with the iterations per second."""
         rows: list[Row] = []
-        with run.progress("conditions", 2 * len(self.depths)) as advance:
-            for depth, pe in product(self.depths, ("none", "rope")):
-                rows += self.speeds(Condition(depth=depth, pe=pe))  # type: ignore[arg-type]
-                advance(1)
-        return {"training_speed": table(rows)}
+        for depth, pe in product(self.depths, PES):
+            condition = Condition(depth=depth, pe=pe)
+            ensemble, other = Ensemble(condition, [0], CPU), Ensemble(condition, [0], CPU)
+            loop, step = plain_steps(condition, other)
+            draw = partial(training_batch, condition, ensemble.worlds[0], condition.batch, ensemble.data[0])
+            ways: dict[str, Callable[[], object]] = {"plain loop, sequences built in Python": loop}
+            ways |= {"plain loop, its training step alone": step, "posbench": ensemble.step}
+            ways["posbench, its batches alone"] = draw
+            rounds = {way: partial(self._repeated, work) for way, work in ways.items()}
+            rows += self.compared(f"depth {depth}, {'RoPE' if pe == 'rope' else 'no PE'}", rounds, CPU)
+        each = [{**row, "iterations_per_second": self.iterations / row["seconds"]} for row in rows]
+        return {"training_speed": table(each)}
 
-    def speeds(self, condition: Condition) -> list[Row]:
-        """Rows of one condition."""
-        ensemble = Ensemble(condition, [0], CPU)
-        loop, step = plain_steps(condition, Ensemble(condition, [0], CPU))
-        draw = partial(training_batch, condition, ensemble.worlds[0], condition.batch, ensemble.data[0])
-
-        def repeated(work: Callable[[], Any]) -> None:
-            for _ in range(self.iterations):
-                work()
-
-        works = {LOOP: loop, "plain loop, its training step alone": step}
-        works |= {"posbench": ensemble.step, "posbench, its batches alone": draw}  # type: ignore[dict-item]
-        what = f"depth {condition.depth}, {'RoPE' if condition.pe == 'rope' else 'no PE'}"
-        rounds = {way: partial(repeated, work) for way, work in works.items()}
-        rows = self.compared(what, rounds, CPU)
-        return [{**row, "iterations_per_second": self.iterations / row["seconds"]} for row in rows]
+    def _repeated(self, work: Callable[[], object]) -> None:
+        for _ in range(self.iterations):
+            work()
 
 
+@dataclass
 class PlainSequences(Dataset[tuple[Tensor, Tensor]]):
     """Training sequences, each built in Python from a seed of its own."""
 
-    def __init__(self, condition: Condition, world: World) -> None:
-        self.condition, self.world = condition, world
+    condition: Condition
+    world: World
 
     def __len__(self) -> int:
         return 10**9
@@ -106,13 +101,10 @@ class PlainNetwork(nn.Module):
     def __init__(self, condition: Condition) -> None:
         super().__init__()
         self.condition, width = condition, condition.width
-        square, sizes = (
-            partial(nn.Linear, width, width, bias=False),
-            [width] * HIDDEN_LAYERS + [condition.labels],
-        )
-        self.layers = nn.ModuleList(
-            nn.ModuleList([square(), square(), square()]) for _ in range(condition.depth)
-        )
+        # Query, key and value of each layer.
+        projections = (nn.Linear(width, width, bias=False) for _ in range(3 * condition.depth))
+        sizes = [width] * HIDDEN_LAYERS + [condition.labels]
+        self.attention = nn.ModuleList(projections)
         self.hidden = nn.ModuleList(nn.Linear(width, size) for size in sizes)
         base = condition.rope_base ** (-torch.arange(0, width, 2) / width)
         angles = torch.arange(condition.tokens)[:, None] * base
@@ -123,8 +115,8 @@ class PlainNetwork(nn.Module):
         """Logits [B, L] from tokens [B, n, D]."""
         if self.condition.pe == "sin":
             x = x + torch.stack([self.sin, self.cos], -1).flatten(1)
-        for query, key, value in self.layers:  # type: ignore[misc]
-            q, k, v = query(x), key(x), value(x)
+        for first in range(0, len(self.attention), 3):
+            q, k, v = (linear(x) for linear in self.attention[first : first + 3])
             if self.condition.pe == "rope":
                 q, k = self._rotated(q), self._rotated(k)
             weights = torch.exp(q @ k.transpose(-1, -2) / self.condition.width**0.5) * self.factor
@@ -143,11 +135,11 @@ class PlainNetwork(nn.Module):
     def take(self, ensemble: Ensemble) -> None:
         """The weights of the first model of an ensemble."""
         network = ensemble.network
-        for own, *others in zip(self.layers, network.query, network.key, network.value, strict=True):
-            for linear, weight in zip(own, others, strict=True):
-                linear.weight.copy_(weight[0].T)
-        for linear, weight, bias in zip(self.hidden, network.weight, network.bias, strict=True):
+        attention = chain(*zip(network.query, network.key, network.value, strict=True))
+        linears, weights = (*self.attention, *self.hidden), (*attention, *network.weight)
+        for linear, weight in zip(linears, weights, strict=True):
             linear.weight.copy_(weight[0].T)
+        for linear, bias in zip(self.hidden, network.bias, strict=True):
             linear.bias.copy_(bias[0, 0])
 
 
