@@ -49,9 +49,8 @@ def need_items(task: Task) -> list[Example]:
 def need_whole_maps(run: Run) -> None:
     """Raise UserError for a method that runs the last token apart: no forward then has whole maps."""
     if run.trial().needs_prompt:
-        name = run.choice.name
-        allowed = f"a method that leaves whole attention maps; {name} runs the last token apart"
-        raise UserError("method", name, allowed, "leave the method out")
+        allowed = f"a method that leaves whole attention maps; {run.choice.name} runs the last token apart"
+        raise UserError("method", run.choice.name, allowed, "leave the method out")
 
 
 def check_prompts(run: Run, task: Task | None = None) -> None:
@@ -77,11 +76,6 @@ def retrieval_layers(given: Range | None, unmodified: Sequence[float] | Array) -
     if given is None and len(unmodified) < 16:
         return (int(np.argmax(unmodified)),) * 2
     return given or share(RETRIEVAL, len(unmodified))
-
-
-def inclusive(layers: Range) -> range:
-    """The layers from the first to the last."""
-    return range(layers[0], layers[1] + 1)
 
 
 def named(first: int, last: int) -> str:

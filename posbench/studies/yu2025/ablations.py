@@ -111,10 +111,7 @@ class Ablations(Study):
         }
 
     def pools(self, search: ChannelSearch, found: ChannelStatistics, free: ChannelStatistics) -> Pools:
-        """The channels that go to validation, by ablation, in the order in which ties are broken.
-
-        From the filter's statistics, and those ``free`` of its part by monotonicity.
-        """
+        """Channels for validation, by ablation, smoothest first; ``free`` is the filter less monotonicity."""
         search.ask(found, [])  # refuses a model in which no channel passes
         passed = some = list(found.ranking)
         if self.smoothness == "random":

@@ -258,10 +258,7 @@ def _of_lengths(examples: pd.DataFrame) -> Finding:
 
 
 def head_row(weights: Array, place: int) -> Row:
-    """What is kept of one example's weights [L, H, N]: their mean over heads (``items``, [L, N]).
-
-    By head, [L, H]: the item with the ``largest`` weight, that of the ``gold`` one, mean of ``others``.
-    """
+    """Kept of weights [L, H, N]: mean over heads [L, N]; largest item, gold and other weights [L, H]."""
     at_gold = weights[..., place]
     others = (weights.sum(-1) - at_gold) / max(weights.shape[-1] - 1, 1)
     parts = {"items": weights.mean(1), "gold": at_gold, "others": others}

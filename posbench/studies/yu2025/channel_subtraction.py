@@ -51,8 +51,7 @@ class ChannelSubtraction(Study):
         unit: ``range`` of the unmodified model's item means, by layer; ``absolute``: as it is (paper).
         gold: Depth of the gold item; the nearest gold position of the task is taken (paper: 25 / 49).
         other: Depth of the item without the answer (paper: 35 / 49).
-        layers: Layers that are changed, and whose attention is averaged, 0-based; None: those of
-            :func:`posbench.studies.prompts.retrieval_layers`.
+        layers: Layers that are changed and averaged; None: :func:`posbench.studies.prompts.retrieval_layers`.
         site: ``attention_input``, each layer alone, or ``residual``, which adds up; the paper does not say.
         controls: Random channels, from which the same amount is taken.
         examples: Prompts at most.

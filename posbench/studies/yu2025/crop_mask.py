@@ -46,14 +46,12 @@ class CropMask(Study):
     Position ids are moved in all layers (:mod:`posbench.perturbations.move_positions`), but not in models
     without rotary embedding.
 
-    Source: Yu et al. 2025, Section 2.2, Appendix D.3, Figures 3, 8 and 9. The control, an item drawn at
-        random, is ours.
+    Source: Yu et al. 2025, Section 2.2, Appendix D.3, Figures 3, 8 and 9. The control is ours.
 
     Attributes:
         layers: First and last layer with a cropped mask, 0-based; None: the paper's 2 to 8 of 32, counted
             from 1 (D.3: 1 to 8), or that share, and none from the retrieval layers on.
-        retrieval: Layers whose attention to the gold item is averaged; None: those of
-            :func:`posbench.studies.prompts.retrieval_layers`.
+        retrieval: Layers that are averaged; None: :func:`posbench.studies.prompts.retrieval_layers`.
         keep_first: Whether the cropped item still sees the prompt's first token (Appendix D.3: yes).
         examples: Prompts of each gold position at most.
         seed: Seed of the control's items.
@@ -109,16 +107,14 @@ class CropMask(Study):
                 return move_positions(lm, lengths, prompts.spans(batch, gold), target)
             other = lambda e: shared.other_item(e, "crop_mask", self.seed)  # noqa: E731
             spans = prompts.spans(batch, gold if variant == "crop" else other)
-            return crop_mask(lm, lengths, spans, shared.inclusive(cropped), keep_first=self.keep_first)
+            layers = range(cropped[0], cropped[1] + 1)
+            return crop_mask(lm, lengths, spans, layers, keep_first=self.keep_first)
 
         return block
 
     def figures(self, tables: Tables) -> Drawn:
         """See :meth:`Study.figures`."""
-        caption = (
-            "Score, and attention of the last token to the gold item, over its position (95 %); right: its "
-            "change in every layer, mean over inner gold positions (shaded: layers with a cropped mask)."
-        )
+        caption = "Score and attention (95 %); change of attention by layer (shaded: with a cropped mask)."
         return {"crop_mask": (crop_figure(tables["crop_mask"], tables["crop_mask_layers"]), caption)}
 
     def findings(self, tables: Tables) -> Sequence[Finding]:

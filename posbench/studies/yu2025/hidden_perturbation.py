@@ -97,7 +97,8 @@ class HiddenPerturbation(Study):
         return round(self.span[0] * self.length), round(self.span[1] * self.length)
 
     def _cropped(self, lm: LM) -> range:
-        return shared.inclusive(self.layers or (0, lm.layers - 1))
+        first, last = self.layers or (0, lm.layers - 1)
+        return range(first, last + 1)
 
     def measure(self, run: Run) -> dict[str, pd.DataFrame]:
         """Tables ``curves``, ``layer_effects`` and ``effects``."""
@@ -156,10 +157,7 @@ class HiddenPerturbation(Study):
     def figures(self, tables: Tables) -> Drawn:
         """See :meth:`Study.figures`."""
         curves = "The positional channel over the token, mean over texts, a line per layer; grey: span."
-        layers = (
-            "Change of the channel's mean inside the span, in units of its range over the text in the layer, "
-            "positive towards its value at the beginning; 95 % intervals. Dashed: mean of random channels."
-        )
+        layers = "Change of its mean in the span by layer, in ranges, towards the beginning (95 %)."
         return {
             "hidden_perturbation": (curves_figure(tables["curves"]), curves),
             "hidden_perturbation_layers": (layers_figure(tables["layer_effects"]), layers),

@@ -67,23 +67,22 @@ class LayerSelection(Study):
         kinds = {CHOSEN: method}
         if self.control:
             kinds[CONTROL] = replace(method, channel=random_channel(run.lm, method, self.seed))
-        ranges, tried = dict.fromkeys([*grid, method.layers]), {}
-        for kind, m in kinds.items():
-            tried[kind] = [replace(m, layers=r) for r in ranges]
-        candidates = [c for each in tried.values() for c in each]
+        ranges = dict.fromkeys([*grid, method.layers])
+        tried = [(kind, replace(m, layers=r)) for kind, m in kinds.items() for r in ranges]
+        candidates = [c for _, c in tried]
         each = search.losses(run, LOSSES, candidates)
         changes, base = dict(zip(candidates, each[1:] - each[0], strict=True)), each[0]
         clusters, rows = [e.cluster or e.id for e in run.examples("calibration")], []
-        for kind, c in [(kind, c) for kind, some in tried.items() for c in some]:
+        for kind, c in tried:
             place = {"kind": kind, "channel": c.channel, "first": c.layers[0], "last": c.layers[1]}
             change = bootstrap.difference(changes[c], clusters, resamples=resamples)
             rows.append({**place, "loss": (changes[c] + base).mean(), **ends(change, "change")})
-        best = {kind: min(some, key=lambda c: changes[c].mean()) for kind, some in tried.items()}
+        best = {k: min((c for kind, c in tried if kind == k), key=lambda c: changes[c].mean()) for k in kinds}
         settings = {BEST: best[CHOSEN], PUBLISHED: method}
         settings[EVERY] = replace(method, layers=(0, run.lm.layers - 1))
         if self.control:
             settings[CONTROL] = best[CONTROL]
-        own = {c.layers: changes[c] for c in tried[CHOSEN]}
+        own = {c.layers: changes[c] for kind, c in tried if kind == CHOSEN}
         held = {"best": best[CHOSEN].layer_indices, "published": method.layer_indices}
         return {
             "ranges": pd.DataFrame(rows).assign(loss_unmodified=base.mean()),
@@ -95,9 +94,8 @@ class LayerSelection(Study):
     def figures(self, tables: Tables) -> Drawn:
         """See :meth:`Study.figures`."""
         caption = (
-            "Left: calibration loss of each range of layers minus the unmodified model's; star: the lowest, "
-            "square: the published range. Right: retrieval score of each layer (share of prompts whose gold "
-            "item gets the most attention, minus chance); what the loss gains where a range holds the layer."
+            "Left: calibration loss of each range minus unmodified; star: lowest, square: published. "
+            "Right: share of prompts whose gold item gets most attention, minus chance; benefit of the layer."
         )
         return {"layers": (layer_figure(tables["ranges"], tables["layers"]), caption)}
 

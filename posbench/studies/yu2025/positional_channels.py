@@ -12,11 +12,10 @@ import pandas as pd
 from annotated_types import Ge
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
-from numpy.typing import NDArray
 from scipy.stats import t
 
 from posbench.errors import UserError
-from posbench.measure.states import GROUPS, Alphabet, Moments, Site, moments
+from posbench.measure.states import GROUPS, Alphabet, Array, Moments, Site, moments
 from posbench.methods.scale_channel import check_channels
 from posbench.plots import base as plot
 from posbench.plots.search import channel_curves
@@ -30,8 +29,6 @@ from posbench.stats.bootstrap import Estimate, difference_of_shares
 from posbench.stats.correlation import spearman
 from posbench.stats.findings import Finding, ends, estimate
 from posbench.studies.base import Study, Tables
-
-Array = NDArray[np.floating]
 
 PAPER = {"mistral7b": 213, "llama2_7b": 2393, "mpt_30b": 1942, "tinyllama_nope": 1156}
 """Channels of Figures 4 and 14, by our model names; for MPT-30B Table 4 scales another one, 6926."""
