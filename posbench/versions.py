@@ -11,7 +11,7 @@ __version__ = "0.1.0"
 
 
 def _needed() -> list[Requirement]:
-    """What the package metadata asks for here, without extras; nothing in a checkout that was never installed."""
+    """What the package metadata asks for here, without extras; nothing where it was never installed."""
     try:
         lines = [Requirement(line) for line in requires("posbench") or ()]
     except PackageNotFoundError:

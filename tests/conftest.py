@@ -127,4 +127,4 @@ def config_of(*overrides: str) -> Any:
     from posbench.pipeline.config import check
 
     made = composed(*overrides)
-    return check(made.raw, made.typed)
+    return check(made.raw, made.typed, made.folders)

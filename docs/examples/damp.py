@@ -14,8 +14,8 @@ class Damp(Method):
     """Multiply the output of the attention modules by 1 - strength.
 
     Args:
-        strength: 0 changes nothing, 1 switches the attention off. It belongs to a checkpoint, so it has no default: the
-            model's file gives it, the user types it, or a search finds it.
+        strength: 0 changes nothing, 1 switches the attention off. It belongs to a checkpoint, so it has no
+            default: the model's file gives it, the user types it, or a search finds it.
         layers: First and last layer, 0-based; None: all.
     """
 
@@ -37,9 +37,8 @@ class Damp(Method):
         check_layers(lm, "method.layers", self.layers)
 
     @contextmanager
-    def applied(self, lm):
-        """Change the model, yield it, restore it, also after an exception."""
-        self.check(lm)
+    def changed(self, lm):
+        """Change the model, and restore it, also after an exception."""
         first, last = self.layers or (0, lm.layers - 1)
 
         def damped(module, args, output):
@@ -48,4 +47,4 @@ class Damp(Method):
         with ExitStack() as stack:
             for module in families.attention_modules(lm.model)[first : last + 1]:
                 stack.callback(module.register_forward_hook(damped).remove)
-            yield lm
+            yield

@@ -107,7 +107,7 @@ def configured(
     args += [f"{groups.get(key, 'method')}.{key}={_spelled(value)}" for key, value in settings.items()]
     with renamed("method.", "model_args."):
         made = composed(*args)
-        return check(made.raw, made.typed)
+        return check(made.raw, made.typed, made.folders)
 
 
 def _spelled(value: Any) -> str:

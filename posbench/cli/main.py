@@ -99,7 +99,7 @@ def _job(composed: Any, command: str) -> None:
     facts = {"overrides": composed.overrides, "multirun": composed.multirun}
     record: dict[str, Any] = {**facts, "folder": None, "status": 0}
     try:
-        config = check(composed.raw, composed.typed)
+        config = check(composed.raw, composed.typed, composed.folders)
         record["folder"] = str(execute(config, command=command, console=Console()))
     except IncompleteRun as error:
         print(f"posbench: {error}", file=sys.stderr)

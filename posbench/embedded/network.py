@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,28 +19,37 @@ from posbench.embedded.start import initialise, rope_tables, rotate
 from posbench.embedded.tokenizer import END, VOCAB
 
 Map = Callable[[Tensor], Tensor]
+Layer = tuple[Tensor, Tensor, Tensor, Tensor, Map, Map, Map]
+"""Matrices of queries, keys, values and output of a decoder layer; its two norms; its MLP."""
 
 
 def build_config(recipe: Recipe) -> PreTrainedConfig:
     """Llama, SmolLM3 without rotation in any layer, or MPT; no biases, tied embeddings."""
-    shared: dict[str, Any] = {"vocab_size": len(VOCAB), "bos_token_id": None, "tie_word_embeddings": True}
-    shared |= {"eos_token_id": VOCAB[END], "pad_token_id": VOCAB[END], "dtype": "float32"}
-    depth, heads, longest, eps = (
+    width, inner, depth, heads = (
+        recipe.hidden_size,
+        recipe.intermediate_size,
         recipe.num_layers,
         recipe.num_heads,
-        recipe.max_positions,
-        recipe.rms_norm_eps,
     )
+    shared: dict[str, Any] = {"vocab_size": len(VOCAB), "bos_token_id": None, "tie_word_embeddings": True}
+    shared |= {"eos_token_id": VOCAB[END], "pad_token_id": VOCAB[END], "dtype": "float32"}
     if recipe.positions == "alibi":
-        shared |= {"d_model": recipe.hidden_size, "n_heads": heads, "n_layers": depth, "max_seq_len": longest}
-        shared |= {"expansion_ratio": recipe.intermediate_size // recipe.hidden_size, "no_bias": True}
-        shared |= {"layer_norm_epsilon": eps, "learned_pos_emb": False, "attn_config": {"alibi": True}}
-        return transformers.MptConfig(use_cache=True, **shared)
-    shared |= {"hidden_size": recipe.hidden_size, "intermediate_size": recipe.intermediate_size}
+        shared |= {"d_model": width, "n_heads": heads, "n_layers": depth, "max_seq_len": recipe.max_positions}
+        shared |= {
+            "expansion_ratio": inner // width,
+            "layer_norm_epsilon": recipe.rms_norm_eps,
+            "no_bias": True,
+        }
+        shared |= {"learned_pos_emb": False, "attn_config": {"alibi": True}, "use_cache": True}
+        return transformers.MptConfig(**shared)
+    shared |= {
+        "hidden_size": width,
+        "intermediate_size": inner,
+        "max_position_embeddings": recipe.max_positions,
+    }
     shared |= {"num_hidden_layers": depth, "num_attention_heads": heads, "num_key_value_heads": heads}
     shared |= {"rope_parameters": {"rope_type": "default", "rope_theta": recipe.rope_theta}}
-    shared |= {"max_position_embeddings": longest, "rms_norm_eps": eps}
-    shared |= {"attention_bias": False, "mlp_bias": False}
+    shared |= {"rms_norm_eps": recipe.rms_norm_eps, "attention_bias": False, "mlp_bias": False}
     if recipe.positions == "nope":
         return transformers.SmolLM3Config(no_rope_layers=[0] * depth, **shared)
     return transformers.LlamaConfig(head_dim=recipe.head_dim, **shared)
@@ -60,45 +69,24 @@ def build_model(recipe: Recipe, rng: torch.Generator) -> PreTrainedModel:
     return model.train()
 
 
-@dataclass(frozen=True)
-class _Layer:
-    """One decoder layer as the training forward needs it; ``mlp`` is with its norm, without the residual."""
+def _llama_layers(model: Any) -> tuple[list[Layer], Map]:
+    def norm(module: Any) -> Map:
+        return lambda x: F.rms_norm(x, (x.shape[-1],), module.weight, model.config.rms_norm_eps)
 
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    output: Tensor
-    norm: Map
-    mlp: Map
-
-
-def _llama_layers(model: Any) -> tuple[list[_Layer], Map]:
-    def norm(weight: Tensor) -> Map:
-        return lambda x: F.rms_norm(x, (x.shape[-1],), weight, model.config.rms_norm_eps)
-
-    def mlp(layer: Any) -> Map:
-        def forward(x: Tensor) -> Tensor:
-            x = norm(layer.post_attention_layernorm.weight)(x)
-            gate = F.silu(F.linear(x, layer.mlp.gate_proj.weight)) * F.linear(x, layer.mlp.up_proj.weight)
-            return F.linear(gate, layer.mlp.down_proj.weight)
-
-        return forward
-
-    layers = []
+    layers: list[Layer] = []
     for layer in model.model.layers:
         query, key, value, output = (getattr(layer.self_attn, f"{name}_proj").weight for name in "qkvo")
-        layers.append(_Layer(query, key, value, output, norm(layer.input_layernorm.weight), mlp(layer)))
-    return layers, norm(model.model.norm.weight)
+        norms = norm(layer.input_layernorm), norm(layer.post_attention_layernorm)
+        layers.append((query, key, value, output, *norms, layer.mlp))
+    return layers, norm(model.model.norm)
 
 
-def _mpt_layers(model: Any) -> tuple[list[_Layer], Map]:
-    def mlp(block: Any) -> Map:
-        return lambda x: block.ffn(block.norm_2(x), 0)
-
-    layers = []
+def _mpt_layers(model: Any) -> tuple[list[Layer], Map]:
+    layers: list[Layer] = []
     for block in model.transformer.blocks:
         query, key, value = block.attn.Wqkv.weight.chunk(3)
-        layers.append(_Layer(query, key, value, block.attn.out_proj.weight, block.norm_1, mlp(block)))
+        mlp = partial(block.ffn, residual=0)
+        layers.append((query, key, value, block.attn.out_proj.weight, block.norm_1, block.norm_2, mlp))
     return layers, model.transformer.norm_f
 
 
@@ -110,38 +98,36 @@ def block_logits(model: PreTrainedModel, batch: Batch) -> Tensor:
     """
     config: Any = model.config
     heads, rope, alibi = config.num_attention_heads, config.model_type == "llama", config.model_type == "mpt"
-    hd = config.hidden_size // heads
-    contexts, total = batch.ids.shape
+    head_dim, (contexts, total) = config.hidden_size // heads, batch.ids.shape
     start, questions = batch.context_length, batch.gold.shape[1]
     positions, mask = block_positions(start, questions), block_mask(start, questions)
     layers, final_norm = (_mpt_layers if alibi else _llama_layers)(model)
     if alibi:
-        # A bias by the key's position equals one by its distance: a row's softmax ignores what its keys
-        # share.
+        # A bias by the key's position equals one by its distance: a softmax ignores what a row's keys share.
         bias = alibi_slopes(heads)[:, None, None] * (positions - positions.max())
         mask = torch.where(mask, bias, -math.inf)
     if rope:
-        cos, sin = rope_tables(positions, hd, float(config.rope_parameters["rope_theta"]))
+        cos, sin = rope_tables(positions, head_dim, float(config.rope_parameters["rope_theta"]))
     rows = (start + torch.arange(total - start).view(questions, -1)[:, 2:]).reshape(-1)
 
-    def split(x: Tensor) -> Tensor:
-        return x.view(contexts, -1, heads, hd).transpose(1, 2)
+    def split(x: Tensor, weight: Tensor) -> Tensor:
+        return F.linear(x, weight).view(contexts, -1, heads, head_dim).transpose(1, 2)
 
     embedding = model.get_input_embeddings().weight
     hidden = F.embedding(batch.ids, embedding)
-    for index, layer in enumerate(layers):
-        normed = layer.norm(hidden)
-        key, value = split(F.linear(normed, layer.key)), split(F.linear(normed, layer.value))
+    for index, (to_query, to_key, to_value, output, norm_1, norm_2, mlp) in enumerate(layers):
+        normed = norm_1(hidden)
+        key, value = split(normed, to_key), split(normed, to_value)
         if rope:
             key = rotate(key, cos, sin)
         if index == len(layers) - 1:
             normed, hidden, mask = normed[:, rows], hidden[:, rows], mask[..., rows, :]
             if rope:
                 cos, sin = cos[rows], sin[rows]
-        query = split(F.linear(normed, layer.query))
+        query = split(normed, to_query)
         if rope:
             query = rotate(query, cos, sin)
         mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
-        hidden = hidden + F.linear(mixed.transpose(1, 2).flatten(2), layer.output)
-        hidden = hidden + layer.mlp(hidden)
+        hidden = hidden + F.linear(mixed.transpose(1, 2).flatten(2), output)
+        hidden = hidden + mlp(norm_2(hidden))
     return F.linear(final_norm(hidden), embedding).view(contexts, questions, 3, -1)

@@ -45,6 +45,8 @@ TOKENIZER = (
     "*.model",
 )
 
+A_CHECKPOINT = "a local directory with config.json, tokenizer files and *.safetensors, or a reachable hub id"
+
 FAILURES = (OSError, HTTPError, HTTPException, ValueError)
 """What the hub's client and urllib raise: no network, no such repository, a torn answer, an id that is
 none."""
@@ -215,7 +217,7 @@ def fetch(sources: Iterable[Source], *, dry_run: bool, console: Console) -> None
                 problems.append(error)
                 table.add_row(source.field.partition(".")[0], source.id, "", "", "missing")
                 continue
-            said = f"{source.id}: not reachable ({type(error.__cause__).__name__}), but a complete copy is cached"
+            said = f"{source.id}: not reachable ({type(error.__cause__).__name__}); a complete copy is cached"
             console.print(said, soft_wrap=True)
             sha, files = "" if source.kind == "url" else here.name, _on_disk(source, here)
         if sha:
@@ -300,7 +302,7 @@ def _url_file(url: str) -> Path:
 def _refused(source: Source, error: Exception) -> UserError:
     """The failure of a source as one line with the next step."""
     allowed = {
-        "model": "a local directory with config.json, tokenizer files and *.safetensors, or a reachable hub id",
+        "model": A_CHECKPOINT,
         "dataset": "a reachable data set of the hub",
         "url": "a reachable URL",
         "path": "a file on this machine",

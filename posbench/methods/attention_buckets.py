@@ -1,8 +1,6 @@
 """Several RoPE bases side by side, their predictions mixed at every step (Attention Buckets, Chen et al.
 2023)."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 from collections.abc import Callable, Iterator
@@ -30,15 +28,13 @@ class AttentionBuckets(Method):
     """Run every prompt once per RoPE base and let the N predictions of each token make one.
 
     Inside the block a forward of B rows runs B * N rows, row by row all bases next to each other, and returns
-    B rows of logits [B, T, V]; its cache holds B * N rows. Every base keeps its own hidden states and keys;
-    they share the tokens. Costs N times the cache and about N times the computation. Stock ``lm.model(...)``
-    and ``lm.model.generate(...)`` see the method, greedy or sampling; beam search reorders the cache and is
-    refused, as are outputs of single layers.
+    B rows of logits [B, T, V]; its cache holds B * N rows. Costs N times the cache and about N times the
+    computation. Stock ``lm.model(...)`` and ``lm.model.generate(...)`` see the method, greedy or sampling;
+    beam search reorders the cache and is refused, as are outputs of single layers.
 
     A long prompt runs base after base instead, so that activations take the memory of one; what the first
     attention computes before it rotates is then computed once. Not so on a cache of fixed size, or while
-    another method or a listener, such as :meth:`posbench.model.lm.LM.last_attention`, looks into the layers:
-    these see all bases at once.
+    another method or a listener (:meth:`posbench.model.lm.LM.last_attention`) looks into the layers.
 
     Args:
         bases: The N bases theta, in all layers; None is the model's own. Published: 10000, 13000, 16000,
@@ -70,14 +66,8 @@ class AttentionBuckets(Method):
         return replace(self, bases=(None,) * len(self.bases), mixture="logits")
 
     def mix(self, logits: Tensor) -> Tensor:
-        """One prediction from those of the bases.
-
-        Args:
-            logits: [B, N, T, V].
-
-        Returns:
-            [B, T, V], in the dtype of the logits: mixed logits, or log-probabilities.
-        """
+        """One prediction [B, T, V] from those of the bases [B, N, T, V]: mixed logits, or
+        log-probabilities."""
         exact = logits.to(torch.promote_types(logits.dtype, torch.float32))
         if self.mixture == "logits":
             weights = exact.amax(-1, keepdim=True).softmax(1)
@@ -87,11 +77,10 @@ class AttentionBuckets(Method):
         return (confidence + shares).logsumexp(1).to(logits.dtype)
 
     @contextmanager
-    def applied(self, lm: LM) -> Iterator[LM]:
-        """See :meth:`Method.applied`."""
-        self.check(lm)
+    def changed(self, lm: LM) -> Iterator[None]:
+        """See :meth:`Method.changed`."""
         model, forward, count = lm.model, lm.model.forward, len(self.bases)
-        signature, running, alone = inspect.signature(forward), self.bases, not listeners(lm.model)
+        signature, running, alone = inspect.signature(forward), self.bases, not listeners(model)
 
         @wraps(forward)
         def mixed_forward(*args: Any, **kwargs: Any) -> Any:
@@ -100,13 +89,14 @@ class AttentionBuckets(Method):
             call = {k: v for k, v in bound.items() if k != "kwargs"} | bound.get("kwargs", {})
             labels, as_dict = call.pop("labels", None), call.pop("return_dict", None)
             cache = call.pop("past_key_values", None)
-            _refuse_what_has_no_mixture(call)
             tokens = call["input_ids"] if call.get("input_ids") is not None else call["inputs_embeds"]
             rows = tokens.shape[0]
-            _check_cache(cache, rows * count)
+            _refuse(call, cache, rows * count)
             # An inner method stands in front of this forward or has hooks of its own, as a listener has.
             unseen = alone and model.forward is mixed_forward and listeners(model) == own
-            size = self._together(tokens.shape[:2].numel()) if unseen and _may_be_joined(cache) else count
+            size = count
+            if self.batch_tokens and unseen and _may_be_joined(cache):
+                size = min(count, max(1, self.batch_tokens // tokens.shape[:2].numel()))
             logits, joined = list[Tensor](), _Joined(rows, count)
             with ExitStack() as stack:
                 for child in families.attention_modules(model)[0].children() if size < count else ():
@@ -130,24 +120,16 @@ class AttentionBuckets(Method):
         def with_bases(call: rope.Call) -> rope.Call:
             return replace(call, bases=running)
 
-        with ExitStack() as stack:
-            stack.enter_context(rope.tables(model, dict.fromkeys(rope.rotated_layers(model), with_bases)))
-            stack.enter_context(replaced(model, "forward", mixed_forward))
+        layers = dict.fromkeys(rope.rotated_layers(model), with_bases)
+        with rope.tables(model, layers), replaced(model, "forward", mixed_forward):
             own = listeners(model)
-            yield lm
-
-    def _together(self, tokens: int) -> int:
-        """How many bases run as one batch for so many tokens."""
-        count = len(self.bases)
-        return count if self.batch_tokens is None else min(count, max(1, self.batch_tokens // tokens))
+            yield
 
 
 def _may_be_joined(cache: Any) -> bool:
     """Whether a prompt's cache may be made of those of the bases: empty, and of layers that grow."""
-    if cache is None:
-        return True
-    growing = all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in cache.layers)
-    return growing and cache.get_seq_length() == 0
+    growing = (DynamicLayer, DynamicSlidingWindowLayer)
+    return cache is None or (all(type(x) in growing for x in cache.layers) and cache.get_seq_length() == 0)
 
 
 class _Joined:
@@ -199,16 +181,12 @@ def _repeated(value: Any, rows: int, count: int) -> Any:
     return value
 
 
-def _check_cache(cache: Any, rows: int) -> None:
-    if cache is None or cache.get_seq_length() == 0:
-        return
-    held = cache.layers[0].keys.shape[0]
-    if held != rows:
-        needs = f"this cache holds {held} rows where attention_buckets needs {rows}"
-        raise ValueError(f"{needs}: run the prompt inside the block, without beams")
-
-
-def _refuse_what_has_no_mixture(call: dict[str, Any]) -> None:
+def _refuse(call: dict[str, Any], cache: Any, rows: int) -> None:
+    """Raise ValueError for outputs that have no mixture, and for a cache of other rows."""
     for name in ("output_attentions", "output_hidden_states"):
         if call.get(name):
             raise ValueError(f"{name} is not available under attention_buckets: every base has its own")
+    held = rows if cache is None or cache.get_seq_length() == 0 else cache.layers[0].keys.shape[0]
+    if held != rows:
+        needs = f"this cache holds {held} rows where attention_buckets needs {rows}"
+        raise ValueError(f"{needs}: run the prompt inside the block, without beams")

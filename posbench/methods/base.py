@@ -1,10 +1,8 @@
 """What every method is: plain data plus one context manager."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple, Self
 
@@ -14,14 +12,9 @@ from posbench.schema import verify
 
 
 class Needs(NamedTuple):
-    """What a method asks of a model.
-
-    Attributes:
-        rope: A rotary position embedding.
-        plain: One whose base alone sets its angles.
-        by_hand: Attention that runs through the library's functions, in which the method rotates head by
-            head.
-    """
+    """What a method asks of a model: rotary embeddings (``rope``), whose angles the base alone sets
+    (``plain``), in attention that runs through the library's functions, where the method rotates head by head
+    (``by_hand``)."""
 
     rope: bool = False
     plain: bool = False
@@ -31,12 +24,9 @@ class Needs(NamedTuple):
 class SweepClaims(NamedTuple):
     """A paper's reading of a sweep over one of a method's parameters.
 
-    Attributes:
-        attention: A larger value moves attention to the beginning.
-        score: A larger value favours the beginning.
-        bias: A larger value means more position bias, for values from 0 up.
-        peak: The average score peaks for a value in ``best``.
-        best: Lowest and highest of these values.
+    A larger value moves attention to the beginning (``attention``), favours the beginning (``score``) and,
+    from 0 up, means more position bias (``bias``); the average score peaks (``peak``) from the lowest to the
+    highest of ``best``.
     """
 
     attention: str
@@ -48,8 +38,8 @@ class SweepClaims(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Method(ABC):
-    """An intervention at inference time. The dataclass fields are the keys of ``method.*``; a default stands
-    here alone.
+    """An intervention at inference time. The fields are the keys of ``method.*``; a default stands here
+    alone.
 
     Attributes:
         needs: What it asks of a model; others are refused by name.
@@ -72,23 +62,22 @@ class Method(ABC):
         return False
 
     def check(self, lm: LM) -> None:
-        """Compare the parameters with the model.
-
-        Raises:
-            UserError: A parameter does not fit this model; the message names it and what is allowed.
-        """
+        """Raise UserError, which names the parameter and what is allowed, unless all fit the model."""
         verify(self, "method")
         if self.needs.rope:
-            rope.check(
-                lm,
-                type(self).__module__.rpartition(".")[2],
-                plain=self.needs.plain,
-                by_hand=self.needs.by_hand,
-            )
+            name = type(self).__module__.rpartition(".")[2]
+            rope.check(lm, name, plain=self.needs.plain, by_hand=self.needs.by_hand)
+
+    @contextmanager
+    def applied(self, lm: LM) -> Iterator[LM]:
+        """Apply the method inside a ``with`` block; leaving it, also by an exception, restores the model."""
+        self.check(lm)
+        with self.changed(lm):
+            yield lm
 
     @abstractmethod
-    def applied(self, lm: LM) -> AbstractContextManager[LM]:
-        """Apply the method inside a ``with`` block; leaving it, also by an exception, restores the model."""
+    def changed(self, lm: LM) -> AbstractContextManager[object]:
+        """The block of :meth:`applied` for a model that :meth:`check` has accepted."""
 
     @abstractmethod
     def neutral(self) -> Self:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import yaml
 
-from posbench import paths
 from posbench.errors import UserError, renamed
 from posbench.methods.base import Method
 from posbench.methods.composed import Composed
-from posbench.schema import build, required, target
+from posbench.schema import build, defaults, required, target
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,30 +37,24 @@ class MethodChoice:
 
     @classmethod
     def of(cls, data: Mapping[str, Any], typed: Iterable[str] = (), where: str = "method") -> MethodChoice:
-        """The choice that a config node describes.
-
-        Args:
-            data: The node.
-            typed: Dotted keys that the user typed.
-            where: Dotted name of the node.
+        """The choice that a config node with the dotted name ``where`` describes; ``typed`` are dotted keys.
 
         Raises:
             UserError: There is no such class, or a list of methods has no parts.
         """
-        kind, values = target(data, Method, where)
+        kind, values = target(data, Method, where)  # type: ignore[type-abstract]
         name = str(values.pop("name", kind.__module__.rpartition(".")[2]))
-        typed = list(typed)
+        typed, parts = list(typed), dict[str, MethodChoice]()
         own = frozenset(key.removeprefix(f"{where}.") for key in typed if key.startswith(f"{where}."))
-        parts: dict[str, MethodChoice] = {}
         if issubclass(kind, Composed):
             given = values.pop("parts", None)
-            if (
-                not given
-                or not isinstance(given, Mapping)
-                or not all(isinstance(v, Mapping) for v in given.values())
-            ):
+            nodes = given.values() if isinstance(given, Mapping) else ()
+            if not nodes or not all(isinstance(node, Mapping) for node in nodes):
                 hint = "write method=[layer_scaling,scale_channel]"
                 raise UserError(f"{where}.parts", given, "methods by name", hint)
+            for key, value in values.items():
+                hint = f"name the part: {where}.parts.NAME.{key}=..."
+                raise UserError(f"{where}.{key}", value, f"keys of {', '.join(given)}", hint)
             for key, part in given.items():
                 parts[str(key)] = cls.of({**part, "name": key}, typed, f"{where}.parts.{key}")
         return cls(name=name, cls=kind, values=values, typed=own, where=where, parts=parts)
@@ -89,8 +83,8 @@ class MethodChoice:
             UserError: A parameter is missing or wrong.
         """
         if self.parts:
-            ours = {each.name: found if each is part else None for each in self.parts.values()}
-            made = {name: each.build(ours[name], hint=hint) for name, each in self.parts.items()}
+            each = self.parts.items()
+            made = {name: choice.build(found if choice is part else None, hint=hint) for name, choice in each}
             return build(self.cls, {**self.values, "parts": made}, self.where)
         fresh = {k: v for k, v in (found or {}).items() if k in self.values and k not in self.typed}
         values = self.values | fresh
@@ -103,7 +97,15 @@ class MethodChoice:
             return build(self.cls, values, "method")
 
 
-def known() -> dict[str, type[Method]]:
-    """The classes of the methods in ``conf/method``, by the names of their files."""
-    files = sorted((paths.CONF / "method").glob("*.yaml"))
-    return {file.stem: target(yaml.safe_load(file.read_text()), Method, "method")[0] for file in files}
+def every(folders: Sequence[Path], blocks: Mapping[str, dict[str, Any]]) -> dict[str, MethodChoice]:
+    """Every method of config folders by its file's name, valued as in the file and the model's block."""
+    files = {file.stem: file for folder in reversed(folders) for file in (folder / "method").glob("*.yaml")}
+    found = {}
+    for name, file in sorted(files.items()):
+        cls, given = target(yaml.safe_load(file.read_text()), Method, "method")  # type: ignore[type-abstract]
+        fields = defaults(cls)
+        values = {
+            key: value for key, value in (fields | given | blocks.get(name, {})).items() if key in fields
+        }
+        found[name] = MethodChoice(name=name, cls=cls, values=values)
+    return found

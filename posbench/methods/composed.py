@@ -1,7 +1,5 @@
 """Several methods at once, one inside the other."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -16,12 +14,9 @@ from posbench.model.lm import LM
 class Composed(Method):
     """Apply methods one inside the other: ``method=[layer_scaling,scale_channel]`` on the command line.
 
-    The first part is the outermost: it is applied first and taken back last, and a later part works on the
-    model as the earlier ones left it. So methods of rotary embeddings stand before scale_channel. Among
-    these, position scales multiply, and a base set by a later part replaces that of an earlier one.
-
-    Args:
-        parts: The methods by name, outermost first. Their parameters are ``method.parts.<name>.<key>``.
+    The first of ``parts`` is the outermost: it is applied first and taken back last, and a later part works
+    on the model as the earlier ones left it. So methods of rotary embeddings stand before scale_channel.
+    Among these, position scales multiply, and a base set by a later part replaces that of an earlier one.
     """
 
     parts: dict[str, Method]
@@ -42,10 +37,9 @@ class Composed(Method):
         return replace(self, parts={name: part.neutral() for name, part in self.parts.items()})
 
     @contextmanager
-    def applied(self, lm: LM) -> Iterator[LM]:
-        """See :meth:`Method.applied`."""
-        self.check(lm)
+    def changed(self, lm: LM) -> Iterator[None]:
+        """See :meth:`Method.changed`."""
         with ExitStack() as stack:
             for part in self.parts.values():
                 stack.enter_context(part.applied(lm))
-            yield lm
+            yield

@@ -1,8 +1,6 @@
 """Curves over the layers of a model: control points in, one scaling factor per layer out (LPES, Section
 3.2)."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import pairwise
 from math import comb, isfinite
@@ -46,32 +44,20 @@ def layer_scales(curve: str, points: Points, layers: int, x: str = "stretched") 
     first, last = points[0][0], points[-1][0]
     h = np.arange(layers)
     if x == "stretched":
-        at, begun, ended = (
-            first + (last - first) * h / max(layers - 1, 1),
-            h == 0,
-            (h == layers - 1) & (h > 0),
-        )
+        at = first + (last - first) * h / max(layers - 1, 1)
+        begun, ended = h == 0, (h == layers - 1) & (h > 0)
     else:
         at, begun, ended = np.clip(h, first, last).astype(float), h <= first, h >= last
     scales = _values(curve, points, at)
     # The ends are set, not computed: rounding must not move them.
     scales[begun] = points[0][1]
     scales[ended] = points[-1][1]
-    low, high = min(y for _, y in points), max(y for _, y in points)
-    return np.clip(scales, low, high).tolist()
+    ys = [y for _, y in points]
+    return np.clip(scales, min(ys), max(ys)).tolist()
 
 
 def check_points(points: Points, layers: int, field: str = "method.points") -> None:
-    """Raise UserError unless the points are a curve over the layers: LPES, Eq. 9-10.
-
-    Args:
-        points: Control points (x, y).
-        layers: Number of layers L.
-        field: What the message calls them.
-
-    Raises:
-        UserError: There is no point, x does not rise strictly within 0..L-1, or a y lies outside 1..2.
-    """
+    """Raise UserError unless x rises strictly within 0..L-1 and y lies in 1..2: LPES, Eq. 9-10."""
     given = [list(point) for point in points]
     hint = "give them from left to right, such as [[0,1.2],[1,1.5]]"
     if not given or any(len(point) != 2 or not all(isfinite(v) for v in point) for point in given):
@@ -85,8 +71,7 @@ def check_points(points: Points, layers: int, field: str = "method.points") -> N
 
 
 def bernstein(values: Sequence[float] | Array, t: Array) -> Array:
-    """One coordinate of a Bezier curve: sum over k of C(d, k) t^k (1 - t)^(d - k) values[k], for t in
-    0..1."""
+    """One coordinate of a Bezier curve at t in 0..1: sum over k of C(d, k) t^k (1 - t)^(d - k) values[k]."""
     d, power, total = len(values) - 1, np.ones_like(t), values[0] * np.ones_like(t)
     # Horner's scheme in 1 - t: general powers of an array are slow, and bisection asks for thousands.
     for k in range(1, d + 1):
@@ -98,15 +83,11 @@ def bernstein(values: Sequence[float] | Array, t: Array) -> Array:
 def _values(curve: str, points: Points, at: Array) -> Array:
     """y at every x of ``at``, which lie between the first and the last x."""
     xs, ys = (np.array(values, dtype=float) for values in zip(*points, strict=True))
-    if curve == "bezier":
-        return bernstein(ys, _parameters(xs, at))
     if curve == "linear":
         return np.interp(at, xs, ys)
-    return ys[np.searchsorted(xs, at, side="right") - 1]
-
-
-def _parameters(xs: Array, at: Array) -> Array:
-    """t with x(t) = each of ``at``, by bisection: x(t) rises where the control points do (Appendix D)."""
+    if curve == "step":
+        return ys[np.searchsorted(xs, at, side="right") - 1]
+    # t with x(t) = each of ``at``, by bisection: x(t) rises where the control points do (Appendix D).
     low, high = np.zeros(len(at)), np.ones(len(at))
     falling = xs[-1] < xs[0]
     # 52 halvings leave the spacing of doubles near 1.
@@ -114,4 +95,4 @@ def _parameters(xs: Array, at: Array) -> Array:
         middle = (low + high) / 2
         right = (bernstein(xs, middle) < at) != falling
         low, high = np.where(right, middle, low), np.where(right, high, middle)
-    return (low + high) / 2
+    return bernstein(ys, (low + high) / 2)

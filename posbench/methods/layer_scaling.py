@@ -1,9 +1,6 @@
 """One RoPE scale per layer (LPES): in layer h the rotary embedding sees position m / s_h."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal, Self
 
@@ -64,9 +61,8 @@ class LayerScaling(Method):
         given = self.scales or ()
         if len(given) != lm.layers or min(given) <= 0:
             allowed = f"{lm.layers} numbers above 0, one for each layer of {lm.name}"
-            raise UserError(
-                "method.scales", list(given), allowed, "set method.scales=null and give method.points"
-            )
+            hint = "set method.scales=null and give method.points"
+            raise UserError("method.scales", list(given), allowed, hint)
 
     def neutral(self) -> Self:
         """Scale 1 in every layer."""
@@ -74,11 +70,7 @@ class LayerScaling(Method):
             return replace(self, scales=(1.0,) * len(self.scales))
         return replace(self, points=tuple((x, 1.0) for x, _ in self.points or ()))
 
-    @contextmanager
-    def applied(self, lm: LM) -> Iterator[LM]:
-        """See :meth:`Method.applied`."""
-        self.check(lm)
+    def changed(self, lm: LM) -> AbstractContextManager[None]:
+        """See :meth:`Method.changed`."""
         scales = self.layer_scales(lm.layers)
-        rotated = {layer: scales[layer] for layer in rope.rotated_layers(lm.model)}
-        with rope.tables(lm.model, rope.scaled(rotated)):
-            yield lm
+        return rope.tables(lm.model, rope.scaled({i: scales[i] for i in rope.rotated_layers(lm.model)}))

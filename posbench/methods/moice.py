@@ -1,11 +1,9 @@
 """Attention under several RoPE bases at once, mixed by a router for every token and head (MoICE)."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar, Self
@@ -29,19 +27,13 @@ BASES = (10000.0, 17500.0, 18000.0, 19000.0, 20000.0, 22500.0, 25000.0)
 """Bases of the released program."""
 
 UNIFORM = "uniform"
-
 _TRAIN = "train one: posbench search=router method=moice stages=[search] model={}"
-
 _NAME = re.compile(r"layers\.(\d+)\..*\b(gate_[123]\.weight)$")
 
 
 class Router(nn.Module):
-    """Scores of N bases from a query, the same for all heads of a layer: ``W2 (SiLU(W1 u) * W3 u)``.
-
-    Args:
-        width: Coordinates of a head.
-        experts: Bases N.
-    """
+    """Scores of N bases (``experts``) from a query of ``width`` coordinates, the same for all heads of a
+    layer: ``W2 (SiLU(W1 u) * W3 u)``."""
 
     def __init__(self, width: int, experts: int) -> None:
         super().__init__()
@@ -55,8 +47,7 @@ class Router(nn.Module):
 
 
 def mixture(logits: Tensor, top_k: int) -> Tensor:
-    """Weights [..., N] in float32 or better that sum to 1: a softmax, of which the largest ``top_k`` are
-    kept."""
+    """Weights [..., N] in float32 or better that sum to 1: the largest ``top_k`` of a softmax."""
     weights = logits.to(torch.promote_types(logits.dtype, torch.float32)).softmax(-1)
     if top_k == logits.shape[-1]:
         return weights
@@ -66,15 +57,13 @@ def mixture(logits: Tensor, top_k: int) -> Tensor:
 
 
 def auxiliary_loss(logits: Tensor, top_k: int) -> Tensor:
-    """The loss that asks for balanced experts, ``N sum_e P_e sum_k f_ke``, a scalar.
+    """The loss that asks for balanced experts, ``N sum_e P_e sum_k f_ke``, a scalar, from router logits
+    [rows, N].
 
-    P_e is the mean probability of expert e, f_ke the share of rows whose k-th choice is e. With ``top_k`` =
-    N, the released setting, every expert is among the choices of every row: the inner sum is 1 for each e,
-    the loss is the constant N, and its gradient is zero. It then says nothing to the router.
-
-    Args:
-        logits: Router logits of all layers, tokens and heads, [rows, N].
-        top_k: Experts that are kept.
+    P_e is the mean probability of expert e, f_ke the share of rows (of all layers, tokens and heads) whose
+    k-th choice is e. With ``top_k`` = N, the released setting, every expert is among the choices of every
+    row: the inner sum is 1 for each e, the loss is the constant N, and its gradient is zero. It then says
+    nothing to the router.
     """
     experts = logits.shape[-1]
     share = F.one_hot(logits.topk(top_k, dim=-1).indices, experts).float().mean(0).sum(0)
@@ -89,36 +78,30 @@ def mixing(
     top_k: int,
     listen: Callable[[int, Tensor], None] = lambda layer, logits: None,
 ) -> Iterator[None]:
-    """Attend under every base and mix the outputs, for the duration of a block.
+    """Attend under every base (None: the model's own) and mix the outputs, for the duration of a block.
 
-    Args:
-        model: The model; see :func:`posbench.model.rope.check`.
-        routers: A router for each layer that rotates; None mixes all bases evenly.
-        bases: The bases; None stands for the model's own.
-        top_k: Bases that a token and head keeps.
-        listen: Called with a layer and its router logits [B, H, T, N].
+    Every token and head keeps ``top_k`` bases, chosen by the ``routers`` of the layers that rotate; None
+    mixes all evenly. ``listen`` is called with a layer and its router logits [B, H, T, N].
     """
-    made: dict[int, list[tuple[Table, Table]]] = {}
+    made: dict[int, tuple[list[Table], list[Table]]] = {}
     latest: rope.Call | None = None
 
-    def tables(r: HandRotation) -> list[tuple[Table, Table]]:
+    def tables(r: HandRotation) -> tuple[list[Table], list[Table]]:
         nonlocal latest
         # Layers that hold the same keys share their tables within one forward.
         if latest is not r.call:
             latest = r.call
             made.clear()
-        count = r.key.shape[2]
+        count, same = r.key.shape[2], r.query.shape[2] == r.key.shape[2]
         if count not in made:
-            made[count] = []
-            for base in bases:
-                keys = r.call.table(r.key_positions, base)
-                same = r.query.shape[2] == count
-                made[count].append((keys if same else r.call.table(r.query_positions, base), keys))
+            for_keys = [r.call.table(r.key_positions, base) for base in bases]
+            for_queries = for_keys if same else [r.call.table(r.query_positions, base) for base in bases]
+            made[count] = for_queries, for_keys
         return made[count]
 
     def attend(r: HandRotation) -> Tensor:
         mixed: Tensor | None = None
-        for_queries, for_keys = zip(*tables(r), strict=True)
+        for_queries, for_keys = tables(r)
         pairs = zip(r.rotate_by_each(r.query, for_queries), r.rotate_by_each(r.key, for_keys), strict=True)
         for number, (query, key) in enumerate(pairs):
             if mixed is None:
@@ -174,9 +157,8 @@ class MoICE(Method):
         count = len(self.bases)
         if self.weights is None:
             allowed = f"a safetensors file with a trained router, or {UNIFORM}"
-            raise UserError(
-                "method.weights", None, allowed, f"{_TRAIN.format(lm.name)}; {UNIFORM} needs none"
-            )
+            hint = f"{_TRAIN.format(lm.name)}; {UNIFORM} needs none"
+            raise UserError("method.weights", None, allowed, hint)
         if self.top_k > count or (self.weights == UNIFORM and self.top_k < count):
             even = f"{count} with method.weights={UNIFORM}, as no base is preferred"
             allowed = even if self.weights == UNIFORM else f"1 to {count}, the bases"
@@ -191,13 +173,10 @@ class MoICE(Method):
         """The model's own base, as often as there are bases: whatever the weights, their sum is 1."""
         return replace(self, bases=(None,) * len(self.bases))
 
-    @contextmanager
-    def applied(self, lm: LM) -> Iterator[LM]:
-        """See :meth:`Method.applied`."""
-        self.check(lm)
+    def changed(self, lm: LM) -> AbstractContextManager[None]:
+        """See :meth:`Method.changed`."""
         routers = None if self.weights == UNIFORM else load_routers(lm, str(self.weights), len(self.bases))
-        with mixing(lm.model, routers, self.bases, self.top_k):
-            yield lm
+        return mixing(lm.model, routers, self.bases, self.top_k)
 
 
 def new_routers(model: PreTrainedModel, experts: int) -> dict[int, Router]:
@@ -223,12 +202,7 @@ def save_routers(routers: Mapping[int, Router], file: Path, metadata: Mapping[st
 
 
 def load_routers(lm: LM, path: str, experts: int) -> dict[int, Router]:
-    """Read the routers of a model.
-
-    Args:
-        lm: The model.
-        path: The safetensors file; ``posbench://NAME/FILE`` is a file of an embedded model.
-        experts: Number of bases.
+    """Read the routers of a model for so many bases; ``posbench://NAME/FILE`` is a file of an embedded model.
 
     Raises:
         UserError: The file cannot be read, or does not fit the model.

@@ -1,10 +1,7 @@
 """One RoPE scale per attention head (Ms-PoE): position-aware heads keep positions further apart than
 others."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal, Self
 
@@ -81,13 +78,10 @@ class MsPoE(Method):
         """Ratio 1 in every head."""
         return replace(self, ratios=(1.0, 1.0))
 
-    @contextmanager
-    def applied(self, lm: LM) -> Iterator[LM]:
-        """See :meth:`Method.applied`."""
-        self.check(lm)
+    def changed(self, lm: LM) -> AbstractContextManager[None]:
+        """See :meth:`Method.changed`."""
         layers = [layer for layer in rope.rotated_layers(lm.model) if layer >= self.first_layer]
-        with rope.by_hand(lm.model, dict.fromkeys(layers, self._attend)):
-            yield lm
+        return rope.by_hand(lm.model, dict.fromkeys(layers, self._attend))
 
     def head_ratios(self, outlying: Tensor) -> Tensor:
         """The ratio of each head, [B, H] in float32, from its number of outlying keys, [B, H]."""

@@ -1,9 +1,6 @@
 """One scale for all positions (Chen et al. 2023): the rotary embedding sees position m / s."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import ClassVar, Self
 
@@ -15,10 +12,7 @@ from posbench.schema import Positive
 
 @dataclass(frozen=True, kw_only=True)
 class PositionInterpolation(Method):
-    """Divide every position by one scale, in every layer and head.
-
-    Args:
-        scale: The divisor s; 1 changes nothing, above 1 positions move together.
+    """Divide every position by ``scale``, in every layer and head; above 1 positions move together.
 
     Source: Chen et al. 2023 (Position Interpolation); the uniform baseline of Ms-PoE (scale 1.5) and of LPES
     (the mean of its scales).
@@ -32,9 +26,6 @@ class PositionInterpolation(Method):
         """Scale 1."""
         return replace(self, scale=1.0)
 
-    @contextmanager
-    def applied(self, lm: LM) -> Iterator[LM]:
-        """See :meth:`Method.applied`."""
-        self.check(lm)
-        with rope.tables(lm.model, rope.scaled(dict.fromkeys(rope.rotated_layers(lm.model), self.scale))):
-            yield lm
+    def changed(self, lm: LM) -> AbstractContextManager[None]:
+        """See :meth:`Method.changed`."""
+        return rope.tables(lm.model, rope.scaled(dict.fromkeys(rope.rotated_layers(lm.model), self.scale)))

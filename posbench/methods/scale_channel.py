@@ -1,10 +1,10 @@
 """Scale one hidden-state channel for the last token's attention (Yu et al. 2025, Section 3.3, Eq. 2-3).
 
-Earlier tokens never see the scaled queries and keys, so their states do not depend on the channel, the factor
-or the layers. The prompt is therefore prefilled without the method, the cached keys get the rank-1 term ``(s
-- 1) h_p RoPE(W_K[:, p])``, and only the last tokens run with scaled inputs to the query and key projections.
-Where keys are no linear function of the input (norms or clamps behind the projection, quantised or adapted
-weights) the prefilled keys are projected again instead, from the stored attention input.
+Earlier tokens never see the scaled queries and keys. The prompt is therefore prefilled without the method,
+the cached keys get the rank-1 term ``(s - 1) h_p RoPE(W_K[:, p])``, and only the last tokens run with scaled
+inputs to the query and key projections. Where keys are no linear function of the input (norms or clamps
+behind the projection, quantised or adapted weights) the prefilled keys are projected again instead, from the
+stored attention input.
 """
 
 from __future__ import annotations
@@ -33,14 +33,16 @@ from posbench.schema import Count
 
 log = logging.getLogger(__name__)
 
+DYNAMIC = (
+    "%s has rope_type dynamic: past its trained length the frequencies change with every token, and a prompt "
+    "that is prefilled in two parts, as here and in generation, differs from one pass"
+)
 _MARK = "posbench_scaled_in"
 
 
 @dataclass
 class Prefix:
-    """An unmodified prefill that serves any number of (channel, factor, layers) candidates.
-
-    Letters: B prompts, P prefilled tokens, C recorded channels, L layers.
+    """An unmodified prefill of P tokens that serves any number of (channel, factor, layers) candidates.
 
     Attributes:
         cache: Keys and values of the P tokens, never changed by :meth:`fork`.
@@ -74,8 +76,8 @@ class Prefix:
         return cache
 
     def _key_part(self, model: PreTrainedModel, layer: int, channels: tuple[int, ...]) -> Tensor:
-        """What the channels add to the rotated keys, ``h_p RoPE(W_K[:, p])``, [B, G, P, d], float32 or
-        better."""
+        """What the channels add to the rotated keys, ``h_p RoPE(W_K[:, p])``, [B, G, P, d], in float32 or
+        more."""
         if self._parts[0] != channels:
             # Candidates differ in factor and layers first: one set of channels at a time keeps memory small.
             self._parts = (channels, {})
@@ -102,7 +104,8 @@ def prefill(
     past_key_values: DynamicCache | None = None,
     **inputs: Any,
 ) -> tuple[Prefix, Any]:
-    """Run the unmodified model once and remember what any later scaling needs.
+    """Run the unmodified model once and remember what any later scaling needs: the prefix, and the forward's
+    output.
 
     Args:
         model: The causal LM.
@@ -111,18 +114,15 @@ def prefill(
         layers: Layers to record (0-based).
         past_key_values: An empty cache to fill; a new one if None.
         **inputs: ``input_ids`` [B, P], ``attention_mask`` [B, P] and further arguments of the forward.
-
-    Returns:
-        The prefix and the forward's output.
     """
     cache = DynamicCache(config=model.config) if past_key_values is None else past_key_values
     prefix = Prefix(cache=cache, channels=tuple(channels))
-    index = list(channels)
 
     def record(layer: int) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             hidden = families.attention_input(args, kwargs)
-            prefix.inputs[layer] = hidden[..., index] if families.keys_are_linear(model, layer) else hidden
+            linear = families.keys_are_linear(model, layer)
+            prefix.inputs[layer] = hidden[..., list(channels)] if linear else hidden
             prefix.rotary[layer] = families.rotary_of(kwargs)
 
         return hook
@@ -159,7 +159,7 @@ class ScaleChannel(Method):
         "factor": SweepClaims(
             attention="C7: a larger factor moves attention to the beginning (Yu et al. 2025, Figure 6a)",
             score="C7: a larger factor favours the beginning (Yu et al. 2025, Figure 6b)",
-            bias="C7: over 1 a factor amplifies the bias, below 1 it shrinks it (Yu et al. 2025, Section 4.3)",
+            bias="C7: over 1 a factor amplifies the bias, below 1 shrinks it (Yu et al. 2025, Section 4.3)",
             peak="C7: the average accuracy peaks for a factor from 0.5 to -1 (Yu et al. 2025, Section 4.3)",
             best=(-1.0, 0.5),
         )
@@ -205,19 +205,13 @@ class ScaleChannel(Method):
         super().check(lm)
         check_channels(lm, "method.channel", self.channels)
         check_layers(lm, "method.layers", self.layers)
-        if (getattr(families.text_config(lm.model), "rope_parameters", None) or {}).get(
-            "rope_type"
-        ) == "dynamic":
-            log.warning(
-                "%s has rope_type dynamic: past its trained length the frequencies change with every token, and a "
-                "prompt that is prefilled in two parts, as here and in generation, differs from one pass",
-                lm.name,
-            )
+        parameters = getattr(families.text_config(lm.model), "rope_parameters", None) or {}
+        if parameters.get("rope_type") == "dynamic":
+            log.warning(DYNAMIC, lm.name)
 
     @contextmanager
-    def applied(self, lm: LM) -> Iterator[LM]:
-        """See :meth:`Method.applied`."""
-        self.check(lm)
+    def changed(self, lm: LM) -> Iterator[None]:
+        """See :meth:`Method.changed`."""
         model, forward = lm.model, lm.model.forward
         signature = inspect.signature(forward)
         # Marks the caches that this block has filled; a copy of one keeps the mark.
@@ -230,22 +224,21 @@ class ScaleChannel(Method):
             cache = call.pop("past_key_values", None)
             if cache is not None and cache.get_seq_length() > 0:
                 if getattr(cache, _MARK, None) != block:
-                    raise ValueError(
-                        "this cache was filled outside the scale_channel block: run the prompt inside"
-                    )
+                    outside = "this cache was filled outside the scale_channel block"
+                    raise ValueError(f"{outside}: run the prompt inside")
                 return self.continue_with(model, forward, past_key_values=cache, **call)
             return self._prompt(model, forward, cache, block, call)
 
         # Some checkpoints (MPT) ask generate() to go without a cache, which would be another method.
         with replaced(model, "forward", scaled_forward), replaced(model.generation_config, "use_cache", True):
-            yield lm
+            yield
 
     def continue_with(self, model: PreTrainedModel, forward: Callable[..., Any], **inputs: Any) -> Any:
         """Run tokens whose queries and keys are scaled, on a cache whose keys are scaled already."""
         with ExitStack() as stack:
             for layer in self.layer_indices:
                 for handle in families.on_query_key_input(model, layer, self.scale):
-                    stack.callback(handle.remove)
+                    stack.enter_context(handle)
             return forward(**inputs)
 
     def _prompt(
@@ -261,8 +254,7 @@ class ScaleChannel(Method):
             raise ValueError("output_attentions is not available inside the block: use lm.last_attention()")
         keep, labels = call.pop("logits_to_keep", 0), call.pop("labels", None)
         use_cache, as_dict = call.pop("use_cache", None), call.pop("return_dict", None)
-        if cache is None:
-            cache = DynamicCache(config=model.config)
+        cache = DynamicCache(config=model.config) if cache is None else cache
         if not all(isinstance(layer, DynamicLayer) for layer in cache.layers):
             kind = type(cache).__name__
             raise ValueError(f"scale_channel needs a DynamicCache, got {kind}: drop cache_implementation")
@@ -284,36 +276,29 @@ class ScaleChannel(Method):
         outputs.append(self.continue_with(model, forward, past_key_values=cache, **part))
         setattr(cache, _MARK, block)
         logits, hidden, loss = torch.cat([out.logits for out in outputs], dim=1), None, None
-        if not isinstance(keep, int):
-            logits = logits[:, keep]
-        elif keep:
-            logits = logits[:, -keep:]
+        # The last rows, or those of a tensor; -0 takes all.
+        logits = logits[:, slice(-keep, None) if isinstance(keep, int) else keep]
         if outputs[-1].hidden_states is not None:
             states = zip(*(out.hidden_states for out in outputs), strict=True)
             hidden = tuple(torch.cat(parts, dim=1) for parts in states)
         config = families.text_config(model)
         if labels is not None:
             loss = model.loss_function(logits=logits, labels=labels, vocab_size=config.vocab_size)
-        wanted = config.use_cache if use_cache is None else use_cache
-        result = CausalLMOutputWithPast(
-            loss=loss, logits=logits, past_key_values=cache if wanted else None, hidden_states=hidden
-        )
-        return result.to_tuple() if as_dict is False else result
+        kept = cache if (config.use_cache if use_cache is None else use_cache) else None
+        out = CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=kept, hidden_states=hidden)
+        return out.to_tuple() if as_dict is False else out
 
 
 def _rows(name: str, value: Any, rows: slice, total: int) -> Any:
     """The part of a forward argument that belongs to the tokens ``rows`` of a prompt of ``total`` tokens."""
-    if not isinstance(value, Tensor):
-        if name == "attention_mask" and value is not None:
-            raise ValueError("scale_channel takes a 2-D or 4-D attention_mask tensor")
-        return value
-    if name == "attention_mask":
+    if name == "attention_mask" and isinstance(value, Tensor):
         return value[:, : rows.stop] if value.ndim == 2 else value[:, :, rows, : rows.stop]
-    if name == "position_ids":
+    if name == "attention_mask" and value is not None:
+        raise ValueError("scale_channel takes a 2-D or 4-D attention_mask tensor")
+    if name == "position_ids" and value is not None:
         return value[..., rows]
-    if name in ("input_ids", "inputs_embeds") or (value.ndim >= 2 and value.shape[1] == total):
-        return value[:, rows]
-    return value
+    along = isinstance(value, Tensor) and value.ndim >= 2 and value.shape[1] == total
+    return value[:, rows] if along else value
 
 
 def share(published: tuple[int, int], count: int) -> tuple[int, int]:

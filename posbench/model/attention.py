@@ -1,7 +1,5 @@
 """Attention weights of some queries, computed once more from what an attention function is given."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -26,21 +24,17 @@ def attention_weights(
     s_aux: Tensor | None = None,
     **_: Any,
 ) -> Tensor:
-    """Attention weights of some queries, from what an attention function is given.
+    """Attention weights [B, H, R, T] of some queries, from what an attention function is given.
 
     Args:
         query: [B, H, Tq, d], the newest of T tokens.
         key: [B, G, T, d].
-        mask: None (causal), boolean or additive [B, 1, Tq, >= T], or the padding mask [B, >= T] that flash
-            kernels take.
+        mask: None (causal), boolean or additive [B, 1, Tq, >= T], or a flash kernel's padding mask [B, >= T].
         rows: R of the queries.
         scaling: Factor of the scores; d^-0.5 if None.
         softcap: Bound of the scores through tanh (Gemma 2).
         sliding_window: Keys that a row may see, for kernels that get no mask of their own.
         s_aux: Sink logits per head (GPT-OSS).
-
-    Returns:
-        [B, H, R, T].
     """
     exact = torch.promote_types(query.dtype, torch.float32)
     keys = repeat_kv(key, query.shape[1] // key.shape[1]).to(exact)
@@ -55,9 +49,8 @@ def attention_weights(
         at = torch.arange(total, device=query.device)
         distance = at[total - query.shape[2] :][rows, None] - at
         hidden = (distance < 0) | (distance >= (sliding_window or total))
-        scores = scores.masked_fill(
-            hidden if mask is None else hidden | ~mask[:, None, None, -total:].bool(), shut
-        )
+        padding = False if mask is None else ~mask[:, None, None, -total:].bool()
+        scores = scores.masked_fill(hidden | padding, shut)
     if s_aux is not None:
         sinks = s_aux.to(exact)[None, :, None, None].expand(*scores.shape[:3], 1)
         return torch.cat([scores, sinks], dim=-1).softmax(-1)[..., :-1]

@@ -1,9 +1,7 @@
 """A prompt as tokens: chat template, truncation, and which characters each token covers."""
 
-from __future__ import annotations
-
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 from jinja2 import TemplateError
@@ -16,8 +14,7 @@ from posbench.schema import Truncation
 log = logging.getLogger(__name__)
 
 CHAT_TEMPLATES = {file.stem: file for file in sorted((paths.PACKAGE / "model" / "templates").glob("*.jinja"))}
-"""Templates that checkpoints were trained with and do not carry themselves, by their name in
-``model.chat_template``."""
+"""Templates that checkpoints were trained with and do not carry, by their name in ``model.chat_template``."""
 
 WORDS_AT_ONCE = 250
 """Words that ``truncation=words`` removes in one step, as L-Eval does."""
@@ -32,8 +29,7 @@ class Encoded:
 
     Attributes:
         ids: Token ids, special tokens included.
-        offsets: Per token, the (start, end) characters of the *task's* prompt it covers; (0, 0) for added
-            tokens.
+        offsets: Per token, the (start, end) characters of the *task's* prompt it covers; (0, 0) if added.
         text: What the tokens spell, as rendered for the model.
         dropped: Tokens of the prompt that were removed to fit.
     """
@@ -53,18 +49,13 @@ class Encoder:
     chat_template: str
 
     def need_tokenizer(self) -> PreTrainedTokenizerBase:
-        """The tokenizer.
-
-        Raises:
-            UserError: There is none.
-        """
+        """The tokenizer; raises UserError where there is none."""
         if self.tokenizer is None:
             raise UserError("tokenizer", None, "a tokenizer", "pass posbench.load(model, tokenizer=...)")
         return self.tokenizer
 
     def render(self, prompt: str, *, chat: bool = True, system: str = "", prefill: str = "") -> str:
-        """The text the model reads: the prompt, in the chat template where the rule asks for it, and
-        ``prefill``.
+        """The text the model reads: the prompt, in the chat template if there is one to use, and ``prefill``.
 
         Without a template the system message stands in front of the prompt, with an empty line between.
         """
@@ -84,8 +75,7 @@ class Encoder:
             try:
                 return str(tokenizer.apply_chat_template(messages, **settings)), True
             except TemplateError:
-                # Gemma's and early Mistral templates know no system role; their authors put it before the
-                # question.
+                # Gemma's and early Mistral templates know no system role: it goes before the question.
                 log.debug("%s: the chat template takes no system message", self.name)
         return str(tokenizer.apply_chat_template([{"role": "user", "content": joined}], **settings)), True
 
@@ -100,14 +90,13 @@ class Encoder:
         separator: str = "",
         **form: Any,
     ) -> Encoded:
-        """Tokenise a prompt once, the beginning-of-sequence token exactly once.
+        """Tokenise a prompt, with the beginning-of-sequence token exactly once.
 
         Args:
             prompt: The task's prompt.
             truncation: What to do when it does not fit; see :class:`posbench.tasks.Task`.
             reserve: Tokens to keep free for the answer.
-            most: Tokens of the prompt, special tokens counted and chat template not; None: what the window
-                takes.
+            most: Tokens of the prompt at most, special tokens counted and chat template not.
             document: Character span of the prompt that ``truncation=document`` and ``words`` shorten.
             separator: Text put where the document was cut.
             **form: See :meth:`render`.
@@ -116,33 +105,29 @@ class Encoder:
             UserError: The prompt does not fit and ``truncation`` is ``refuse``, or not even shortened.
         """
         room, parts = self.context_window - reserve, [(prompt, 0)]
-        ids, offsets, text = self._encode_parts(parts, form)
-        bare = self._bare(prompt)
-        over = max(len(ids) - room, len(bare) - (most or len(bare)))
+        encoded, bare = self._encode_parts(parts, form), self._bare(prompt)
+        over = max(len(encoded.ids) - room, len(bare) - (most or len(bare)))
         if over > 0 and (truncation == "refuse" or room < 1):
             hint = "shorten the task (for kv_retrieval: task.pairs), or allow it with task.truncation=middle"
-            if len(ids) <= room and most:
+            if len(encoded.ids) <= room and most:
                 limit = f"at most {most} tokens before any chat template (task.max_prompt_tokens)"
                 raise UserError("prompt length", len(bare), limit, hint)
-            self._refuse(len(ids), room, reserve, hint)
+            self._refuse(len(encoded.ids), room, reserve, hint)
         before, cut = len(bare), 0
         while over > 0:
             cut += over
             parts = self._shortened(prompt, cut, truncation, document, separator)
-            # Half of what is left has to go and still it does not fit: template and question alone are too
-            # long.
+            # Half of what is left has to go and still it does not fit: all the rest is too long.
             if not parts or cut >= before:
                 hint = "shorten the task, or take a model with a larger context window"
-                self._refuse(len(ids), room, reserve, hint)
-            ids, offsets, text = self._encode_parts(parts, form)
-            over = len(ids) - room
+                self._refuse(len(encoded.ids), room, reserve, hint)
+            encoded = self._encode_parts(parts, form)
+            over = len(encoded.ids) - room
         left = len(self._bare("".join(part for part, _ in parts))) if cut else before
-        return Encoded(ids, offsets, text, before - left)
+        return replace(encoded, dropped=before - left)
 
-    def _encode_parts(
-        self, parts: Parts, form: dict[str, Any]
-    ) -> tuple[list[int], list[tuple[int, int]], str]:
-        """Ids, offsets and rendered text of a prompt made of parts."""
+    def _encode_parts(self, parts: Parts, form: dict[str, Any]) -> Encoded:
+        """A prompt made of parts."""
         tokenizer, prompt = self.need_tokenizer(), "".join(part for part, _ in parts)
         text, templated = self._render(prompt, form.get("chat", True), form.get("system", ""))
         text += form.get("prefill", "")
@@ -160,10 +145,11 @@ class Encoder:
         for first, last in pairs:
             move = next((m for a, b, m in moves if a < last and first < b and last > first), None)
             offsets.append((0, 0) if move is None else (max(first + move, 0), max(last + move, 0)))
-        return ids, offsets, text
+        return Encoded(ids, offsets, text)
 
-    def _bare(self, text: str) -> list[int]:
-        return list(self.need_tokenizer()(text)["input_ids"])
+    def _bare(self, text: str, special: bool = True) -> list[int]:
+        """Token ids of a text without a chat template."""
+        return list(self.need_tokenizer()(text, add_special_tokens=special)["input_ids"])
 
     def _shortened(
         self, prompt: str, cut: int, truncation: Truncation, document: tuple[int, int] | None, separator: str
@@ -187,8 +173,8 @@ class Encoder:
                 words = words[:-WORDS_AT_ONCE]
             kept = " ".join(words)
         else:
-            ids = list(tokenizer(text, add_special_tokens=False)["input_ids"])
-            extra = len(tokenizer(separator, add_special_tokens=False)["input_ids"]) if separator else 0
+            ids = self._bare(text, False)
+            extra = len(self._bare(separator, False)) if separator else 0
             kept = str(tokenizer.decode(ids[: max(len(ids) - cut - extra, 0)]))
         if not kept:
             return []
@@ -209,9 +195,9 @@ class Encoder:
         The pair is tokenised as one text where the prompt's tokens survive that; otherwise each on its own.
         (A SentencePiece tokenizer turns " A" alone into two tokens, and after "Answer:" into one.)
         """
-        tokenizer, head = self.need_tokenizer(), encoded.ids
+        head = encoded.ids
         for special in (True, False):
-            both = list(tokenizer(encoded.text + text, add_special_tokens=special)["input_ids"])
+            both = self._bare(encoded.text + text, special)
             if both[: len(head)] == head and len(both) > len(head):
                 return both[len(head) :]
-        return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+        return self._bare(text, False)

@@ -33,8 +33,7 @@ class Family:
         rope_if: Attribute that is None or 0 in layers without rotary embedding; None where all layers alike.
         position: How the model knows positions, beside its causal mask.
         interface: Whether attention runs through the library's functions, which posbench can listen to.
-        output: Attribute of the attention module that projects the heads' outputs; read without
-            ``interface``.
+        output: Attribute that projects the heads' outputs; read without ``interface``.
         shut_is_true: Whether its masks of booleans are true where a key is shut.
         mask_has_bias: Whether its mask holds the ALiBi bias, which eager attention then adds a second time.
     """
@@ -66,62 +65,64 @@ FAMILIES = (
         name="Llama 1 to 3.x, Vicuna, StableBeluga, TinyLlama", model_types=("llama",),
         traits="grouped keys, biases, Llama 3 RoPE",
     ),
-    Family(name="Mistral, Mixtral", model_types=("mistral", "mixtral"), traits="sliding window (v0.1), experts"),
-    Family(name="Qwen1.5, Qwen2, Qwen2.5", model_types=("qwen2",), traits="biases, YaRN"),
     Family(
-        name="Qwen3", model_types=("qwen3", "qwen3_moe"), traits="experts (MoE)", key_norm="k_norm",
+        name="Mistral, Mixtral", model_types=("mistral", "mixtral"), traits="sliding window (v0.1), experts",
     ),
+    Family(name="Qwen1.5, Qwen2, Qwen2.5", model_types=("qwen2",), traits="biases, YaRN"),
+    Family(name="Qwen3", model_types=("qwen3", "qwen3_moe"), traits="experts (MoE)", key_norm="k_norm"),
     Family(name="Gemma 1", model_types=("gemma",), traits="head size apart from hidden size / heads"),
     Family(name="Gemma 2", model_types=("gemma2",), traits="logit soft-cap, every other layer sliding"),
     Family(
-        name="Gemma 3 (text)", model_types=("gemma3_text",), traits="local and global RoPE",
-        key_norm="k_norm",
+        name="Gemma 3 (text)", model_types=("gemma3_text",), key_norm="k_norm",
+        traits="local and global RoPE",
     ),
     Family(
-        name="Gemma 3 (with vision, text prompts)", model_types=("gemma3",),
-        traits="local and global RoPE; images are not read", layers="model.language_model.layers", key_norm="k_norm",
+        name="Gemma 3 (with vision, text prompts)", model_types=("gemma3",), key_norm="k_norm",
+        traits="local and global RoPE; images are not read", layers="model.language_model.layers",
     ),
     Family(
-        name="Phi-3, Phi-3.5, Phi-4", model_types=("phi3",), traits="partial rotary, longrope, sliding window",
-        query="qkv_proj", key="qkv_proj", fused="blocks",
+        name="Phi-3, Phi-3.5, Phi-4", model_types=("phi3",), query="qkv_proj", key="qkv_proj", fused="blocks",
+        traits="partial rotary, longrope, sliding window",
     ),
     Family(
-        name="GPT-NeoX, Pythia", model_types=("gpt_neox",), traits="partial rotary",
-        layers="gpt_neox.layers", attention="attention", query="query_key_value", key="query_key_value", fused="groups",
+        name="GPT-NeoX, Pythia", model_types=("gpt_neox",), traits="partial rotary", layers="gpt_neox.layers",
+        attention="attention", query="query_key_value", key="query_key_value", fused="groups",
     ),
     Family(
         name="MPT", model_types=("mpt",), traits="optional clip, prompts up to max_seq_len", position="ALiBi",
-        layers="transformer.blocks", attention="attn", query="Wqkv", key="Wqkv", fused="blocks", clip="clip_qkv",
-        interface=False, output="out_proj", shut_is_true=True,
+        layers="transformer.blocks", attention="attn", query="Wqkv", key="Wqkv", fused="blocks",
+        clip="clip_qkv", interface=False, output="out_proj", shut_is_true=True,
     ),
     Family(
         name="Falcon", model_types=("falcon",), traits="new and old layout, biases", position="RoPE or ALiBi",
-        layers="transformer.h", attention="self_attention", query="query_key_value", key="query_key_value", fused="groups",
-        interface=False, output="dense", mask_has_bias=True,
+        layers="transformer.h", attention="self_attention", query="query_key_value", key="query_key_value",
+        fused="groups", interface=False, output="dense", mask_has_bias=True,
     ),
     Family(
-        name="OLMo 2", model_types=("olmo2",), traits="norms after the blocks",
-        key_norm="k_norm", norm_over="projection",
+        name="OLMo 2", model_types=("olmo2",), traits="norms after the blocks", key_norm="k_norm",
+        norm_over="projection",
     ),
     Family(
-        name="SmolLM3", model_types=("smollm3",), traits="some or all layers without RoPE", position="RoPE or none",
-        rope_if="use_rope",
+        name="SmolLM3", model_types=("smollm3",), traits="some or all layers without RoPE",
+        position="RoPE or none", rope_if="use_rope",
     ),
     Family(
-        name="Cohere 2 (Command R7B, Command A)", model_types=("cohere2",), traits="interleaved RoPE in the sliding layers only",
-        rope_if="sliding_window", position="RoPE or none",
+        name="Cohere 2 (Command R7B, Command A)", model_types=("cohere2",), position="RoPE or none",
+        traits="interleaved RoPE in the sliding layers only", rope_if="sliding_window",
     ),
 )  # fmt: skip
 
 UNSUPPORTED = {
-    "their keys come from a compressed latent (MLA), so there is no channel of one key projection to scale": (
-        "deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2", "longcat_flash", "minicpm3", "youtu",
-    ),
-    "Llama 4 rotates in complex numbers, normalises after the rotation and attends in chunks": ("llama4", "llama4_text"),
-    "some of its layers share the keys of earlier layers": ("gemma3n", "gemma3n_text", "gemma4", "gemma4_text"),
+    "their keys come from a compressed latent (MLA), so there is no channel of one key projection to scale":
+        ("deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2", "longcat_flash", "minicpm3", "youtu"),
+    "Llama 4 rotates in complex numbers, normalises after the rotation and attends in chunks":
+        ("llama4", "llama4_text"),
+    "some of its layers share the keys of earlier layers":
+        ("gemma3n", "gemma3n_text", "gemma4", "gemma4_text"),
     "a part of its layers has no softmax attention (linear attention or state space)": (
-        "bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "lfm2", "mamba", "mamba2", "minimax", "nemotron_h",
-        "qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "recurrent_gemma", "rwkv", "xlstm", "zamba", "zamba2",
+        "bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "lfm2", "mamba", "mamba2",
+        "minimax", "nemotron_h", "qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "recurrent_gemma",
+        "rwkv", "xlstm", "zamba", "zamba2",
     ),
     "it is no causal decoder": ("bart", "bert", "led", "longt5", "mt5", "roberta", "t5"),
 }  # fmt: skip
@@ -133,27 +134,16 @@ def support_table() -> tuple[list[str], list[list[str]]]:
     rows = []
     for f in FAMILIES:
         projection = f"fused, in {f.fused}" if f.fused else "apart"
-        norm = f", keys normed per {f.norm_over}" if f.key_norm else ""
+        projection += f", keys normed per {f.norm_over}" if f.key_norm else ""
         keys = "rank-1, projected again if clipped" if f.clip else "rank-1"
+        keys = "projected again" if f.key_norm else keys
         types = ", ".join(f"`{t}`" for t in f.model_types)
-        cells = [
-            f.name,
-            types,
-            f.position,
-            projection + norm,
-            "projected again" if f.key_norm else keys,
-            f.traits,
-        ]
-        rows.append(cells)
+        rows.append([f.name, types, f.position, projection, keys, f.traits])
     return ["family", "`model_type`", "positions", "queries and keys", "prefilled keys", "also covered"], rows
 
 
 def family_of(model: PreTrainedModel) -> Family:
-    """Look up the family row of a model.
-
-    Raises:
-        UserError: The architecture is not in the table.
-    """
+    """The family row of a model; see :func:`family_of_type`."""
     return family_of_type(model.config.model_type)
 
 
@@ -163,17 +153,14 @@ def family_of_type(model_type: str | None) -> Family:
     Raises:
         UserError: The architecture is not in the table.
     """
-    for family in FAMILIES:
-        if model_type in family.model_types:
-            return family
-    known = ", ".join(t for f in FAMILIES for t in f.model_types)
-    hint = (
-        "choose a model of a listed family, or add a row to posbench/model/families.py (see docs/families.md)"
-    )
-    for reason, types in UNSUPPORTED.items():
-        if model_type in types:
-            hint = f"choose a model of a listed family: this one cannot be supported, {reason}"
-    raise UserError("model architecture", model_type, known, hint)
+    known = {kind: family for family in FAMILIES for kind in family.model_types}
+    if model_type in known:
+        return known[model_type]
+    otherwise = ", or add a row to posbench/model/families.py (see docs/families.md)"
+    reasons = [reason for reason, types in UNSUPPORTED.items() if model_type in types]
+    why = f": this one cannot be supported, {reasons[0]}" if reasons else otherwise
+    hint = f"choose a model of a listed family{why}"
+    raise UserError("model architecture", model_type, ", ".join(known), hint)
 
 
 def text_config(model: PreTrainedModel) -> PreTrainedConfig:
@@ -181,10 +168,10 @@ def text_config(model: PreTrainedModel) -> PreTrainedConfig:
     return model.config.get_text_config()
 
 
-def context_window(config: PreTrainedConfig) -> int | None:
-    """Tokens a checkpoint reads by its own config, None where the config sets no limit."""
+def context_window(config: PreTrainedConfig) -> int:
+    """Tokens a checkpoint reads by its own config, 2^31 where the config sets no limit."""
     text = config.get_text_config()
-    return getattr(text, "max_position_embeddings", None) or getattr(text, "max_seq_len", None)
+    return getattr(text, "max_position_embeddings", None) or getattr(text, "max_seq_len", None) or 2**31
 
 
 def blocks(model: PreTrainedModel) -> list[nn.Module]:
@@ -214,9 +201,8 @@ def attention_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
 
 
 def rotary_of(kwargs: dict[str, Any]) -> tuple[Tensor, Tensor] | None:
-    """(cos, sin) that an attention module's call rotates with, each [B or 1, T, up to d]; None where it does
-    not."""
-    # Falcon hands both over and rotates only without ALiBi.
+    """(cos, sin) that a call of attention rotates with, each [B or 1, T, up to d]; None where it does not."""
+    # Falcon gives both and rotates only without ALiBi.
     return None if kwargs.get("alibi") is not None else kwargs.get("position_embeddings")
 
 
@@ -225,14 +211,8 @@ def on_query_key_input(
 ) -> list[RemovableHandle]:
     """Make the queries and keys of a layer, and not its values, see a changed input.
 
-    Args:
-        model: The causal LM.
-        layer: Layer, 0-based.
-        change: Maps the attention input [B, T, D] to what queries and keys are projected from, without
-            writing to it.
-
-    Returns:
-        The hooks; the layer is as before once all are removed.
+    ``change`` maps the attention input [B, T, D], without writing to it, to what they are projected from. The
+    layer is as before once all the hooks are removed.
     """
     family, attention = family_of(model), attention_modules(model)[layer]
     query, key = getattr(attention, family.query), getattr(attention, family.key)
@@ -266,34 +246,20 @@ def keys_are_linear(model: PreTrainedModel, layer: int) -> bool:
 def key_columns(model: PreTrainedModel, layer: int, channels: Sequence[int]) -> Tensor:
     """Columns of the key projection, ``W_K[:, channels]``, without the bias, [C, G * d] for C channels."""
     key = getattr(attention_modules(model)[layer], family_of(model).key)
-    columns = key.weight[:, list(channels)].T
-    rows = _key_rows(model, layer, columns.shape[1])
-    return columns if rows is None else columns[:, rows.to(columns.device)]
+    return _keys_among(model, layer, key.weight[:, list(channels)].T)
 
 
 def project_keys(model: PreTrainedModel, layer: int, hidden: Tensor) -> Tensor:
     """Keys as the layer's projection gives them, before norm and rotation: [B, T, G * d] from [B, T, D]."""
     key = getattr(attention_modules(model)[layer], family_of(model).key)
-    projected = key(hidden)
-    rows = _key_rows(model, layer, projected.shape[-1])
-    return projected if rows is None else projected[..., rows.to(projected.device)]
+    return _keys_among(model, layer, key(hidden))
 
 
 def finish_keys(
     model: PreTrainedModel, layer: int, projected: Tensor, rotary: tuple[Tensor, Tensor] | None
 ) -> Tensor:
-    """What the layer does to projected keys before it caches them: clamp, normalise, split in heads, rotate.
-
-    Args:
-        model: The causal LM.
-        layer: Layer, 0-based.
-        projected: [B, T, G * d].
-        rotary: (cos, sin) as the model gave them to this attention module, each [B or 1, T, up to d]; or
-            None.
-
-    Returns:
-        [B, G, T, d].
-    """
+    """What the layer does to projected keys [B, T, G * d] before it caches them as [B, G, T, d]: clamp,
+    normalise, split in heads, rotate; ``rotary`` as :func:`rotary_of` gives it."""
     family, attention = family_of(model), attention_modules(model)[layer]
     norm = getattr(attention, family.key_norm) if family.key_norm else None
     bound = getattr(attention, family.clip) if family.clip else None
@@ -337,8 +303,11 @@ def _fused_rows(model: PreTrainedModel, layer: int, width: int) -> tuple[Tensor,
     return rows[:, :-2].flatten(), rows[:, -2].flatten()
 
 
-def _key_rows(model: PreTrainedModel, layer: int, width: int) -> Tensor | None:
-    return None if family_of(model).fused is None else _fused_rows(model, layer, width)[1]
+def _keys_among(model: PreTrainedModel, layer: int, projected: Tensor) -> Tensor:
+    """The keys in the output [..., rows] of a projection that may be fused."""
+    if family_of(model).fused is None:
+        return projected
+    return projected[..., _fused_rows(model, layer, projected.shape[-1])[1].to(projected.device)]
 
 
 def remove_rope(model: PreTrainedModel) -> None:

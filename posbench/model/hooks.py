@@ -12,10 +12,8 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMa
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 Attend = Callable[..., Any]
-"""An attention function of the library: (module, query, key, value, mask, **settings) to (output [B, T, H,
-d], weights)."""
+"""An attention function: (module, query, key, value, mask, **settings) to (output [B, T, H, d], weights)."""
 
-_NAME = "posbench"
 _functions: dict[int, list[Attend]] = {}
 """Per model config (by identity) the functions in front of its kernel; the first one is called first."""
 
@@ -26,8 +24,7 @@ def replaced(target: object, name: str, value: Any) -> Iterator[None]:
 
     An attribute that lived on the class alone is deleted again, so that ``vars(target)`` ends as it began.
     """
-    own = vars(target)
-    had, before = name in own, own.get(name)
+    had, before = name in vars(target), vars(target).get(name)
     setattr(target, name, value)
     try:
         yield
@@ -42,17 +39,13 @@ def replaced(target: object, name: str, value: Any) -> Iterator[None]:
 def before_each(
     modules: Sequence[nn.Module], layers: Collection[int] | None, hook: Callable[[int], Callable[..., Any]]
 ) -> Iterator[None]:
-    """Run hooks before the modules of some layers for the duration of a block.
+    """Run hooks before the modules of some layers (None: all) for the duration of a block.
 
-    Args:
-        modules: One module per layer.
-        layers: Layers, 0-based; None: all.
-        hook: The hook of a layer, called with module, arguments and keyword arguments.
+    ``hook`` makes the hook of a layer, which is called with module, arguments and keyword arguments.
     """
     with ExitStack() as stack:
         for layer in range(len(modules)) if layers is None else layers:
-            handle = modules[layer].register_forward_pre_hook(hook(layer), with_kwargs=True)
-            stack.callback(handle.remove)
+            stack.enter_context(modules[layer].register_forward_pre_hook(hook(layer), with_kwargs=True))
         yield
 
 
@@ -67,20 +60,18 @@ def fork(cache: DynamicCache) -> DynamicCache:
 def attending(model: PreTrainedModel, function: Attend) -> Iterator[None]:
     """Put a function in front of a model's attention kernel for the duration of a block.
 
-    Args:
-        model: A model whose family runs attention through the library's functions.
-        function: Takes what an :data:`Attend` takes and, as ``following``, the next function or the kernel.
-            The function of an inner block comes nearer to the kernel, so that a listener sees the queries and
-            keys that a method made.
+    The model's family has to run attention through the library's functions. The function takes what an
+    :data:`Attend` takes and, as ``following``, the next function or the kernel. That of an inner block comes
+    nearer to the kernel, so that a listener sees the queries and keys that a method made.
     """
     config = model.config.get_text_config()
     stack = _functions.setdefault(id(config), [])
     before = config._attn_implementation
     if not stack:
-        # Without a mask function under the same name transformers would hand over no mask at all.
-        AttentionInterface.register(f"{_NAME}_{before}", _dispatch(before))
-        AttentionMaskInterface.register(f"{_NAME}_{before}", ALL_MASK_ATTENTION_FUNCTIONS[before])
-        model.set_attn_implementation(f"{_NAME}_{before}")
+        # Without a mask function under the same name transformers would give no mask at all.
+        AttentionInterface.register(f"posbench_{before}", _dispatch(before))
+        AttentionMaskInterface.register(f"posbench_{before}", ALL_MASK_ATTENTION_FUNCTIONS[before])
+        model.set_attn_implementation(f"posbench_{before}")
     stack.append(function)
     try:
         yield

@@ -1,8 +1,6 @@
 """A causal language model with its tokenizer: encode, generate, score, and read attention rows."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -20,14 +18,9 @@ from posbench.model.hooks import Attend, attending, before_each, fork, replaced
 
 @dataclass
 class LM(Encoder):
-    """A causal LM ready for posbench.
+    """A causal LM in eval mode, ready for posbench; without a tokenizer only token-level calls work.
 
-    Attributes:
-        model: The Hugging Face model, in eval mode.
-        tokenizer: Its tokenizer; None allows token-level calls only.
-        name: Short name.
-        context_window: Tokens the model reads.
-        chat_template: See :class:`posbench.model.load.ModelConfig`.
+    The other attributes are those of :class:`posbench.model.load.ModelConfig`.
     """
 
     model: PreTrainedModel
@@ -50,10 +43,8 @@ class LM(Encoder):
         return int(families.text_config(self.model).num_hidden_layers)
 
     def pad(self, rows: Sequence[Sequence[int]]) -> dict[str, Tensor]:
-        """Left-pad token rows to one batch: ``input_ids``, ``attention_mask`` and ``position_ids``, each [B,
-        T]."""
-        width = max(len(row) for row in rows)
-        fill = self._pad_id()
+        """Left-pad rows to one batch: ``input_ids``, ``attention_mask`` and ``position_ids``, each [B, T]."""
+        width, fill = max(len(row) for row in rows), self._pad_id()
         ids = torch.tensor([[fill] * (width - len(row)) + list(row) for row in rows], device=self.device)
         mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows], device=self.device)
         # A bare forward counts positions from the first column, padding included; generate() from the mask.
@@ -70,21 +61,18 @@ class LM(Encoder):
         repetition_penalty: float = 1.0,
         batch_size: int = 8,
     ) -> list[str]:
-        """Greedy continuations, from these settings alone: the checkpoint's generation config is not
-        consulted.
+        """Greedy continuations, in input order, from these settings alone, not the checkpoint's generation
+        config.
 
         Args:
             rows: Prompts as token ids or as text.
             max_new_tokens: Tokens to generate at most.
-            min_new_tokens: Tokens before which neither the end of sequence nor a stop text of one token may
-                come.
+            min_new_tokens: Tokens before which neither the end of sequence nor a stop text of one token
+                comes.
             stop: Texts that end a reply and are cut off; one of a single token ends it as that token, as in
                 LongBench.
             repetition_penalty: See :class:`posbench.tasks.Task`.
             batch_size: Rows per batch; see :func:`batches`.
-
-        Returns:
-            The generated text per prompt, in input order.
         """
         if isinstance(rows, str):
             raise TypeError("generate takes a list of prompts, got one text: pass [text]")
@@ -130,8 +118,7 @@ class LM(Encoder):
         criteria = StoppingCriteriaList([said] if stop else [])
         with replaced(self.model, "generation_config", settings):
             out = self.model.generate(**inputs, stopping_criteria=criteria)
-        new = out[:, width:]
-        return [str(text) for text in tokenizer.batch_decode(new, skip_special_tokens=True)]
+        return [str(text) for text in tokenizer.batch_decode(out[:, width:], skip_special_tokens=True)]
 
     @torch.inference_mode()
     def logits(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
@@ -150,14 +137,8 @@ class LM(Encoder):
     ) -> list[list[tuple[float, bool]]]:
         """Log-likelihood of every choice after its prompt; a prompt runs once for all its choices.
 
-        Args:
-            prompts: Token ids, N rows.
-            choices: Per prompt, the token ids of each continuation, none empty.
-            batch_size: Prompts per batch.
-
-        Returns:
-            Per prompt and choice: total log-likelihood in nats, and whether greedy decoding would produce the
-            choice.
+        Per prompt, ``choices`` are the token ids of each continuation, none empty. Gives per prompt and
+        choice the total log-likelihood in nats, and whether greedy decoding would produce the choice.
         """
         found: list[list[tuple[float, bool]]] = [[] for _ in prompts]
         for batch in batches([len(row) for row in prompts], batch_size):
@@ -168,10 +149,8 @@ class LM(Encoder):
                 targets = self._targets(rows)
                 logits = [out.logits[:, -1:].float()]
                 if targets.shape[1] > 1:
-                    later = self._following(inputs, targets)
-                    logits.append(
-                        self.model(**later, past_key_values=fork(out.past_key_values)).logits.float()
-                    )
+                    later, cache = self._following(inputs, targets), fork(out.past_key_values)
+                    logits.append(self.model(**later, past_key_values=cache).logits.float())
                 scores = torch.cat(logits, dim=1)
                 nats = _nats(scores, targets).double().sum(1)
                 greedy = ((scores.argmax(-1) == targets) | (targets < 0)).all(1)
@@ -208,12 +187,8 @@ class LM(Encoder):
     ) -> tuple[dict[str, Tensor], Tensor]:
         """Prompts padded on the left and their answers, but for the last token, padded on the right.
 
-        Args:
-            pairs: Prompt and answer token ids, B of them; answers of at most A tokens.
-
-        Returns:
-            The forward's inputs, each [B, T + A - 1], and the answer tokens [B, A], -100 where an answer has
-            ended.
+        From B prompts and answers as token ids, of at most T and A tokens: the forward's inputs, each [B, T +
+        A - 1], and the answer tokens [B, A], -100 where an answer has ended.
         """
         inputs, targets = self.pad([prompt for prompt, _ in pairs]), self._targets([row for _, row in pairs])
         later = self._following(inputs, targets, self._pad_id())
@@ -237,42 +212,41 @@ class LM(Encoder):
         }
 
     def answer_nats(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """Mean cross-entropy per answer token, [B], from the logits [B, A, V] that predict the answer tokens
-        [B, A]."""
+        """Mean cross-entropy per answer token, [B], from the logits [B, A, V] that predict them, [B, A]."""
         return _nats(logits.float(), targets).sum(1) / (targets >= 0).sum(1)
 
     @contextmanager
     def last_attention(self) -> Iterator[dict[int, Tensor]]:
         """Collect the attention weights of the last token in each forward inside the block.
 
-        Yields:
-            Dict layer -> weights [B, H, T] of the latest forward (post-softmax, float32 or better). A
-            sliding-window layer that no longer holds all keys gives the newest T' < T. Memory is linear in T
-            where the family allows it. Under attention_buckets there are B * N rows, those of the N bases
-            next to each other.
+        Yields a dict layer -> weights [B, H, T] of the latest forward (post-softmax, float32 or better). A
+        sliding-window layer that no longer holds all keys gives the newest T' < T. Memory is linear in T
+        where the family allows it. Under attention_buckets there are B * N rows, those of the N bases
+        next to each other.
         """
         weights: dict[int, Tensor] = {}
-        if families.family_of(self.model).interface:
-            with self._listening(weights):
-                yield weights
-            return
 
-        def read(layer: int) -> Callable[..., None]:
-            def hook(module: nn.Module, args: Any, output: tuple[Any, ...]) -> None:
-                weights[layer] = output[1][:, :, -1]
+        def attend(module: Any, *given: Any, following: Attend, **rest: Any) -> Any:
+            # The last row is computed once more in front of the kernel in use.
+            query, key, _, mask = given
+            weights[module.layer_idx] = last_row(query, key, mask, **rest)
+            return following(module, *given, **rest)
 
-            return hook
+        def read(module: Any, args: Any, output: tuple[Any, ...]) -> None:
+            weights[module.layer_idx] = output[1][:, :, -1]
 
         with ExitStack() as stack:
-            stack.enter_context(self.eager())
-            for layer, module in enumerate(families.attention_modules(self.model)):
-                stack.callback(module.register_forward_hook(read(layer)).remove)
+            if families.family_of(self.model).interface:
+                stack.enter_context(attending(self.model, attend))
+            else:
+                stack.enter_context(self.eager())
+                for module in families.attention_modules(self.model):
+                    stack.enter_context(module.register_forward_hook(read))
             yield weights
 
     @contextmanager
     def eager(self) -> Iterator[None]:
-        """Make families outside the library's attention functions compute, and return, all attention
-        weights."""
+        """Make families outside the library's attention functions compute, and return, all their weights."""
 
         def without_bias(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Any]:
             return args, kwargs | {"alibi": torch.zeros_like(kwargs["alibi"])}
@@ -285,23 +259,9 @@ class LM(Encoder):
             stack.enter_context(replaced(config, "_attn_implementation_internal", "eager"))
             yield
 
-    @contextmanager
-    def _listening(self, weights: dict[int, Tensor]) -> Iterator[None]:
-        """Compute the last row once more in front of the kernel in use."""
-
-        def attend(module: Any, *given: Any, following: Attend, **rest: Any) -> Any:
-            query, key, _, mask = given
-            weights[module.layer_idx] = last_row(query, key, mask, **rest)
-            return following(module, *given, **rest)
-
-        with attending(self.model, attend):
-            yield
-
     def _pad_id(self) -> int:
-        if self.tokenizer is not None and self.tokenizer.pad_token_id is not None:
-            return int(self.tokenizer.pad_token_id)
-        eos = self.tokenizer.eos_token_id if self.tokenizer is not None else None
-        return int(eos or 0)
+        known = [getattr(self.tokenizer, name, None) for name in ("pad_token_id", "eos_token_id")]
+        return next((int(token) for token in known if token is not None), 0)
 
 
 def _nats(logits: Tensor, targets: Tensor) -> Tensor:
@@ -312,16 +272,12 @@ def _nats(logits: Tensor, targets: Tensor) -> Tensor:
 def batches(lengths: Sequence[int], size: int, tokens: int | None = None) -> list[list[int]]:
     """Group prompts of similar length, longest first: little padding is needed, and memory errors come early.
 
-    Depends on the lengths alone: a resumed run forms the same batches and so gets the same numbers.
-
-    Args:
-        lengths: Tokens per prompt, those to come included.
-        size: Prompts per batch at most.
-        tokens: Tokens per batch at most, padding included; a prompt longer than that is a batch of its own.
+    Depends on the ``lengths`` alone (tokens, those to come included): a resumed run forms the same batches
+    and so gets the same numbers. A batch has at most ``size`` prompts and ``tokens``, padding included; a
+    longer prompt is a batch of its own.
     """
-    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     out: list[list[int]] = []
-    for index in order:
+    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
         most = min(size, max((tokens or 0) // lengths[out[-1][0]], 1) if tokens else size) if out else 0
         if not out or len(out[-1]) >= most:
             out.append([])

@@ -1,10 +1,7 @@
 """From a name, a directory, a hub id or a model object to a ready LM."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from dataclasses import fields as dataclass_fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
@@ -40,21 +37,18 @@ class ModelConfig:
     Attributes:
         name: Short name used in folders and tables.
         path: Hub id, local directory, or ``posbench://NAME`` for an embedded model.
-        revision: Hub branch, tag or commit; None takes the default branch, as cached if a complete copy is
-            cached.
-        dtype: Weight type; ``auto`` is the checkpoint's own on a GPU (float32 stays float32) and float32 on a
-            CPU.
+        revision: Hub branch, tag or commit; None takes the default branch, as cached if that is complete.
+        dtype: Weight type; ``auto`` is the checkpoint's own on a GPU and float32 on a CPU.
         attention: Attention kernel; ``auto`` is sdpa where the family has it, else eager (Gemma 2, MPT).
         rope: ``checkpoint``, or ``none`` for one trained without position embeddings whose config hides it.
         chat_template: ``auto`` applies the tokenizer's template where it has one, ``none`` never; or the name
-            of one in ``posbench/model/templates``, for a checkpoint that does not carry the one it was
-            trained with.
+            of one in ``posbench/model/templates``, for a checkpoint that does not carry its own.
         context_window: Tokens the model reads; None takes the checkpoint's ``max_position_embeddings``.
         threads: CPU threads; None leaves torch's choice.
         stages: Stages that run when the user names none.
         source: Where the facts of this file come from.
         blocks: What the file brings for methods, tasks, searches and studies, by their names: every other key
-            of the file that holds a mapping. A block's ``source`` says where its constants come from.
+            of the file that holds a mapping.
     """
 
     name: str
@@ -85,7 +79,7 @@ def load(
     device: str = "auto",
     device_map: str | dict[str, Any] | None = None,
     max_memory: dict[int | str, str] | None = None,
-    **fields: Any,
+    **values: Any,
 ) -> LM:
     """Load a model for posbench.
 
@@ -98,25 +92,22 @@ def load(
         device_map: Shards the layers instead, as accelerate's ``device_map``: ``auto``, ``balanced``,
             ``balanced_low_0``, ``sequential``, or module names to devices, ``cpu`` or ``disk``.
         max_memory: For a ``device_map`` in words: ``{0: "70GiB", "cpu": "100GiB"}``.
-        **fields: Fields of :class:`ModelConfig` to override.
+        **values: Fields of :class:`ModelConfig` to override.
 
     Raises:
         UserError: Unknown architecture, missing checkpoint, kernel, device or weights, too little memory.
     """
     if isinstance(source, PreTrainedModel):
         families.family_of(source)
-        if _capped(source.config):
-            _refuse_sdpa(families.text_config(source)._attn_implementation)
-        window = families.context_window(source.config) or 2**31
-        return LM(source.eval(), tokenizer, name or "model", window, fields.get("chat_template", "auto"))
-    if isinstance(source, ModelConfig):
-        config = source
-    else:
-        config = model_config(str(source), **({"name": name} if name else {}), **fields)
-    return _load_checkpoint(config, device, device_map, max_memory)
+        _kernel(source.config, families.text_config(source)._attn_implementation)
+        window = families.context_window(source.config)
+        return LM(source.eval(), tokenizer, name or "model", window, values.get("chat_template", "auto"))
+    if not isinstance(source, ModelConfig):
+        source = model_config(str(source), **({"name": name} if name else {}), **values)
+    return _load_checkpoint(source, device, device_map, max_memory)
 
 
-def model_config(source: str, **fields: Any) -> ModelConfig:
+def model_config(source: str, **values: Any) -> ModelConfig:
     """The config of a name in ``conf/model``, else of a directory or hub id, with some fields replaced.
 
     Raises:
@@ -126,12 +117,12 @@ def model_config(source: str, **fields: Any) -> ModelConfig:
     data: Any = {"name": Path(source).name, "path": source}
     if known.is_file():
         data = {"name": source, **yaml.safe_load(known.read_text())}
-    return build(ModelConfig, with_blocks({**data, **fields}), "model")
+    return build(ModelConfig, with_blocks({**data, **values}), "model")
 
 
 def with_blocks(data: Mapping[str, Any]) -> dict[str, Any]:
     """A model's node with its blocks gathered under ``blocks``."""
-    known = {f.name for f in dataclass_fields(ModelConfig)}
+    known = {f.name for f in fields(ModelConfig)}
     blocks = {k: dict(v) for k, v in data.items() if k not in known and isinstance(v, Mapping)}
     own = {k: v for k, v in data.items() if k not in blocks}
     return own | {"blocks": blocks | dict(data.get("blocks") or {})}
@@ -157,11 +148,7 @@ def _load_checkpoint(
         if facts:
             families.family_of_type(facts.get("model_type"))
         hf_config = AutoConfig.from_pretrained(path, **origin)
-        kernel = None if config.attention == "auto" else config.attention
-        if _capped(hf_config):
-            # Some transformers versions run sdpa all the same, and leave the cap out.
-            kernel = kernel or "eager"
-            _refuse_sdpa(kernel)
+        kernel = _kernel(hf_config, None if config.attention == "auto" else config.attention)
         tokenizer = AutoTokenizer.from_pretrained(path, **origin)
         dtype = config.dtype if config.dtype != "auto" else ("float32" if where.type == "cpu" else "auto")
         model = AutoModelForCausalLM.from_pretrained(
@@ -182,27 +169,24 @@ def _load_checkpoint(
             allowed, hint = "auto or eager for this family", "set model.attention=auto"
             raise UserError("model.attention", config.attention, allowed, hint) from error
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
-        allowed = (
-            "a local directory with config.json, tokenizer files and *.safetensors, or a reachable hub id"
-        )
         hint = f"set model.path=DIR to a local checkpoint ({reason})"
-        raise UserError("model.path", config.path, allowed, hint) from error
+        raise UserError("model.path", config.path, sources.A_CHECKPOINT, hint) from error
     if config.rope == "none":
         families.remove_rope(model)
-    window = config.context_window or families.context_window(hf_config) or 2**31
+    window = config.context_window or families.context_window(hf_config)
     return LM(model.eval(), tokenizer, config.name, window, config.chat_template)
 
 
-def _capped(config: PreTrainedConfig) -> bool:
-    """Whether attention scores are soft-capped (Gemma 2), which sdpa cannot do."""
-    return bool(getattr(config.get_text_config(), "attn_logit_softcapping", None))
-
-
-def _refuse_sdpa(kernel: str | None) -> None:
-    if kernel == "sdpa":
+def _kernel(config: PreTrainedConfig, asked: str | None) -> str | None:
+    """The kernel to load with; sdpa is refused where attention scores are soft-capped (Gemma 2)."""
+    if not getattr(config.get_text_config(), "attn_logit_softcapping", None):
+        return asked
+    if asked == "sdpa":
         allowed = "auto or eager: sdpa would leave out the soft-cap of this model's attention scores"
         hint = "set model.attention=auto (a model object: attn_implementation='eager')"
-        raise UserError("model.attention", kernel, allowed, hint)
+        raise UserError("model.attention", asked, allowed, hint)
+    # Some transformers versions would run sdpa all the same, and leave the cap out.
+    return asked or "eager"
 
 
 def torch_device(device: str) -> torch.device:

@@ -1,11 +1,9 @@
 """A model's rotary embedding, changed inside a block: other angles, or keys rotated by hand in attention."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -56,17 +54,19 @@ class Call:
             at = (at.expand(rows, -1) if at.shape[0] == 1 else at).unflatten(0, (rows, -1))
             count = len(self.bases)
             parts = [alone.table(at[i::count].flatten(0, 1), base) for i, base in enumerate(self.bases)]
-            split = (
-                [part.unflatten(0, (-1, at.shape[1])) for part in kind] for kind in zip(*parts, strict=True)
-            )
+            kinds = zip(*parts, strict=True)
+            split = ([part.unflatten(0, (-1, at.shape[1])) for part in kind] for kind in kinds)
             cos, sin = (torch.stack(kind, dim=1).flatten(0, 2) for kind in split)
             return cos, sin
         if base is None:
             return self.module.forward(self.hidden, at, **self.options)
-        count = self.module.inv_freq.numel()
+        buffers, count = self.module._buffers, self.module.inv_freq.numel()
         powers = torch.arange(count, device=self.hidden.device, dtype=torch.float32) / count
-        with replaced_buffer(self.module, "inv_freq", base**-powers):
+        before, buffers["inv_freq"] = buffers["inv_freq"], base**-powers
+        try:
             return self.module.forward(self.hidden, at, **self.options)
+        finally:
+            buffers["inv_freq"] = before
 
     def identity(self) -> Table:
         """Tables that rotate by nothing."""
@@ -79,22 +79,16 @@ class _Tables(tuple[Tensor, Tensor]):
 
     call: Call
 
+    def __new__(cls, table: Table, call: Call) -> Self:
+        made = super().__new__(cls, table)
+        made.call = call
+        return made
+
 
 def _given(kwargs: Mapping[str, Any], call_of: Callable[[int], Call], layer: int) -> Call:
     """The call that an attention module's tables were made for, as the methods of outer blocks left it."""
     tables = kwargs["position_embeddings"]
     return tables.call if isinstance(tables, _Tables) else call_of(layer)
-
-
-@contextmanager
-def replaced_buffer(module: nn.Module, name: str, value: Tensor) -> Iterator[None]:
-    """Put another tensor in the place of a module's buffer for the duration of a block."""
-    before = module._buffers[name]
-    module._buffers[name] = value
-    try:
-        yield
-    finally:
-        module._buffers[name] = before
 
 
 def rotary_module(model: PreTrainedModel) -> nn.Module | None:
@@ -118,11 +112,8 @@ def rotated_layers(model: PreTrainedModel) -> list[int]:
 def check(lm: LM, method: str, *, plain: bool = False, by_hand: bool = False) -> None:
     """Refuse a model to which a method of rotary embeddings does not apply.
 
-    Args:
-        lm: The model.
-        method: Name of the method, for the message.
-        plain: Whether the method sets the base, which says nothing under a rescaled embedding.
-        by_hand: Whether it rotates in attention, which has to run through the library's attention functions.
+    A method that sets the base needs ``plain`` rotary embeddings, whose angles are not rescaled; one that
+    rotates ``by_hand`` needs attention through the library's functions.
 
     Raises:
         UserError: The model has no rotary embedding, or not of the needed kind, or another method rotates.
@@ -157,11 +148,8 @@ def calls_of(model: PreTrainedModel) -> Iterator[Callable[[int], Call]]:
         options = {"layer_type": given["layer_type"]} if given.get("layer_type") is not None else {}
         latest[given.get("layer_type")] = Call(module, given["x"], given["position_ids"], options)
 
-    handle = module.register_forward_hook(remember, with_kwargs=True)
-    try:
+    with module.register_forward_hook(remember, with_kwargs=True):
         yield lambda layer: latest[None] if None in latest else latest[kinds[layer]]
-    finally:
-        handle.remove()
 
 
 @contextmanager
@@ -172,10 +160,8 @@ def tables(
 ) -> Iterator[None]:
     """Rotate in some layers with other tables. An inner block changes what the outer ones made of the call.
 
-    Args:
-        model: The model; see :func:`check`.
-        layers: Per layer, what to change in the call. Layers that share a function share their tables.
-        make: The tables of a changed call.
+    Per layer, ``layers`` holds what to change in the call, whose tables ``make`` then makes. Layers that
+    share a function share their tables.
     """
     made: dict[tuple[int, Any], tuple[Call, _Tables]] = {}
     with ExitStack() as stack:
@@ -192,22 +178,16 @@ def tables(
                 key = (id(change), call.options.get("layer_type"))
                 if key not in made or made[key][0] is not call:
                     changed = change(call)
-                    made[key] = (call, _remembering(make(changed), changed))
+                    made[key] = call, _Tables(make(changed), changed)
                 found, where = made[key][1], kwargs["position_embeddings"][0].device
                 if found[0].device != where:
-                    found = _remembering((found[0].to(where), found[1].to(where)), found.call)
+                    found = _Tables((found[0].to(where), found[1].to(where)), found.call)
                 return args, kwargs | {"position_embeddings": found}
 
             return hook
 
         stack.enter_context(before_each(families.attention_modules(model), layers, hook_of))
         yield
-
-
-def _remembering(table: Table, call: Call) -> _Tables:
-    tables = _Tables(table)
-    tables.call = call
-    return tables
 
 
 def scaled(scales: Mapping[int, float]) -> dict[int, Callable[[Call], Call]]:
@@ -229,19 +209,14 @@ class HandRotation:
     """What a method that rotates by hand gets for one layer of one forward.
 
     Attributes:
-        layer: The layer.
-        query: Un-rotated queries of the new tokens, [B, H, T, d].
-        key: Un-rotated keys of all tokens that the layer holds, [B, G, S, d].
-        query_positions: [B, T].
-        key_positions: [B, S].
+        query: Un-rotated queries of the new tokens, [B, H, T, d], at ``query_positions`` [B, T].
+        key: Un-rotated keys of all tokens that the layer holds, [B, G, S, d], at ``key_positions`` [B, S].
         call: The evaluation of the rotary embedding, for tables at any positions and base.
-        attend: Kernel from rotated queries [B, H, T, d] and keys [B, G or H, S, d] to the output [B, T, H,
-            d].
+        attend: Kernel from rotated queries [B, H, T, d] and keys [B, G or H, S, d] to [B, T, H, d].
         last_row: Attention weights of the last query, [B, H, S], from the same two arguments.
         memory: Whatever the function left here at the cache's last step in this layer; empty at a prompt.
         unchanged: Whether the cached keys are those of that step: not so after a beam search has reordered
             its rows, after a crop, or when another method has corrected them.
-        model: The model.
     """
 
     layer: int
@@ -268,8 +243,7 @@ class HandRotation:
     def rotate_by_each(self, x: Tensor, tables: Iterable[Table]) -> Iterator[Tensor]:
         """Rotate queries or keys [B, H, T, d] with one table [B, T, r] after another: ``x cos + x' sin``.
 
-        A rotation is linear in cos and sin, so that x', which is x turned by a right angle, serves all
-        tables.
+        A rotation is linear in cos and sin: x', which is x turned by a right angle, serves all tables.
         """
         turned: Tensor | None = None
         for table in tables:
@@ -296,9 +270,7 @@ class _Held:
 def by_hand(model: PreTrainedModel, layers: Mapping[int, ByHand]) -> Iterator[None]:
     """Keep keys un-rotated in the cache of some layers; a function rotates queries and keys at every step.
 
-    Args:
-        model: The model; see :func:`check`.
-        layers: Per layer, the function from a :class:`HandRotation` to the attention output [B, T, H, d].
+    It maps a :class:`HandRotation` to the attention output [B, T, H, d].
     """
     with ExitStack() as stack:
         call_of = stack.enter_context(calls_of(model))
@@ -343,33 +315,23 @@ class _Hands:
             return following(module, *given, **rest)
         now = self.held[layer]
         if now.positions.shape[1] < key.shape[2]:
-            raise ValueError(
-                "this cache was filled outside the block, or has a fixed size: run the prompt inside"
-            )
+            filled = "this cache was filled outside the block, or has a fixed size"
+            raise ValueError(f"{filled}: run the prompt inside")
 
         def kernel(q: Tensor, k: Tensor) -> Tensor:
             nonlocal others
             groups = k.shape[1] // value.shape[1]
-            own = replaced(module, "num_key_value_groups", 1) if groups > 1 else nullcontext()
-            with own:
+            with replaced(module, "num_key_value_groups", 1) if groups > 1 else nullcontext():
                 out, others = following(module, q, k, repeat_kv(value, groups), mask, **rest)
             return out
 
         positions = now.positions.to(query.device)
-        rotation = HandRotation(
-            layer=layer,
-            query=query,
-            key=key,
-            query_positions=positions[:, -query.shape[2] :],
-            key_positions=positions[:, -key.shape[2] :],
-            call=now.call,
-            attend=kernel,
-            last_row=lambda q, k: last_row(q, k, mask, **rest),
-            memory=now.memory,
-            unchanged=now.unchanged,
-            model=self.model,
+        places = positions[:, -query.shape[2] :], positions[:, -key.shape[2] :]
+        kernels = kernel, lambda q, k: last_row(q, k, mask, **rest)
+        past = now.memory, now.unchanged
+        out = self.layers[layer](
+            HandRotation(layer, query, key, *places, now.call, *kernels, *past, self.model)
         )
-        out = self.layers[layer](rotation)
         if now.cache is not None:
             # A copy of a cache shares its attributes: replace, never change.
             kept = {_POSITIONS: now.positions, _MEMORY: (now.cache.layers[layer].keys, now.memory)}

@@ -46,7 +46,7 @@ RESULTS = "POSBENCH_SWEEP"
 """Environment variable with the folder in which the jobs of a sweep leave their records."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Composed:
     """One composed config.
 
@@ -54,6 +54,7 @@ class Composed:
         raw: The config as plain data, every default filled in, nothing left to resolve.
         typed: Dotted keys that the user set.
         overrides: The arguments of this job as typed.
+        folders: posbench's config folder, and the user's own.
         number: Number of the job in a sweep.
         multirun: Whether it is one of a sweep.
     """
@@ -61,6 +62,7 @@ class Composed:
     raw: dict[str, Any]
     typed: tuple[str, ...]
     overrides: tuple[str, ...]
+    folders: tuple[Path, ...]
     number: int = 0
     multirun: bool = False
 
@@ -326,7 +328,7 @@ def _filled(
             _fill(raw[group], group, blocks, kept)
     parts = [override.partition("=") for override in typed]
     spelled = tuple(request.spelled.get(key, key) + sign + value for key, sign, value in parts)
-    return Composed(raw=_resolved(raw), typed=keys, overrides=spelled, number=number, multirun=multirun)
+    return Composed(_resolved(raw), keys, spelled, tuple(folders), number, multirun)
 
 
 def _blocks(model: Mapping[str, Any], folders: Sequence[Path]) -> dict[str, dict[str, Any]]:

@@ -22,8 +22,8 @@ def attention_by_position(attention: pd.DataFrame, layers: Sequence[int] | None 
     dash in each cell that went down; with one method only, its own attention.
 
     Args:
-        attention: attention.csv rows of one model and task (method, gold_position, layer, item, attention),
-            attention being the mean weight per token of the item over heads and examples.
+        attention: attention.csv rows of one model and task (method, gold_position, layer, item, attention:
+            the mean weight per token of the item over heads and examples).
         layers: 0-based layers to average on the left; None: the strongest one of the unmodified model.
 
     Raises:
@@ -82,15 +82,9 @@ def over_positions(
     labels: Mapping[Any, str],
     ordered: bool = False,
 ) -> None:
-    """Draw attention to the gold item and score over its position, with 95 % bands, into two panels.
+    """Draw attention to the gold item and score (0..1) over its position into two panels, with 95 % bands.
 
-    Args:
-        attention: Panel of the attention.
-        score: Panel of the score, in %.
-        table: Rows with depth, attention and score (0..1), the latter with their intervals.
-        by: Column that tells the lines apart; see :func:`posbench.plots.base.bands`.
-        labels: Texts for the legend, by value.
-        ordered: Whether the values are an ordered scale.
+    For table (with depth), column, labels and order see :func:`posbench.plots.base.bands`.
     """
     plot.bands(attention, table, by, labels, name="attention", scale=1, ordered=ordered)
     plot.bands(score, table, by, labels, name="score", ordered=ordered)

@@ -69,10 +69,8 @@ def band(
     scale: float = 100,
     label: str | None = None,
 ) -> None:
-    """One line of a style, and its 95 % band, over the column ``x``; a depth in 0..1 is drawn in %.
-
-    The numbers are those of ``name`` (:func:`posbench.stats.findings.columns`) times ``scale``.
-    """
+    """One line of a style, and its 95 % band, over the column ``x``; a depth in 0..1 is drawn in %. Numbers
+    are those of ``name`` (:func:`posbench.stats.findings.columns`) times ``scale``."""
     rows = rows.sort_values(x)
     at = rows[x] * (100 if x == "depth" else 1)
     value, low, high = (scale * rows[column].astype(float) for column in columns(name))
@@ -99,18 +97,8 @@ def bands(
     scale: float = 100,
     ordered: bool = False,
 ) -> None:
-    """A line with its band for each value of a column, where the table has it, in the order of the labels.
-
-    Args:
-        axes: Where they are drawn.
-        table: See :func:`band`.
-        by: The column; its value ``none`` is the unmodified model.
-        labels: Texts for the legend, by value.
-        x: See :func:`band`.
-        name: See :func:`band`.
-        scale: See :func:`band`.
-        ordered: Whether the values are an ordered scale.
-    """
+    """A line with its band (:func:`band`) for each labelled value of a column, in the order of the labels;
+    ``none`` is the unmodified model, ``ordered`` values are steps of a scale."""
     steps, first = len(labels) if ordered else 0, int("none" in labels)
     for index, (value, label) in enumerate(labels.items()):
         rows, style = table[table[by] == value], line_style(max(index - first, 0), value == "none", steps)
@@ -153,9 +141,8 @@ def percent_axes(axes: Axes, ylabel: str = "accuracy (%)", xlabel: str = DEPTH_L
 
 def layer_title(layers: Sequence[int], chosen: bool) -> str:
     """Which layers a panel averages, and that posbench chose them where it did."""
-    listed = ", ".join(map(str, layers))
-    if len(layers) > 7:
-        listed = f"{layers[0]}, {layers[1]}, ... {layers[-1]} ({len(layers)})"
+    short = f"{layers[0]}, {layers[1]}, ... {layers[-1]} ({len(layers)})" if len(layers) > 7 else ""
+    listed = short or ", ".join(map(str, layers))
     name = f"layer {layers[0]}" if len(layers) == 1 else f"mean of layers {listed}"
     return f"{name} (strongest when unmodified)" if chosen else name
 
@@ -183,8 +170,8 @@ def legend_below(figure: Figure, axes: Axes) -> None:
 @styled
 def save(figure: Figure, stem: Path) -> list[Path]:
     """Write `stem`.png (200 dpi) and `stem`.pdf, byte-stable for the same figure; returns the two paths."""
-    written = []
     stem.parent.mkdir(parents=True, exist_ok=True)
+    written = []
     for kind, stamp in (("png", "Software"), ("pdf", "CreationDate")):
         buffer = io.BytesIO()
         figure.savefig(buffer, format=kind, dpi=200, metadata={stamp: None})

@@ -13,14 +13,10 @@ from posbench.stats.findings import columns
 
 @plot.styled
 def accuracy_by_position(metrics: pd.DataFrame, chance: float | None = None) -> Figure:
-    """The task's score over the gold position, one line per method with its 95 % band.
+    """The task's score over the gold position, one line per method with its 95 % band, from metrics.csv rows.
 
-    Args:
-        metrics: metrics.csv rows. Where model, task or seed vary, each combination is its own line.
-        chance: Accuracy of guessing (0..1), drawn as a dotted line.
-
-    Raises:
-        UserError: A column is missing, or no score is given per position.
+    Where model, task or seed vary, each combination is its own line; ``chance`` (0..1) is a dotted line.
+    Raises `UserError` where a column or every score per position is missing.
     """
     frames.need(metrics, "metrics", "model", "method", "gold_position", "depth", "metric", *columns())
     rows = frames.at_positions(metrics)
@@ -46,11 +42,7 @@ def accuracy_by_position(metrics: pd.DataFrame, chance: float | None = None) -> 
 def by_subset(subsets: pd.DataFrame) -> Figure:
     """The task's score on every subset, then on every average: a point per method with its 95 % interval.
 
-    Args:
-        subsets: subsets.csv rows of one model and task.
-
-    Raises:
-        UserError: A column is missing, or several models or tasks are mixed.
+    From subsets.csv rows; raises `UserError` where a column is missing or several models or tasks are mixed.
     """
     front = ("model", "method", "task", "subset", "kind", "metric")
     frames.need(subsets, "subsets", *front, *columns())

@@ -1,4 +1,4 @@
-"""Figures of searches: how they went, and what they found."""
+"""Figures of searches: how they went, and what they found. A missing column raises a `UserError`."""
 
 from __future__ import annotations
 
@@ -15,15 +15,8 @@ POSITIONS = ("beginning", "middle", "end")
 
 @plot.styled
 def convergence(generations: pd.DataFrame) -> Figure:
-    """Best and mean fitness of the parents per generation, in %.
-
-    Args:
-        generations: generations.csv rows: generation, best, mean, unmodified (fitness, 0..1). Several
-            searches where a column ``search`` names them: then one line each, the best only.
-
-    Raises:
-        UserError: A column is missing or there is no row.
-    """
+    """Best and mean fitness of the parents per generation, in %; where a column ``search`` names several
+    searches, one line each, the best only. From generations.csv rows (fitness in 0..1)."""
     need(generations, "generations", "generation", "best", "mean", "unmodified")
     figure = plot.new_figure(plot.COLUMN, 2.7)
     axes = figure.subplots()
@@ -46,14 +39,8 @@ def convergence(generations: pd.DataFrame) -> Figure:
 def curve_figure(parts: pd.DataFrame, search: pd.DataFrame) -> Figure:
     """Control points and curve, where there are any; the scale of every layer; the accuracy that it gives.
 
-    Args:
-        parts: curve.csv rows: part (``point``, ``curve``, ``layer``), x, y.
-        search: search.csv rows: beginning, middle, end, fitness (0..1), unmodified, selected.
-
-    Raises:
-        UserError: A column is missing or there is no row.
-
-    Source: LPES, Figure 2.
+    From rows of curve.csv: part (``point``, ``curve``, ``layer``), x, y; and of search.csv: beginning,
+    middle, end, fitness (0..1), unmodified, selected. Source: LPES, Figure 2.
     """
     need(parts, "curve", "part", "x", "y")
     need(search, "search", *POSITIONS, "fitness", "unmodified", "selected")
@@ -87,15 +74,8 @@ def curve_figure(parts: pd.DataFrame, search: pd.DataFrame) -> Figure:
 def channel_curves(channels: pd.DataFrame, channel: int | str) -> Figure:
     """Value of one channel over the token position, one line per layer (dark to light), one panel per site.
 
-    If the first token's values dwarf all others, the axis is fitted to the others and the panel says so.
-
-    Args:
-        channels: channels.csv rows: channel, site, layer, token, value (mean over random strings) and its
-            sliding mean, which the search's filter sees.
-        channel: The channel to draw.
-
-    Raises:
-        UserError: A column is missing or the channel has no row.
+    If the first token's values dwarf all others, the axis is fitted to the others and the panel says so. From
+    channels.csv rows: channel, site, layer, token, value (mean over random strings) and its sliding mean.
     """
     need(channels, "channels", "channel", "site", "layer", "token", "value", "sliding_mean")
     rows = channels[channels["channel"].astype(str) == str(channel)]
@@ -133,13 +113,8 @@ def candidate_label(row: pd.Series) -> str:
 def candidate_losses_figure(search: pd.DataFrame, most: int = 30) -> Figure:
     """Loss of the best candidates, lowest on top; a filled diamond is selected, the line is unmodified.
 
-    Args:
-        search: search.csv rows (channel, factor, layer_first, layer_last, loss in nats per answer token,
-            loss_unmodified, selected).
-        most: How many candidates to draw at most; a selected one is always among them.
-
-    Raises:
-        UserError: A column is missing or there is no row.
+    From search.csv rows: channel, factor, layer_first, layer_last, loss (nats per answer token),
+    loss_unmodified, selected. A selected candidate is always among the ``most`` drawn.
     """
     front = ("channel", "factor", "layer_first", "layer_last")
     need(search, "search", *front, "loss", "loss_unmodified", "selected")
@@ -158,8 +133,7 @@ def candidate_losses_figure(search: pd.DataFrame, most: int = 30) -> Figure:
     axes.set_yticks(row, [candidate_label(candidate) for _, candidate in best.iterrows()])
     axes.set(ylim=(len(best) - 0.4, -0.6), xlabel="loss (nats per answer token)")
     shown = min(most, len(search))
-    further = ", and the selected one" if len(best) > shown else ""
-    title = f"best {shown} of {len(search)} candidates{further}"
+    title = f"best {shown} of {len(search)} candidates" + ", and the selected one" * (len(best) > shown)
     figure.suptitle(title, fontsize=plot.STYLE["axes.titlesize"])
     axes.grid(axis="y", color="0.9", linewidth=0.5)
     axes.set_axisbelow(True)

@@ -30,18 +30,16 @@ PANELS = {
 def with_setting(summary: pd.DataFrame, axis: str | Sequence[str]) -> tuple[pd.DataFrame, list[str], str]:
     """Name each row's setting of the swept column, or of several, whose labels are then combined.
 
-    Returns:
-        The rows with a text column `setting`, the settings in drawing order (numeric if all are numbers,
-        otherwise as they come; those of the modified rows where there are any), and a label for the axis.
+    Returns the rows with a text column `setting`, the settings in drawing order (numeric if all are numbers,
+    otherwise as they come; those of the modified rows where there are any), and a label for the axis.
     """
     swept = [axis] if isinstance(axis, str) else list(axis)
     frames.need(summary, "summary", *swept, "method")
     setting = pd.Series("", index=summary.index)
     for column in swept:
         cells = summary[column]
-        text = cells.map(lambda v: f"{v:g}" if isinstance(v, float) else str(v)).where(
-            cells.notna(), "(default)"
-        )
+        text = cells.map(lambda v: f"{v:g}" if isinstance(v, float) else str(v))
+        text = text.where(cells.notna(), "(default)")
         front = f"{column.rsplit('.', 1)[-1]}=" if len(swept) > 1 else ""
         setting += (", " if column != swept[0] else "") + front + text
     rows = summary.assign(setting=setting)
@@ -97,12 +95,8 @@ def _setting_lines(axes: Axes, rows: pd.DataFrame, settings: list[str], y: str, 
 def factor_sweep(summary: pd.DataFrame, axis: str | Sequence[str] = "method.factor") -> Figure:
     """Score over the swept values: overall with intervals (left), and per gold position (right).
 
-    Args:
-        summary: summary.csv rows (run, the swept columns, then those of metrics.csv).
-        axis: The swept column, or all of them when several were swept.
-
-    Raises:
-        UserError: A column is missing, no score is given, or one setting has several overall rows.
+    From summary.csv rows (run, the swept columns, then those of metrics.csv); ``axis`` names what was swept.
+    Raises `UserError` where a column or all scores are missing, or a setting has several overall rows.
     """
     frames.need(summary, "summary", "model", "method", "gold_position", "depth", "metric", *columns())
     rows, settings, label = with_setting(frames.of_metric(summary), axis)
@@ -160,13 +154,9 @@ def attention_sweep(
 ) -> Figure:
     """Attention to each gold item over the gold position, one line per swept value (Yu et al. 2025, Fig. 6a).
 
-    Args:
-        attention: attention.csv rows of several runs, with the swept columns and, where known, `run`.
-        axis: The swept column, or all of them when several were swept.
-        layers: 0-based layers to average; None: the strongest one of the unmodified model.
-
-    Raises:
-        UserError: A column is missing or no row has item = gold_position.
+    From attention.csv rows of several runs, with the swept columns and, where known, `run`; averaged over the
+    given 0-based layers, or else the strongest one of the unmodified model. Raises `UserError` where a column
+    is missing or no row has item = gold_position.
     """
     gold = frames.gold_attention(attention)
     shown = [frames.strongest_layer(gold)] if layers is None else list(layers)
@@ -183,11 +173,8 @@ def attention_sweep(
 
 @plot.styled
 def trend(rows: pd.DataFrame) -> Figure:
-    """How a model follows a swept number: one panel per statistic of :data:`PANELS`, one line per group.
-
-    Args:
-        rows: trend.csv rows of one key: group, axis, statistic, number, value, ci_low, ci_high.
-    """
+    """How a model follows a swept number: one panel per statistic of :data:`PANELS`, one line per group; from
+    trend.csv rows of one key: group, axis, statistic, number, value, ci_low, ci_high."""
     frames.need(rows, "trend", "group", "axis", "statistic", "number", *columns())
     panels = [name for name in PANELS if (rows["statistic"] == name).any()]
     groups = list(rows["group"].unique())

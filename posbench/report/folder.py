@@ -62,14 +62,14 @@ def _plain_csv(path: Path, **options: Any) -> pd.DataFrame:
     return pd.read_csv(path, keep_default_na=False, na_values=["", "nan"], **options)
 
 
-def read_json(path: Path) -> Any:
-    """A JSON file's content; None where there is none."""
-    return read(path, lambda p: json.loads(p.read_text(encoding="utf-8")), "JSON as posbench writes it")
-
-
 def read_text(path: Path) -> str:
     """A text file's content; empty where there is none."""
     return read(path, lambda p: p.read_text(encoding="utf-8"), "UTF-8 text") or ""
+
+
+def read_json(path: Path) -> Any:
+    """A JSON file's content; None where there is none."""
+    return read(path, lambda p: json.loads(p.read_text(encoding="utf-8")), "JSON as posbench writes it")
 
 
 def read(path: Path, parse: Callable[[Path], Any], allowed: str) -> Any:

@@ -11,6 +11,7 @@ import pandas as pd
 
 from posbench.files.atomic import Row
 from posbench.plots.section import Section
+from posbench.plots.sweep import with_setting
 from posbench.report.folder import read_json, unreadable
 from posbench.report.tables import Table, cell, points
 from posbench.stats.findings import columns
@@ -53,14 +54,26 @@ def reference_text(facts: Mapping[str, Any], reference: Sequence[Row], compared:
 
 
 def reference_table(metrics: pd.DataFrame, reference: Sequence[Row]) -> Table:
-    """A paper's numbers beside ours as text, for the models that ran; no rows where no model matches."""
-    table, rows = compared(metrics, reference).rename(columns={"ours": "value"}), []
-    for row in table[table["verdict"] != OTHER_MODEL].itertuples():
-        ours = "" if pd.isna(row.value) else cell(row, "{:.1f}")
-        change = "" if pd.isna(row.value) else points(row.difference)
-        paper = f"{100 * row.paper:.1f}"
-        rows.append([row.model, row.method, row.gold_position, paper, ours, change, row.verdict])
-    return ["model", "method", "gold position", "paper %", "ours %", "difference", "verdict"], rows
+    """A paper's numbers beside ours as text, for the models that ran; no rows where no model matches.
+
+    Of a sweep each row names the settings that it holds for, `all` where these are all that are compared.
+    """
+    swept, label = [c for c in metrics.columns[: list(metrics).index("model")] if c != "run"], ""
+    if swept:
+        metrics, _, label = with_setting(metrics, swept)
+    table = compared(metrics, reference).rename(columns={"ours": "value"})
+    table, cells = table[table["verdict"] != OTHER_MODEL], dict[tuple[str, ...], dict[str, None]]()
+    for row in table.itertuples():
+        missing, paper = pd.isna(row.value), f"{100 * row.paper:.1f}"
+        numbers = (paper, *(("", "") if missing else (cell(row, "{:.1f}"), points(row.difference))))
+        key = (row.task, row.model, row.method, row.gold_position, *numbers, row.verdict)
+        cells.setdefault(key, {})[row.setting] = None
+    every, rows = set(table["setting"]) - {""}, []
+    for (_, *texts), settings in cells.items():
+        where = "all" if len(every) > 1 and set(settings) == every else ", ".join(settings)
+        rows.append([*texts, *([where] if swept else [])])
+    header = ["model", "method", "gold position", "paper %", "ours %", "difference", "verdict"]
+    return [*header, *([label] if swept else [])], rows
 
 
 def with_subsets(metrics: pd.DataFrame, subsets: pd.DataFrame | None) -> pd.DataFrame:
@@ -75,32 +88,29 @@ def with_subsets(metrics: pd.DataFrame, subsets: pd.DataFrame | None) -> pd.Data
 def compared(metrics: pd.DataFrame, reference: Sequence[Row]) -> pd.DataFrame:
     """Put a paper's numbers beside those of metrics.csv or summary.csv.
 
-    Args:
-        metrics: Our rows.
-        reference: Rows with model, method, task, gold_position (`all`, a 0-based index, or a depth such as
-            `25%`, which the nearest one within 2.5 points matches), metric, value (0..1), and any further
-            column of `metrics`, a swept one, say.
-
-    Returns:
-        One row per reference row and match: its names, paper, ours, ci_low, ci_high, difference (ours -
-        paper), verdict: `agrees` where the paper's number lies in our interval, `differs`, or why not.
+    The paper's rows have model, method, task, gold_position (`all`, a 0-based index, or a depth as `25%`,
+    which the nearest one within 2.5 points matches), metric, value (0..1), and any further column of ours.
+    Each gives a row per match: its names, our setting of a sweep, paper, ours, ci_low, ci_high, difference
+    (ours - paper), verdict: `agrees` where the paper's number lies in our interval, `differs`, or why not.
     """
     named = ["model", "method", "task", "gold_position", "metric"]
     models, out = set(metrics["model"].astype(str)), []
+    metrics = metrics if "setting" in metrics else metrics.assign(setting="")
     for row in reference:
         match = metrics
         for column in set(row) & set(metrics) - {"gold_position", "n", "depth", *columns()}:
             match = match[match[column].map(_plain) == _plain(str(row[column]))]
         match = _at(match, str(row["gold_position"]))
-        line = {**{c: str(row[c]) for c in named}, "paper": float(row["value"])}
+        line = {**{c: str(row[c]) for c in named}, "setting": "", "paper": float(row["value"])}
         if match.empty:
             out.append({**line, "verdict": "not measured" if line["model"] in models else OTHER_MODEL})
-        for value, low, high in match[columns()].itertuples(index=False):
+        for setting, value, low, high in match[["setting", *columns()]].itertuples(index=False):
             inside = "agrees" if low <= line["paper"] <= high else "differs"
             verdict = "no interval" if pd.isna(low) or pd.isna(high) else inside
             ours = {"ours": value, "ci_low": low, "ci_high": high, "difference": value - line["paper"]}
-            out.append({**line, **ours, "verdict": verdict})
-    return pd.DataFrame(out, columns=[*named, "paper", "ours", "ci_low", "ci_high", "difference", "verdict"])
+            out.append({**line, "setting": setting, **ours, "verdict": verdict})
+    front = [*named, "setting", "paper", "ours"]
+    return pd.DataFrame(out, columns=[*front, "ci_low", "ci_high", "difference", "verdict"])
 
 
 def _at(rows: pd.DataFrame, position: str) -> pd.DataFrame:

@@ -18,7 +18,6 @@ from posbench.report import tables
 from posbench.report.folder import need_folder, read_csv, read_json
 from posbench.report.page import write_page
 from posbench.report.paper import beside
-from posbench.report.tables import cell
 from posbench.report.terminal import show_findings, show_reference, text_table
 from posbench.report.trend import trends
 from posbench.stats.frames import metric_name, overall
@@ -26,21 +25,16 @@ from posbench.stats.scores import COLUMNS
 
 
 def summarise(jobs: Sequence[dict[str, Any]], console: Console) -> Path | None:
-    """Collect the finished runs of a multirun into ``sweep__<axes>__<hash>/`` beside them.
+    """Collect the finished runs of a multirun into ``sweep__<axes>__<hash>/`` beside them, and print it.
 
-    Args:
-        jobs: Of each its ``overrides`` (``key=value``), run ``folder`` (None if it failed), exit ``status``.
-        console: Where the table goes.
-
-    Returns:
-        The sweep folder, or None when no job finished.
+    Of each job: its ``overrides`` (``key=value``), run ``folder`` (None if it failed), exit ``status``.
+    Returns the folder, or None when no job finished.
     """
     settings = [dict(o.split("=", 1) for o in job["overrides"] if "=" in o) for job in jobs]
     keys = dict.fromkeys(key for setting in settings for key in setting)
     varied = [key for key in keys if len({setting.get(key) for setting in settings}) > 1]
     # Model, method and task are columns of every table already.
-    axes = [key for key in varied if key not in COLUMNS]
-    finished = []
+    axes, finished = [key for key in varied if key not in COLUMNS], []
     for setting, job in zip(settings, jobs, strict=True):
         if job["folder"]:
             finished.append((setting, Path(job["folder"])))
@@ -88,16 +82,17 @@ def _share_experiment(folder: Path, runs: Sequence[Path]) -> None:
     told = [run for run in runs if (run / "experiment.json").is_file()]
     if not told:
         return
-    facts, own, every = read_json(told[0] / "experiment.json"), list[Row](), list[Row]()
-    for run in told:
-        rows, metrics = read_json(run / "reference.json") or [], read_csv(run / "metrics.csv")
+    facts, own = read_json(told[0] / "experiment.json"), list[Row]()
+    every = [read_json(run / "reference.json") or [] for run in told]
+    for run, rows in zip(told, every, strict=True):
+        metrics = read_csv(run / "metrics.csv")
         models = set() if metrics is None else set(metrics["model"])
         own += [{**row, "run": _label(run)} for row in rows if row["model"] in models]
-        every = every or rows
     if own:
         facts["note"] = ""  # a run in another setting has no row here
     write_text(folder / "experiment.json", json.dumps(facts, indent=2) + "\n")
-    write_text(folder / "reference.json", json.dumps(own or every, indent=2) + "\n")
+    reference = own or next(filter(None, every), [])
+    write_text(folder / "reference.json", json.dumps(reference, indent=2) + "\n")
 
 
 def _label(run: Path) -> str:
@@ -124,12 +119,13 @@ def render_sweep(folder: Path) -> Path:
     if summary is None:
         raise UserError("summary.csv", "no row", "rows of at least one run", "run the sweep first")
     axes = swept_columns(summary)
-    points = overall(plots.modified_of(summary))
-    if plots.with_setting(points, axes)[0]["setting"].duplicated().any():
+    if plots.with_setting(overall(plots.modified_of(summary)), axes)[0]["setting"].duplicated().any():
         axes.append("run")
     header, rows, sentence = sweep_table(summary, axes)
-    caption = "Left: score over all positions with 95 % intervals. Right: score over the position"
-    drawn = {"sweep": (plots.factor_sweep(summary, axes), f"{caption} of the answer.")}
+    caption = (
+        "Left: score over all positions with 95 % intervals. Right: score over the position of the answer."
+    )
+    drawn = {"sweep": (plots.factor_sweep(summary, axes), caption)}
     if attention is not None:
         caption = "Attention of the last prompt token to the item with the answer over its position"
         drawn["attention"] = plots.attention_sweep(attention, axes), f"{caption}, for each setting."
@@ -138,8 +134,7 @@ def render_sweep(folder: Path) -> Path:
         caption = "Bands: 95 % bootstrap intervals over questions. Dotted: no side preferred. Dashed: the"
         figure = {"trend": (plots.trend(trend), f"{caption} unmodified model.")}
         sections.append(Section("Trend", "", *tables.findings_table(findings), figure))
-    sections += beside(folder, summary, subsets)
-    return write_page(folder, sentence, sections)
+    return write_page(folder, sentence, [*sections, *beside(folder, summary, subsets)])
 
 
 def swept_columns(summary: pd.DataFrame) -> list[str]:
@@ -158,12 +153,9 @@ def sweep_table(summary: pd.DataFrame, axes: list[str]) -> tuple[list[str], list
     averages, biases = list[tuple[float, str]](), list[tuple[float, str]]()
     tally = {"raise": 0, "lower": 0, "do not reliably change": 0}
     for setting in settings:
-        here = rows[rows["setting"] == setting]
+        here, plain = rows[rows["setting"] == setting], plots.unmodified_of(rows, setting)
         shown = plots.modified_of(here)
-        plain, change = (
-            plots.unmodified_of(rows, setting),
-            overall(shown, "difference").dropna(subset="ci_low"),
-        )
+        change = overall(shown, "difference").dropna(subset="ci_low")
         parts = overall(shown), overall(plain), change, overall(shown, "position_bias")
         cells: list[Any] = [next(part.itertuples(), None) for part in parts]
         point, _, difference, bias = cells
@@ -173,7 +165,7 @@ def sweep_table(summary: pd.DataFrame, axes: list[str]) -> tuple[list[str], list
             lower = "lower" if difference.ci_high < 0 else "do not reliably change"
             tally["raise" if difference.ci_low > 0 else lower] += 1
         run = ", ".join(dict.fromkeys(map(str, here["run"]))) if "run" in here else ""
-        texts = map(cell, cells, ("{:.1f}", "{:.1f}", "{:+.1f}", "{:.1f}"))
+        texts = map(tables.cell, cells, ("{:.1f}", "{:.1f}", "{:+.1f}", "{:.1f}"))
         table.append([setting, *texts, "" if point is None else str(point.n), run])
     if not averages:
         return [], [], "Nothing was scored in this sweep."

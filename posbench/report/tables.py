@@ -110,15 +110,11 @@ def other_scores(metrics: pd.DataFrame) -> pd.DataFrame:
 
 
 def subset_table(subsets: pd.DataFrame, kind: str = "", own: str | None = None) -> Table:
-    """Subsets and averages, from subsets.csv rows of a run: one row per subset or average and metric.
+    """Subsets and averages (or ``kind`` alone), from subsets.csv rows of a run: a row for each and metric.
 
     Columns: subset, metric (if there are several), value of each method with its interval, difference of each
-    modified one, n. The task's own metric is in % and points, the others are in their own unit.
-
-    Args:
-        subsets: The rows.
-        kind: `subset` or `average` for these alone.
-        own: The task's own metric; None takes it from the rows, and empty says that it is not among them.
+    modified one, n. The task's own metric is in % and points, the others are in their own unit; ``own`` names
+    it: None takes it from the rows, and empty says that it is not among them.
     """
     rows = subsets[subsets["kind"] == kind] if kind else subsets
     own = own_metric(subsets).iloc[0] if own is None else own

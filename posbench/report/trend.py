@@ -27,14 +27,14 @@ from posbench.stats.position_bias import curves, position_bias
 ATTENTION, PREDICTIONS = "attention.jsonl", "predictions.jsonl"
 
 
-def trends(
-    runs: Sequence[tuple[dict[str, str], Path]], axes: Sequence[str]
-) -> tuple[pd.DataFrame, pd.DataFrame]:
+Runs = Sequence[tuple[dict[str, str], Path]]
+
+
+def trends(runs: Runs, axes: Sequence[str]) -> tuple[pd.DataFrame, pd.DataFrame]:
     """How a model follows the one number of its method that was swept; nothing for fewer than three values.
 
-    Args:
-        runs: Per finished run its settings and folder.
-        axes: The swept keys. Models, tasks and keys that are no number of the method make groups.
+    From settings and folder of every finished run, and the swept keys: models, tasks and keys that are no
+    number of the method make groups.
 
     Returns:
         Rows of :data:`TREND` for every setting and for the unmodified model: the centre of attention over the

@@ -1,2 +1,1 @@
-"""One run as a search, a study or a stage sees it: model, task, method, folder, and the loop that makes work
-resumable."""
+"""One run as a search, a study or a stage sees it: model, task, method, folder, and a resumable loop."""

@@ -15,15 +15,8 @@ from posbench.tasks import Example
 
 
 def answers(run: Run, file: str, name: str, method: Method, encoded: Mapping[str, Encoded]) -> list[Row]:
-    """Scored replies to all evaluation examples under a method; resumed from a JSON-lines file.
-
-    Args:
-        run: The run.
-        file: JSON-lines file in the run folder.
-        name: What its rows call the method.
-        method: The method.
-        encoded: The prompts by id.
-    """
+    """Scored replies to all evaluation examples (prompts by id) under a method, which rows call ``name``;
+    resumed from a JSON-lines file."""
     task = run.task
     with method.applied(run.lm) as lm:
 
@@ -40,15 +33,9 @@ def answers(run: Run, file: str, name: str, method: Method, encoded: Mapping[str
 
 
 def compared(run: Run, file: str, methods: Mapping[str, Method]) -> pd.DataFrame:
-    """The task's own score of every evaluation example under several methods; resumed from a JSON-lines file.
-
-    Returns:
-        Rows of method, id, gold_position, cluster, score.
-    """
+    """Method, id, gold_position, cluster, score (the task's own) of every evaluation example; resumed."""
     encoded, metric = run.encode(run.evaluation), run.task.metric
     rows = [row for name, method in methods.items() for row in answers(run, file, name, method, encoded)]
-    columns = ["method", "id", "gold_position", "cluster", "score"]
-    kept = [r for r in rows if r["scores"]]
-    own = ((r["cluster"] or r["id"], r["scores"][metric]) for r in kept)
-    values = [(r["method"], r["id"], r["gold_position"], *rest) for r, rest in zip(kept, own, strict=True)]
-    return pd.DataFrame(values, columns=columns)
+    own = [(r, r["cluster"] or r["id"], r["scores"][metric]) for r in rows if r["scores"]]
+    values = [(r["method"], r["id"], r["gold_position"], *rest) for r, *rest in own]
+    return pd.DataFrame(values, columns=["method", "id", "gold_position", "cluster", "score"])

@@ -18,18 +18,20 @@ from posbench.files.atomic import Row, digest
 from posbench.measure.replies import encode, plan
 from posbench.methods import Method
 from posbench.methods.choice import MethodChoice
-from posbench.methods.unmodified import UNMODIFIED, Unmodified
+from posbench.methods.unmodified import Unmodified
 from posbench.model.encode import Encoded
 from posbench.model.lm import LM, batches
 from posbench.model.load import ModelConfig, load
 from posbench.run.folder import RunDir
 from posbench.run.runtime import Runtime
+from posbench.stats.frames import UNMODIFIED
 from posbench.tasks import Example, Task
 from posbench.tasks.base import Split
 
 log = logging.getLogger(__name__)
 
 Key = Callable[[Any], Mapping[str, Any]]
+Compute = Callable[[Sequence[Any]], list[Row]]
 
 
 class IncompleteRun(Exception):
@@ -55,6 +57,7 @@ class Run:
         missing: What to do where a parameter of the method is missing.
         standins: What stands for parameters that the search stage will find, by name.
         found: What the search found.
+        every: Every method there is, by name; empty unless the study measures them all.
     """
 
     model: ModelConfig
@@ -71,15 +74,14 @@ class Run:
     missing: str = ""
     standins: Mapping[str, Any] = field(default_factory=dict)
     found: dict[str, Any] | None = None
+    every: Mapping[str, MethodChoice] = field(default_factory=dict)
 
     @cached_property
     def lm(self) -> LM:
         """The model, loaded when it is first needed."""
-        where = self.runtime
+        where = {name: getattr(self.runtime, name) for name in ("device", "device_map", "max_memory")}
         with self.console.status(f"loading {self.model.name}"):
-            return load(
-                self.model, device=where.device, device_map=where.device_map, max_memory=where.max_memory
-            )
+            return load(self.model, **where)
 
     # Examples
 
@@ -120,30 +122,25 @@ class Run:
         return self.choice.build(found or self.found, self.target, self.missing)
 
     def trial(self) -> Method:
-        """The method with legal stand-ins for what the search will find, so that everything else can be
-        checked first."""
+        """The method with legal stand-ins for what the search will find, to check everything else first."""
         given = self.target.values if self.target else {}
         return self.method({k: v for k, v in self.standins.items() if given.get(k) is None})
 
     def whole(self, method: Method) -> Method:
-        """The whole list of methods with another one in the place that the search serves; the method itself
-        without a list."""
+        """The list of methods with this one in the place that the search serves; itself without a list."""
         if not self.choice.parts or self.target is None:
             return method
         composed: Any = self.trial()
         return replace(composed, parts={**composed.parts, self.target.name: method})
 
     def methods(self) -> dict[str, Method]:
-        """The unmodified model and the method under test, by the name that tables show; written to
-        ``method.json``."""
+        """The unmodified model and the method under test, by their names in tables; for ``method.json``."""
         method = self.method()
         facts = {"name": self.choice.name, **asdict(method), **self._origin()}
         if self.out.read_json("method.json") != json.loads(json.dumps(facts)):
             self.out.write_json("method.json", facts)
-        both: dict[str, Method] = {UNMODIFIED: Unmodified()}
-        if not isinstance(method, Unmodified):
-            both[self.choice.name] = method
-        return both
+        under_test = {} if isinstance(method, Unmodified) else {self.choice.name: method}
+        return {UNMODIFIED: Unmodified(), **under_test}
 
     def _origin(self) -> dict[str, str]:
         """The ``source`` of the model's block for each method that runs with the constants of that block."""
@@ -168,25 +165,14 @@ class Run:
             yield lambda n: bar.advance(task, n)
 
     def complete(
-        self,
-        file: str,
-        label: str,
-        batches: Sequence[Sequence[Any]],
-        key: Key,
-        compute: Callable[[Sequence[Any]], list[Row]],
+        self, file: str, label: str, batches: Sequence[Sequence[Any]], key: Key, compute: Compute
     ) -> list[Row]:
         """Compute every row that a file lacks, batch by batch, and return all rows.
 
         Batches depend on the plan alone, and one with a missing row is computed whole, so that a resumed run
         sees the same batches, and hence the same rounding, as an uninterrupted one. Out of memory, a batch
-        and all that follow are halved; the rows made so far are kept.
-
-        Args:
-            file: JSON-lines file in the run folder.
-            label: Text beside the progress bar.
-            batches: All work, in the order it is done.
-            key: Fields that identify the row of one item.
-            compute: Rows of one batch, one per item, in order.
+        and all that follow are halved; the rows made so far are kept. ``key`` gives the fields that identify
+        the row of an item, ``compute`` the rows of a batch, one per item, in order.
 
         Raises:
             IncompleteRun: Some batch failed; its rows carry the error and are retried next time.
@@ -211,13 +197,10 @@ class Run:
                             failed += len(missing)
                     if made is None:
                         share *= 2
-                        log.warning(
-                            "%s: out of memory with %d prompts at once: smaller batches", file, len(part)
-                        )
+                        log.warning("%s: out of memory with %d prompts: smaller batches", file, len(part))
                         waiting = [smaller for each in (part, *waiting) for smaller in _cut(each, 2)]
                         continue
-                    pairs = zip(made, part, strict=False)
-                    fresh = [row for row, item in pairs if tuple(key(item).values()) not in rows]
+                    fresh = [row for row in made if tuple(row[n] for n in names) not in rows]
                     self.out.append(file, fresh)
                     rows |= {tuple(row[n] for n in names): row for row in fresh if "error" not in row}
                     advance(len(part))
@@ -226,15 +209,8 @@ class Run:
         return [rows[tuple(key(item).values())] for batch in batches for item in batch]
 
     def share_unmodified(self, file: str, *settings: Any) -> str:
-        """Take the unmodified model's rows from another run of this version, so that a sweep measures them
-        once.
-
-        Args:
-            file: JSON-lines file in the run folder.
-            settings: What else, beside model and task, moves these rows.
-
-        Returns:
-            The key under which the finished rows may be shared.
+        """Take the unmodified model's rows of a file from another run of this version, so that a sweep
+        measures them once; returns the key (of model, task and settings) under which they may be shared.
         """
         key = digest({"identity": self.identity, "task": self.raw["task"], "settings": settings})
         if not any(row["method"] == UNMODIFIED for row in self.out.rows(file)):
@@ -252,9 +228,7 @@ def _cut(batch: Sequence[Any], share: int) -> list[Sequence[Any]]:
     return [batch[i : i + step] for i in range(0, len(batch), step)]
 
 
-def _fitting(
-    part: Sequence[Any], key: Key, compute: Callable[[Sequence[Any]], list[Row]]
-) -> list[Row] | None:
+def _fitting(part: Sequence[Any], key: Key, compute: Compute) -> list[Row] | None:
     """Rows of a part; None where it is too large for the memory and can be cut.
 
     Raises:

@@ -1,5 +1,4 @@
-"""The run folder: versioned, claimed by one process, config first, rows appended with checksums, DONE
-last."""
+"""The run folder: versioned, claimed by one process, config first, rows with checksums, DONE last."""
 
 from __future__ import annotations
 
@@ -88,8 +87,7 @@ class RunDir:
             write_text(self.path / "DONE", "")
 
     def sibling_with(self, stage: str, key: str) -> RunDir | None:
-        """Another run of the same version that finished a stage under the same key: its files may be
-        copied."""
+        """Another run of this version that finished a stage under the same key: its files may be copied."""
         for folder in sorted(self.path.parent.iterdir()):
             known = RunDir(folder).stage(stage) if folder != self.path else {}
             if known.get("key") == key and known.get("done"):
@@ -107,7 +105,8 @@ def find(outputs: Path, suite: str, version_key: Mapping[str, Any], name: str) -
         nearest = next(p for p in (outputs.absolute(), *outputs.absolute().parents) if p.exists())
         if not nearest.is_dir() or not os.access(nearest, os.W_OK):
             raise PermissionError(f"{nearest} is no folder that can be written")
-        version = _known_version(outputs / suite, version_key) if (outputs / suite).is_dir() else None
+        there = (outputs / suite).is_dir()
+        version = _known_version(outputs / suite, version_key)[0] if there else None
     except OSError as error:
         raise _unusable(outputs, error) from error
     return version / name if version and (version / name).is_dir() else None
@@ -188,27 +187,20 @@ def _unusable(outputs: Path, error: OSError) -> UserError:
     return UserError("runtime.outputs", str(outputs), "a folder that can be written", hint)
 
 
-def _versions(suite: Path) -> list[int]:
-    """Numbers of the version folders, oldest first."""
-    return sorted(int(p.name[1:]) for p in suite.iterdir() if p.name[:1] == "v" and p.name[1:].isdigit())
-
-
-def _known_version(suite: Path, key: Mapping[str, Any]) -> Path | None:
-    """The newest version folder with this key."""
-    for number in reversed(_versions(suite)):
-        folder = suite / f"v{number:03d}"
-        file = folder / "version.json"
-        if file.is_file() and json.loads(file.read_text()) == _plain(key):
-            return folder
-    return None
+def _known_version(suite: Path, key: Mapping[str, Any]) -> tuple[Path | None, int]:
+    """The newest version folder with this key, and the highest number of any."""
+    there = {int(p.name[1:]): p for p in suite.iterdir() if p.name[:1] == "v" and p.name[1:].isdigit()}
+    files = [there[number] / "version.json" for number in sorted(there, reverse=True)]
+    same = (f.parent for f in files if f.is_file() and json.loads(f.read_text()) == _plain(key))
+    return next(same, None), max(there, default=0)
 
 
 def _version(suite: Path, key: Mapping[str, Any]) -> Path:
     """The newest version folder with this key, else a new one."""
-    known = _known_version(suite, key)
+    known, highest = _known_version(suite, key)
     if known:
         return known
-    folder = suite / f"v{max(_versions(suite), default=0) + 1:03d}"
+    folder = suite / f"v{highest + 1:03d}"
     made = _scratch(suite / ".new-version")
     write_text(made / "version.json", json.dumps(_plain(key), indent=2, sort_keys=True) + "\n")
     os.rename(made, folder)

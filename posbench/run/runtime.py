@@ -18,8 +18,7 @@ class Runtime:
         device: ``auto`` (a GPU where there is one), ``cpu``, ``cuda``, ``cuda:1`` ...
         device_map: Shards the model's layers over all visible GPUs, then memory, then disk; None puts all on
             ``device``. ``auto`` and ``balanced`` share evenly, ``balanced_low_0`` spares the first GPU.
-        max_memory: For ``device_map``: memory per GPU number and ``cpu``, such as ``{0: 70GiB, cpu:
-            100GiB}``.
+        max_memory: For ``device_map``: memory by GPU number and ``cpu``, as in ``{0: 70GiB, cpu: 99GiB}``.
         batch_size: Prompts per forward at most (moves rounding, so it is part of a run's identity).
         batch_tokens: Tokens per forward at most, padding and reply counted; None: no limit.
         threads: CPU threads; None takes the model's, or leaves torch's choice.
@@ -47,8 +46,6 @@ class Runtime:
         places = all(isinstance(place, int) or place == "cpu" for place in memory)
         sizes = all(re.fullmatch(r"\d+(\.\d+)?[KMG]i?B", size) for size in memory.values())
         if memory and not (self.device_map and places and sizes):
-            allowed = (
-                "null, or with runtime.device_map: GPU numbers and cpu, each with a size in KiB, MiB or GiB"
-            )
+            allowed = "null, or with device_map: GPU numbers and cpu, each with a size in KiB, MiB or GiB"
             hint = "set runtime.device_map=auto runtime.max_memory={0:70GiB,cpu:100GiB}"
             raise UserError("runtime.max_memory", memory, allowed, hint)

@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 
 Array = NDArray[np.float64]
 K = TypeVar("K", bound=Hashable)
-Group = tuple[Sequence[float] | Array, Sequence[str]]
+Values = Sequence[float] | Array
+Group = tuple[Values, Sequence[str]]
 """Values, and the cluster (question) that each belongs to."""
 
 RESAMPLES = 2000
@@ -56,20 +57,15 @@ def resampled(
 ) -> dict[K, tuple[float, Array]]:
     """Mean of every group, exact and resampled [R]; all groups share each draw, which keeps pairs together.
 
-    Args:
-        groups: Values by group; a cluster may occur in several.
-        stratified: Draw clusters among those that occur in the same groups, so that no group runs out. For
-            gold positions this draws prompts within a position where each is a question of its own, and whole
-            questions where each is asked at every position.
-        resamples: Draws R.
-        seed: Of the draws.
+    ``stratified`` draws clusters among those that occur in the same groups, so that no group runs out. For
+    gold positions this draws prompts within a position where each is a question of its own, and whole
+    questions where each is asked at every position.
     """
     clusters = np.concatenate([np.asarray(names) for _, names in groups.values()])
     names, member = np.unique(clusters, return_inverse=True)
-    at, totals, sizes = 0, [], []
+    totals, sizes = [], []
     for values, _ in groups.values():
-        here = member[at : at + len(values)]
-        at += len(values)
+        here, member = np.split(member, [len(values)])
         totals.append(np.bincount(here, weights=np.asarray(values, dtype=np.float64), minlength=len(names)))
         sizes.append(np.bincount(here, minlength=len(names)).astype(np.float64))
     total, size = np.stack(totals, axis=1), np.stack(sizes, axis=1)
@@ -115,16 +111,14 @@ def statistic(
 
 
 def difference(
-    values: Sequence[float] | Array, clusters: Sequence[str], *, resamples: int = RESAMPLES, seed: int = 0
+    values: Values, clusters: Sequence[str], *, resamples: int = RESAMPLES, seed: int = 0
 ) -> Estimate:
     """A mean, of paired differences or of any scores, with its percentile interval over clusters."""
     array = np.asarray(values, dtype=np.float64)
     return percentile(array.mean(), drawn_means(array, clusters, resamples, seed), len(array))
 
 
-def mean(
-    values: Sequence[float] | Array, clusters: Sequence[str], *, resamples: int = RESAMPLES, seed: int = 0
-) -> Estimate:
+def mean(values: Values, clusters: Sequence[str], *, resamples: int = RESAMPLES, seed: int = 0) -> Estimate:
     """A mean with its interval: Wilson for values that are all 0 or 1, else :func:`difference`."""
     array = np.asarray(values, dtype=np.float64)
     if np.isin(array, (0, 1)).all():
@@ -147,8 +141,7 @@ def wilson(successes: float, n: int) -> tuple[float, float]:
 
 
 def difference_of_shares(first: int, second: int, n: int) -> Estimate:
-    """Difference of two counts as shares of n, with its 95 % interval from theirs (Newcombe 1998, method
-    10)."""
+    """Difference of two counts as shares of n with its 95 % interval (Newcombe 1998, method 10)."""
     a, b = first / n, second / n
     (a_low, a_high), (b_low, b_high) = wilson(first, n), wilson(second, n)
     low = a - b - math.hypot(a - a_low, b_high - b)

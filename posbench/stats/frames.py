@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pandas as pd
 
 from posbench.errors import UserError
@@ -28,7 +26,7 @@ def need(frame: pd.DataFrame, what: str, *columns: str) -> None:
 
 
 def need_one(frame: pd.DataFrame, what: str, *columns: str) -> None:
-    """Raise `UserError` if one of the columns holds several values, which a single panel would mix up."""
+    """Raise `UserError` if a column holds several values, which a single panel would mix up."""
     for column in columns:
         found = [str(value) for value in frame[column].unique()] if column in frame else []
         if len(found) > 1:
@@ -84,5 +82,4 @@ def gold_attention(attention: pd.DataFrame) -> pd.DataFrame:
 def strongest_layer(gold: pd.DataFrame) -> int:
     """The layer (0-based) with the most attention to the gold item on average, unmodified where that ran."""
     unmodified = gold[gold["method"] == UNMODIFIED]
-    layer: Any = (gold if unmodified.empty else unmodified).groupby("layer")["attention"].mean().idxmax()
-    return int(layer)
+    return int((gold if unmodified.empty else unmodified).groupby("layer")["attention"].mean().idxmax())

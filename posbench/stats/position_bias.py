@@ -20,14 +20,7 @@ def curves(
 ) -> dict[Any, tuple[Array, Array]]:
     """Mean score over K gold positions: for each value of ``by``, the curve [K] and its draws [R, K].
 
-    Equal questions are drawn for all. A curve is not a number at a position without a row.
-
-    Args:
-        frame: Rows with gold_position, cluster, the score and ``by``.
-        name: Column of the score.
-        by: Column that tells the curves apart (method, setting).
-        resamples: Bootstrap draws R.
-        seed: Of the draws.
+    Equal questions (``cluster``) are drawn for all. A curve is not a number at a position without a row.
     """
     frame = frame.dropna(subset=[name])
     places, keys = sorted(frame["gold_position"].unique()), list(dict.fromkeys(frame[by]))
@@ -60,16 +53,10 @@ def curve_statistics(means: Array) -> dict[str, Array]:
 
 
 def dips(frame: pd.DataFrame, name: str, resamples: int) -> tuple[float, Array]:
-    """1 - mean of a column in the middle / its mean at the lower of the two ends: the value, and its draws
-    [R].
+    """1 - mean of a column in the middle / its mean at the lower of the two ends: value and draws [R].
 
     The middle is every gold position at a depth of 25 to 75 % of the prompt, give or take 5 for rounded
-    positions.
-
-    Args:
-        frame: Rows of one number of items, with items, gold_position, depth (0..1), cluster and the column.
-        name: The column.
-        resamples: Bootstrap draws R.
+    positions. The frame is of one number of items, with items, gold_position, depth (0..1) and cluster.
     """
     ((curve, draws),) = curves(frame, name, "items", resamples).values()
     depth = np.sort(frame["depth"].unique())
@@ -132,8 +119,7 @@ def rows(
 
 
 def _shuffled_gaps(part: pd.DataFrame, name: str, resamples: int, seed: int) -> Array:
-    """Best minus worst position after positions were shuffled, [R]: within questions that were asked at
-    several positions, else among all prompts."""
+    """Best minus worst position, [R], positions shuffled within questions asked at several, else in all."""
     _, member = np.unique(part["cluster"], return_inverse=True)
     order = np.argsort(member, kind="stable")
     block = member[order] if member.max() + 1 < len(member) else np.zeros(len(member))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -67,13 +68,12 @@ class Reference:
         for column, names in {"task": tasks, "method": self.methods, "metric": self.metrics}.items():
             printed = printed[printed[column].isin(list(names))]
         if printed.empty:
-            field_ = "experiment.reference.paper_task"
-            raise UserError(field_, self.paper_task, f"a task in {self.file}", "check the name")
-        mapped = {"paper_task": {self.paper_task: self.task}, "further_tasks": self.further_tasks}
-        mapped |= {"models": self.models, "methods": self.methods, "positions": self.positions}
-        for key, names in mapped.items():
-            there = printed["task" if key.endswith(("task", "tasks")) else key.removesuffix("s")]
-            for name in set(names) - set(there):
+            where, allowed = "experiment.reference.paper_task", f"a task in {self.file}"
+            raise UserError(where, self.paper_task, allowed, "check the name")
+        for key in ("paper_task", "further_tasks", "models", "methods", "positions"):
+            there = printed["task" if "task" in key else key.removesuffix("s")]
+            mapped: Sequence[str] = [self.paper_task] if key == "paper_task" else getattr(self, key)
+            for name in set(mapped) - set(there):
                 hint = f"write it as {self.file} does"
                 raise UserError(f"experiment.reference.{key}", name, ", ".join(dict.fromkeys(there)), hint)
         filled = printed[~printed["value"].isin(["—", "-", ""])]  # the paper leaves some cells blank

@@ -24,20 +24,19 @@ scores, else a bootstrap over questions, paired for a difference.
 SUBSET_COLUMNS = ("model", "method", "task", "subset", "kind", *_SCORE)
 """Columns of ``subsets.csv``: kind is ``subset`` or ``average`` (a named mean over subsets)."""
 
+Line = tuple[str, str, str, str, Estimate]
+"""Method, subset or average, kind, metric, estimate."""
+
 Drawn = tuple[float, Array, int]
 """A mean, its draws [R], and the values behind it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tabulator:
-    """Makes the tables of a run out of its scored rows.
+    """Makes the tables of a run of a task by a model out of its scored rows.
 
-    Attributes:
-        task: The task, for its name, its metric and its means over subsets.
-        model: Model name.
-        unmodified: Method name of the unmodified model; others are compared with it on the same prompts.
-        resamples: Bootstrap draws per interval.
-        seed: Seed of the draws and the ``seed`` column.
+    Methods are compared with the one called ``unmodified`` on the same prompts, over ``resamples`` draws;
+    ``seed`` is that of the draws, and a column.
     """
 
     task: Task
@@ -47,15 +46,7 @@ class Tabulator:
     seed: int
 
     def metrics(self, rows: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
-        """The scores at every gold position and over all prompts, with :data:`COLUMNS`.
-
-        Args:
-            rows: Prediction rows with ``method``, ``id``, ``gold_position``, ``cluster``, ``subset`` and
-                ``scores``; rows without scores (no gold answer is known) are left out.
-
-        Raises:
-            ValueError: There are no scored rows.
-        """
+        """The scores at every gold position and over all prompts: :data:`COLUMNS`; see :func:`scored`."""
         frame, names = scored(rows, self.task)
         own, items = self.task.metric, self.task.items or 0
         totals, out = self._totals(frame, names), []
@@ -72,10 +63,8 @@ class Tabulator:
         return pd.DataFrame(out, columns=list(COLUMNS))
 
     def subsets(self, rows: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
-        """Every subset with all metrics, and every named average with the task's own; see :meth:`metrics`.
-
-        The table has :data:`SUBSET_COLUMNS`, and no rows where the task has one subset.
-        """
+        """Every subset with all metrics, every named average with the task's own: :data:`SUBSET_COLUMNS`; no
+        row where the task has one subset."""
         frame, names = scored(rows, self.task)
         found = self._subsets(frame, names) if frame["subset"].nunique() > 1 else ()
         out = [self._row(*line) for line in found]
@@ -109,10 +98,8 @@ class Tabulator:
         found = self._subsets(frame, names)
         return {(method, name): at for method, where, _, name, at in found if where == "all"}
 
-    def _subsets(
-        self, frame: pd.DataFrame, names: list[str]
-    ) -> Iterator[tuple[str, str, str, str, Estimate]]:
-        """Method, subset or average, kind, metric, estimate; questions are drawn within their subset."""
+    def _subsets(self, frame: pd.DataFrame, names: list[str]) -> Iterator[Line]:
+        """Every subset's and average's estimates; questions are drawn within their subset."""
         task, own = self.task, self.task.metric
         subsets, methods = list(dict.fromkeys(frame["subset"])), list(dict.fromkeys(frame["method"]))
         averages = {"all": tuple(subsets)} | dict(task.averages())
@@ -147,8 +134,8 @@ class Tabulator:
     def _average(self, parts: Sequence[Drawn]) -> Drawn:
         """Mean over subsets, weighted as the task says."""
         counts = np.array([n for _, _, n in parts])
-        pooled = self.task.average == "examples"
-        weights = counts / counts.sum() if pooled else np.full(len(parts), 1 / len(parts))
+        even = np.full(len(parts), 1 / len(parts))
+        weights = counts / counts.sum() if self.task.average == "examples" else even
         value = float(sum(w * v for w, (v, _, _) in zip(weights, parts, strict=True)))
         draws = np.sum([w * d for w, (_, d, _) in zip(weights, parts, strict=True)], axis=0)
         return value, draws, int(counts.sum())
@@ -172,6 +159,8 @@ class Tabulator:
 
 def scored(rows: Sequence[Mapping[str, Any]], task: Task) -> tuple[pd.DataFrame, list[str]]:
     """One row per scored reply (method, id, gold_position, cluster, subset, each metric), and the metrics.
+
+    From prediction rows; those without scores (no gold answer is known) are left out.
 
     Raises:
         ValueError: There are no scored rows.

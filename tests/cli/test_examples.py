@@ -1,4 +1,4 @@
-"""A method, task, study, search and experiment of one's own: two files each, in a folder outside the package."""
+"""A method, task, study, search and experiment of one's own: two files each, outside the package."""
 
 from __future__ import annotations
 
@@ -122,19 +122,16 @@ def test_the_experiment_sweeps_and_stands_beside_the_paper(own: str, posbench, o
     assert "61.5" in page.read_text() and "a paper, Table 1" in page.read_text()
 
 
-def test_faults_in_files_of_ones_own_are_told_together(own: str, posbench) -> None:
-    result = posbench(
-        own,
-        "method=damp",
-        "method.strength=2",
-        "task=roll_call",
-        "task.names=1",
-        "study=first_item",
-        "study.examples=0",
-    )
+@pytest.mark.parametrize(
+    ("overrides", "fields"),
+    [
+        (["study=first_item", "study.examples=0"], ["study.examples", "task.names"]),
+        (["method=damp", "method.strength=2"], ["task.names", "method.strength"]),
+    ],
+)
+def test_faults_in_files_of_ones_own_are_told_together(
+    overrides: list[str], fields: list[str], own: str, posbench
+) -> None:
+    result = posbench(own, "task=roll_call", "task.names=1", *overrides)
     assert result.status == 2
-    assert [line.split(" ")[1] for line in result.err.splitlines()] == [
-        "study.examples",
-        "task.names",
-        "method.strength",
-    ]
+    assert [line.split(" ")[1] for line in result.err.splitlines()] == fields

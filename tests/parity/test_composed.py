@@ -10,7 +10,6 @@ import torch
 
 import posbench
 from posbench import paths
-from posbench.cli.main import _hydra, composed
 from posbench.errors import UserError
 from posbench.methods import Method, ScaleChannel, Unmodified
 from posbench.methods.attention_buckets import AttentionBuckets
@@ -19,10 +18,12 @@ from posbench.methods.layer_scaling import LayerScaling
 from posbench.methods.ms_poe import MsPoE
 from posbench.methods.position_interpolation import PositionInterpolation
 from posbench.model.hooks import replaced
-from posbench.pipeline.config import check, plain
+from posbench.pipeline.compose import composed
+from posbench.pipeline.config import check, trial
+from tests.conftest import config_of
 from tests.models import LAYERS, build
 from tests.parity.test_families import Memory
-from tests.parity.test_methods import BY_HAND, ROTATES, method
+from tests.parity.test_methods import BY_HAND, ROTATES
 from tests.parity.test_rope import (
     BASES,
     PROMPT,
@@ -46,7 +47,9 @@ def models():
 
 @pytest.fixture(scope="module")
 def neutral():
-    return {name: method(name).neutral() for name in NAMES}
+    # The embedded model's router fits its heads alone.
+    given = {"moice": ["method.weights=uniform"]}
+    return {name: trial(config_of(f"method={name}", *given.get(name, []))).neutral() for name in NAMES}
 
 
 @pytest.mark.parametrize("family", ["llama", "llama-gqa"])
@@ -218,48 +221,21 @@ def test_a_part_that_does_not_fit_leaves_the_model_alone():
     assert both.needs_prompt and not Composed(parts={"layer_scaling": parts["layer_scaling"]}).needs_prompt
 
 
-def built(*overrides: str):
-    found = []
-    _hydra([*overrides, "model=tiny"], lambda config: found.append(check(plain(config))))
-    return found[0]
-
-
 def test_the_command_line_builds_the_parts_in_order():
-    config = built(
+    config = config_of(
         "method=[position_interpolation,scale_channel]",
         "method.parts.scale_channel.factor=0.5",
         "method.parts.position_interpolation.scale=1.25",
         "stages=[evaluate]",
     )
-    assert config.method_name == "position_interpolation-scale_channel"
+    assert config.choice.name == "position_interpolation-scale_channel"
     expected = {
         "position_interpolation": PositionInterpolation(scale=1.25),
         "scale_channel": ScaleChannel(channel=15, factor=0.5, layers=(1, 3)),
     }
-    parts = config.method().parts
+    parts = config.choice.build().parts
     assert parts == expected and list(parts) == list(expected)
-    assert config.method_classes == [Composed, PositionInterpolation, ScaleChannel]
-
-
-def test_lists_stand_among_the_values_of_a_sweep(tmp_path):
-    found = composed(
-        ["method=none,[position_interpolation, scale_channel],[none,scale_channel]", "task.pairs=[1]"],
-        tmp_path,
-    )
-    assert found[:2] == [
-        "method=none,position_interpolation-scale_channel,none-scale_channel",
-        "task.pairs=[1]",
-    ]
-    assert found[2:] == [f"hydra.searchpath=[file://{tmp_path}]"]
-    assert {file.stem for file in (tmp_path / "method").iterdir()} == {
-        "position_interpolation-scale_channel",
-        "none-scale_channel",
-    }
-
-
-def test_a_search_path_that_was_given_is_kept(tmp_path):
-    found = composed(["hydra.searchpath=[file:///own]", "method=[none,scale_channel]"], tmp_path)
-    assert found == ["method=none-scale_channel", f"hydra.searchpath=[file://{tmp_path},file:///own]"]
+    assert config.choice.classes == [Composed, PositionInterpolation, ScaleChannel]
 
 
 @pytest.mark.parametrize(
@@ -286,30 +262,23 @@ def test_a_search_path_that_was_given_is_kept(tmp_path):
 )
 def test_mistakes_are_told_in_one_line(overrides, words):
     with pytest.raises(UserError) as error:
-        built(*overrides).method()
+        trial(config_of(*overrides))
     assert words in str(error.value) and "\n" not in str(error.value)
-
-
-def config_of(*overrides, typed=()):
-    found = []
-    _hydra([*overrides, "model=tiny"], lambda config: found.append(plain(config)))
-    return check(found[0], typed)
 
 
 def test_a_search_serves_its_part_of_a_list():
     both = "method=[layer_scaling,scale_channel]"
     channel, genetic = config_of(both), config_of(both, "search=genetic")
-    assert (channel.part, genetic.part) == ("scale_channel", "layer_scaling")
+    assert (channel.target.name, genetic.target.name) == ("scale_channel", "layer_scaling")
     assert channel.stages == genetic.stages == ("search", "intervene", "evaluate", "report")
-    found = channel.method({"channel": 3, "factor": 0.5, "layers": (0, 1)})
+    values = {"channel": 3, "factor": 0.5, "layers": (0, 1)}
+    found = channel.choice.build(values, channel.target)
     assert found.parts["scale_channel"] == ScaleChannel(channel=3, factor=0.5, layers=(0, 1))
-    assert found.parts["layer_scaling"] == genetic.method().parts["layer_scaling"]
+    assert found.parts["layer_scaling"] == genetic.choice.build().parts["layer_scaling"]
     # What is typed stays.
-    typed = config_of(
-        both, "method.parts.scale_channel.channel=9", typed=["method.parts.scale_channel.channel"]
-    )
-    assert typed.typed == {"channel": 9}
-    assert typed.method({"channel": 3, "factor": 0.5, "layers": (0, 1)}).parts["scale_channel"].channel == 9
+    typed = config_of(both, "method.parts.scale_channel.channel=9")
+    assert typed.target.pinned == {"channel": 9}
+    assert typed.choice.build(values, typed.target).parts["scale_channel"].channel == 9
 
 
 @pytest.mark.parametrize(
@@ -323,7 +292,8 @@ def test_a_search_serves_its_part_of_a_list():
     ids=lambda case: "-".join(case) if isinstance(case, list) else None,
 )
 def test_lists_that_no_search_serves(overrides, hint):
-    assert config_of(*overrides).stages == ("intervene", "evaluate", "report")
+    raw = composed(*overrides).raw
+    assert check(raw).stages == ("intervene", "evaluate", "report")
     with pytest.raises(UserError, match="no search for method") as error:
-        config_of(*overrides, typed=["stages"])
+        check(raw, ["stages"])
     assert hint in str(error.value) and "\n" not in str(error.value)

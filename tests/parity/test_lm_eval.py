@@ -22,8 +22,8 @@ from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
 import posbench
-from posbench.cli import lm_eval as command
-from posbench.cli.harness import PosbenchLM, compose
+from posbench.cli.harness import PosbenchLM, configured
+from posbench.cli.main import main
 from posbench.errors import UserError
 from posbench.methods import ScaleChannel
 from posbench.tasks.kv_retrieval import WORDS
@@ -279,13 +279,13 @@ def test_a_cache_of_another_model_type_is_refused(stock: HFLM, tmp_path: Path):
 
 
 def test_constants_come_from_the_model_s_file_or_from_the_user(tmp_path: Path):
-    assert compose("tiny", "scale_channel", {}).method() == ScaleChannel(
+    assert configured("tiny", "scale_channel", {}).choice.build() == ScaleChannel(
         channel=15, factor=-1.0, layers=(1, 3)
     )
-    given = compose(
+    given = configured(
         "tiny", "scale_channel", {"channel": "15:20", "layers": [0, 2], "last": 2, "dtype": "float64"}
     )
-    assert given.method() == ScaleChannel(channel=(15, 20), factor=-1.0, layers=(0, 2), last=2)
+    assert given.choice.build() == ScaleChannel(channel=(15, 20), factor=-1.0, layers=(0, 2), last=2)
     assert given.model.dtype == "float64"
     own = yaml.safe_load((posbench.model.load.paths.CONF / "model" / "tiny.yaml").read_text()) | {
         "name": "mine"
@@ -293,11 +293,12 @@ def test_constants_come_from_the_model_s_file_or_from_the_user(tmp_path: Path):
     own["scale_channel"]["factor"] = 0.25
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "mine.yaml").write_text(yaml.safe_dump(own))
-    assert compose("mine", "scale_channel", {}, str(tmp_path)).method().factor == 0.25
+    assert configured("mine", "scale_channel", {}, str(tmp_path)).choice.build().factor == 0.25
 
 
 def test_several_methods_are_joined_by_plus_signs():
-    arguments = "pretrained=tiny,method=layer_scaling+scale_channel,parts.scale_channel.layers=0:2,parts.scale_channel.factor=-8"
+    arguments = "pretrained=tiny,method=layer_scaling+scale_channel,"
+    arguments += "parts.scale_channel.layers=0:2,parts.scale_channel.factor=-8"
     model, lm = PosbenchLM.create_from_arg_string(arguments), posbench.load("tiny", device="cpu")
     parts = model.method.parts
     assert list(parts) == ["layer_scaling", "scale_channel"] and parts["scale_channel"].layers == (0, 2)
@@ -332,8 +333,8 @@ def test_a_directory_is_a_model(checkpoint: Path):
         ("pretrained=tiny,method=scale_channel,chanel=3", "model_args.chanel"),
         ("pretrained=tiny,channel=3", "model_args.channel"),
         ("pretrained=tiny,method=scale_channel,channel=48", "method.channel"),
-        ("pretrained=tiny,method=scale_channel,layers=3", "method.layers"),
-        ("pretrained=tiny,method=scale_channel,factor=big", "method.factor"),
+        ("pretrained=tiny,method=scale_channel,layers=3", "model_args.layers"),
+        ("pretrained=tiny,method=scale_channel,factor=big", "model_args.factor"),
         ("pretrained=tiny,dtype=float8", "model.dtype"),
         ("pretrained=tiny,batch_size=0", "model_args.batch_size"),
         ("pretrained=tiny,max_length=0", "model_args.max_length"),
@@ -344,14 +345,12 @@ def test_a_directory_is_a_model(checkpoint: Path):
 def test_bad_arguments_are_one_line(
     arguments: str, field: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    monkeypatch.setattr(
-        sys, "argv", ["lm_eval", "--model", "posbench", "--model_args", arguments, "--tasks", "none"]
-    )
     # Reading the harness's own list of tasks takes seconds, and the model comes first.
     monkeypatch.setattr(
         "lm_eval.config.evaluate_config.EvaluatorConfig.process_tasks", lambda self, metadata: None
     )
-    assert command.main() == 2
+    flags = ["--model", "posbench", "--model_args", arguments, "--tasks", "none"]
+    assert main(["lm_eval", *flags]) == 2
     err = [line for line in capsys.readouterr().err.splitlines() if line.startswith("posbench: ")]
     assert len(err) == 1
     assert err[0].startswith(f"posbench: {field} = ")
@@ -366,6 +365,5 @@ def test_without_the_harness_the_line_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     monkeypatch.setitem(sys.modules, "lm_eval.__main__", None)
-    monkeypatch.setattr(sys, "argv", ["lm_eval", "--tasks", "pb_choice"])
-    assert command.main() == 2
+    assert main(["lm_eval", "--tasks", "pb_choice"]) == 2
     assert "pip install 'posbench[lm_eval]'" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Every choice and experiment composes and checks, YAML holds only what differs, mistakes are told in words."""
+"""Every choice and experiment composes and checks, YAML holds only what differs, mistakes are told."""
 
 from __future__ import annotations
 

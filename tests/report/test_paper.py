@@ -65,7 +65,24 @@ def test_a_reader_is_told_what_cannot_be_compared() -> None:
     printed = [row(0.6, model="gpt", source="Table 1")]
     text = reference_text({"claims": ["it helps"]}, printed, compared=False)
     assert text == (
-        "The paper's reading: it helps. The paper's numbers are for gpt; none of these ran here, so nothing is "
-        "compared. Source: Table 1."
+        "The paper's reading: it helps. The paper's numbers are for gpt; none of these ran here, so nothing "
+        "is compared. Source: Table 1."
     )
     assert reference_table(metrics(), printed)[1] == []
+
+
+def test_a_row_of_a_sweep_names_the_settings_that_it_holds_for() -> None:
+    summary = sweep([1.0, 0.0])
+    runs = summary["run"].unique()
+    printed = [row(0.6, run=run) for run in runs] + [
+        row(0.7, method="scale_channel", run=run) for run in runs
+    ]
+    header, rows = reference_table(summary, printed)
+    assert header[-1] == "method.factor"
+    own = summary[(summary["gold_position"] == "1") & (summary["metric"] == "accuracy")]
+    ours = own[own["method"] == "scale_channel"].set_index("method.factor")["value"]
+    # The unmodified model is the same in both runs; the method is not.
+    assert [line[1] for line in rows] == ["none", "scale_channel", "scale_channel"]
+    assert [line[-1] for line in rows] == ["all", "1", "0"]
+    assert [line[4].split()[0] for line in rows[1:]] == [f"{100 * ours[factor]:.1f}" for factor in (1.0, 0.0)]
+    assert len(reference_table(metrics(), [row(0.6)])[0]) == len(header) - 1

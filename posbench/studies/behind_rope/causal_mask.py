@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -119,13 +119,8 @@ class CausalMask(Study):
     def simulated(self, setting: Setting) -> tuple[Array, Array, Array]:
         """Mean scores, standard errors, and means of half as many draws of another seed, each [L, n, n]."""
         length = self.dim**0.5 if setting.norm != "l2" and self.input_norm == "sqrt_dim" else 1.0
-        kind: dict[str, Any] = {
-            "mask": setting.mask,
-            "rope": setting.rope,
-            "norm": setting.norm,
-            "dim": self.dim,
-        }
-        simulate = partial(theory.simulate, self.tokens, LAYERS, setting.alpha, **kind, input_norm=length)
+        kind: dict[str, Any] = {**asdict(setting), "dim": self.dim, "input_norm": length}
+        simulate = partial(theory.simulate, self.tokens, LAYERS, **kind)
         mean, error = simulate(draws=self.draws, seed=self.seed)
         return mean, error, simulate(draws=self.draws // 2, seed=self.seed + 1)[0]
 
@@ -200,10 +195,10 @@ def _of_closed_forms(tables: Tables) -> list[Finding]:
     still, wrong = (int((lengths[name] >= 0).sum()) for name in ("step", "printed"))
     claim = f"{PAPER} Appendix A.2: h'(i + 1)^2 - h'(i)^2 has the printed numerator"
     size = "largest relative distance of the printed to the true difference"
-    note = (
-        f"the middle term has the wrong sign: {wrong} printed differences are not below 0; with a plus it is "
+    note = f"the middle term has the wrong sign: {wrong} printed differences are not below 0; with a plus it "
+    note += (
+        f"is away by {corrected:.0e} at most, and {still} true ones are not below 0: the conclusion stands"
     )
-    note += f"away by {corrected:.0e} at most, and {still} true ones are not below 0: the conclusion stands"
     return [*found, Finding.that(printed < 1e-6, claim, size, (printed, len(lengths)), note)]
 
 
@@ -225,10 +220,8 @@ def _of_layernorm(rows: pd.DataFrame, limit: Array) -> Finding:
     l2, score = limit[np.tril_indices(len(limit), -1)].mean(), rows.loc[(names["layernorm"][1], 1), "score"]
     claim = f"{PAPER} Appendix B: scores over d, not sqrt(d), bring back the pattern of the L2 norm"
     size = "rank correlation of score and key, mean over queries; smallest over alpha and later layers"
-    note = (
-        f"with sqrt(d): {by_root.min():.2f} to {by_root.max():.2f}; mean score of the second layer at alpha "
-    )
-    note += f"0.2 {score:.3f}, L2 {l2:.3f}: they agree for inputs of length sqrt(d) alone (study.input_norm)"
+    note = f"with sqrt(d): {by_root.min():.2f} to {by_root.max():.2f}; mean score of the second layer at "
+    note += f"alpha 0.2 {score:.3f}, L2 {l2:.3f}: they agree for inputs of length sqrt(d) (study.input_norm)"
     return Finding.that(by_d.min() > 0.9, claim, size, (by_d.min(), len(by_d)), note)
 
 
@@ -246,18 +239,13 @@ def _of_rope(rows: pd.DataFrame) -> Finding:
 
 
 def facts(mean: Array, again: Array, limit: Sequence[Array] | None) -> pd.DataFrame:
-    """What a simulation shows, layer by layer.
-
-    Args:
-        mean: Mean scores, [L, n, n].
-        again: The same from other draws, for what noise alone would leave.
-        limit: The exact maps; None where there are none.
+    """What mean scores [L, n, n], those of other draws, and the exact maps show by layer, below the diagonal.
 
     Returns:
-        Rows of layer and, below the diagonal: score (mean), bias and largest (mean and largest distance to
-        the limit), correlation (with it), rising and rows (its rows that rise, of all with two keys), beyond
-        and beyond_limit (share of variance beyond i - j), split_half (correlation of both diagonal-normalised
-        maps), rank (Spearman correlation of score and key, mean over queries).
+        Rows of layer, score (mean), bias and largest (mean and largest distance to the limit), correlation
+        (with it), rising and rows (its rows that rise, of all with two keys), beyond and beyond_limit (share
+        of variance beyond i - j), split_half (correlation of both diagonal-normalised maps), rank (Spearman
+        correlation of score and key, mean over queries).
     """
     n = mean.shape[1]
     lower, rows = np.tril_indices(n, -1), []
@@ -279,9 +267,8 @@ def facts(mean: Array, again: Array, limit: Sequence[Array] | None) -> pd.DataFr
 
 
 def exact_tables(n: int) -> dict[str, pd.DataFrame]:
-    """What needs no simulation: ``steps`` (Figure 1), ``closed_forms`` (Equation 4, the limit), ``lengths``
-    (g, h, h', Appendix A.2), ``rising`` (rows of the limit that rise, and the key of the last row's largest
-    score), ``last_rows``.
+    """``steps`` (Figure 1), ``closed_forms`` (Equation 4, the limit), ``lengths`` (g, h, h', Appendix A.2),
+    ``rising`` (rows of the limit that rise, and the key of the last row's largest score), ``last_rows``.
     """
     i, (query, key) = np.arange(1, n + 1), np.tril_indices(n, -1)
     forms, lengths, rising, last = [], [], [], []

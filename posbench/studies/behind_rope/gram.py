@@ -48,12 +48,11 @@ class Gram(Sampled):
         first_block(run.lm)
 
     def measure(self, run: Run) -> dict[str, pd.DataFrame]:
-        """Tables ``panels`` (panel, query, key, product) and ``facts``.
+        """Tables ``panels`` (panel, query, key, product) and ``facts`` (:meth:`MeanMap.facts` by panel).
 
-        ``facts`` has a row for each panel: diagonal and below (means of the diagonal and of what is below
-        it), falling (rank correlation of the diagonal with the token, sign turned), rising (the same of
-        product and key, mean over queries, token 1 left out), and
-        :meth:`posbench.measure.scores.MeanMap.facts`.
+        ``facts`` has also diagonal and below (means of the diagonal and of what is below it), falling (rank
+        correlation of the diagonal with the token, sign turned), rising (the same of product and key, mean
+        over queries, token 1 left out).
         """
         with run.progress("samples", self.samples) as advance:
             found = gram_panels(run.lm, run.batches(self.rows(run.lm), len), advance)
@@ -83,10 +82,8 @@ class Gram(Sampled):
         near = {panel: estimate(row, "near") for panel, row in facts.iterrows()}
         claim = "(a) after the first norm tokens are nearly orthogonal (Behind RoPE, Section 4.2)"
         size, ours = "mean product below the diagonal over mean product on it, size", "10 % is our bound"
-        found = [
-            Finding.that(share["a"] < 0.1, claim, size, (share["a"], n), f"{ours}; the paper: close to 0")
-        ]
-        more = share["b"] / share["a"]
+        note, more = f"{ours}; the paper: close to 0", share["b"] / share["a"]
+        found = [Finding.that(share["a"] < 0.1, claim, size, (share["a"], n), note)]
         claim, size = "(b) W_Q and W_K raise that share", "the share in (b) over the share in (a)"
         found.append(Finding.that(more > 1, claim, size, (more, n)))
         claim, falls = "(c) the diagonal of A V falls with the token, as h' does", facts["falling"]["c"]
@@ -96,9 +93,7 @@ class Gram(Sampled):
         for panel, words in (("f", "after the norm products"), ("i", "the scores of the second layer")):
             note = f"rank correlation of product and key {facts['rising'][panel]:.2f}, mean over queries"
             found.append(Finding.above(f"({panel}) {words} rise with the key", size, near[panel], note=note))
-        claim = (
-            "(g) after the feedforward block the pattern is turned round, and (h) the next norm turns it back"
-        )
+        claim = "(g) the feedforward block turns the pattern round, and (h) the next norm turns it back"
         turned = near["g"].ci_high < 0 < near["h"].ci_low
         return [*found, Finding.that(turned, claim, f"(g): {size}", near["g"], f"(h): {near['h'].words}")]
 

@@ -54,9 +54,7 @@ class RopeCurves(Study):
         lines = {"distance": distance} | {f"cosine_scale_{s:g}": np.cos(distance / s * angle) for s in SCALES}
         lines |= {f"decay_scale_{s:g}": decay(distance, self.dim, scale=s) for s in SCALES}
         lines |= {f"wave_scale_{s:g}": wave(distance, self.dim, scale=s) for s in SCALES}
-        lines |= {
-            f"wave_base_{base:g}": wave(distance, self.dim, base) for base in (10000.0, 17500.0, 25000.0)
-        }
+        lines |= {f"wave_base_{b:g}": wave(distance, self.dim, b) for b in (10000.0, 17500.0, 25000.0)}
         chosen = run.evaluation[:: max(len(run.evaluation) // self.prompts, 1)][: self.prompts]
         prompts, rows = [code.ids for code in run.encode(chosen).values()], []
         plan = run.batches(range(len(prompts)), lambda i: len(prompts[i]))
@@ -72,10 +70,10 @@ class RopeCurves(Study):
 
     def figures(self, tables: Tables) -> Drawn:
         """Figures 3 and 4 from theory, Figure 5 from the model."""
-        words = "LPES, Figures 3 and 4: decay and waves under scales and bases."
-        drawn = {"curves": (curves_figure(tables["curves"]), words)}
-        words = "LPES, Figure 5: attention of the last prompt token to thirds of the prompt, 95 % intervals."
-        return drawn | {"thirds": (thirds_figure(tables["thirds"]), words)}
+        curves = "LPES, Figures 3 and 4: decay and waves under scales and bases."
+        thirds = "LPES, Figure 5: attention of the last prompt token to thirds of the prompt, 95 % intervals."
+        drawn = {"curves": (curves_figure(tables["curves"]), curves)}
+        return drawn | {"thirds": (thirds_figure(tables["thirds"]), thirds)}
 
     def findings(self, tables: Tables) -> list[Finding]:
         """Whether a larger scale moves attention to the middle."""

@@ -24,14 +24,18 @@ from posbench.schema import Whole
 from posbench.search.base import Search
 from posbench.search.channel import ChannelSearch
 from posbench.search.statistics import ChannelStatistics
-from posbench.stats.findings import Finding, estimate
+from posbench.stats.findings import Finding, columns, estimate
 from posbench.stats.frames import UNMODIFIED
 from posbench.studies.base import Study, Tables
 from posbench.studies.prompts import contrasts
 
+Pools = Mapping[str, Sequence[int]]
+Settings = Mapping[str, ScaleChannel]
+
 LOSSES, ROWS = "ablation_losses.jsonl", "ablation_predictions.jsonl"
 FULL, CONTROL, TWO = "full method", "control: random channel", "top-2 channels"
 NO_MONOTONICITY, NO_SMOOTHNESS = "without monotonicity", "without smoothness"
+LABEL = "ch {channels} x {factor:g}, layers {layers}, last {last}"
 CLAIMS = {
     NO_MONOTONICITY: "without the filter by monotonicity performance may decline",
     NO_SMOOTHNESS: "without the filter by smoothness performance may decline",
@@ -46,8 +50,8 @@ CLAIMS = {
 class Ablations(Study):
     """Ablations of scale_channel and its search.
 
-    Source: Yu et al. 2025, Appendix E, Table 6. The paper gives no definitions ("details in Appendix C" are
-    not there), so these are ours; see ``conf/study/ablations.yaml``.
+    Source: Yu et al. 2025, Appendix E, Table 6. The definitions are ours, for the paper gives none ("details
+    in Appendix C" are not there); see ``conf/study/ablations.yaml``.
 
     Attributes:
         search: The channel search that is ablated.
@@ -106,15 +110,10 @@ class Ablations(Study):
             "candidates": pd.DataFrame(seen),
         }
 
-    def pools(
-        self, search: ChannelSearch, found: ChannelStatistics, free: ChannelStatistics
-    ) -> dict[str, list[int]]:
+    def pools(self, search: ChannelSearch, found: ChannelStatistics, free: ChannelStatistics) -> Pools:
         """The channels that go to validation, by ablation, in the order in which ties are broken.
 
-        Args:
-            search: For K.
-            found: The filter's statistics.
-            free: The same without the filter by monotonicity.
+        From the filter's statistics, and those ``free`` of its part by monotonicity.
         """
         search.ask(found, [])  # refuses a model in which no channel passes
         passed = some = list(found.ranking)
@@ -124,20 +123,11 @@ class Ablations(Study):
         filtered, every = passed[: search.top_k], free.ranking[: search.top_k]
         return {FULL: filtered, NO_MONOTONICITY: every, NO_SMOOTHNESS: some}
 
-    def settings(
-        self, lm: LM, pools: Mapping[str, Sequence[int]], losses: Mapping[ScaleChannel, float]
-    ) -> dict[str, ScaleChannel]:
-        """What each ablation scales.
-
-        Args:
-            lm: The model, for the control.
-            pools: Channels that go to validation, by ablation.
-            losses: Mean calibration loss of every candidate.
-        """
-        won = {
-            name: min((c for channel in pool for c in losses if c.channel == channel), key=losses.__getitem__)
-            for name, pool in pools.items()
-        }
+    def settings(self, lm: LM, pools: Pools, losses: Mapping[ScaleChannel, float]) -> Settings:
+        """What each ablation scales, from its :meth:`pools` and each candidate's mean calibration loss."""
+        won = {}
+        for name, pool in pools.items():
+            won[name] = min((c for p in pool for c in losses if c.channel == p), key=losses.__getitem__)
         full, smoothest = won[FULL], pools[FULL][0]
         found = {**won, "without validation": replace(full, channel=smoothest)}
         rest = [replace(full, channel=c) for c in pools[FULL] if c != full.channel]
@@ -190,15 +180,12 @@ def random_channel(lm: LM, method: ScaleChannel, seed: int) -> int:
     return int(np.random.default_rng(seed).choice(others))
 
 
-def evaluated(
-    run: Run, file: str, settings: Mapping[str, ScaleChannel], base: str
-) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """Rows of setting with what it scales and its :func:`contrasts`, the unmodified model first; and the
-    scores.
+def evaluated(run: Run, file: str, settings: Settings, base: str) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """Rows of setting, what it scales and its :func:`contrasts`, the unmodified model first; and the scores.
 
     Equal settings are measured once, and stand under the first of their names among the scores.
     """
-    names = {UNMODIFIED: UNMODIFIED} | {name: label(method) for name, method in settings.items()}
+    names = {UNMODIFIED: UNMODIFIED} | {name: LABEL.format(**_shown(m)) for name, m in settings.items()}
     methods: dict[str, Method] = {names[name]: method for name, method in settings.items()}
     scores, rows = compared(run, file, {UNMODIFIED: Unmodified(), **methods}), []
     for name, text in names.items():
@@ -206,12 +193,6 @@ def evaluated(
         rows.append({"setting": name, **_shown(settings.get(name)), **change})
     first = {text: name for name, text in reversed(names.items())}
     return pd.DataFrame(rows), scores.assign(setting=scores["method"].map(first))
-
-
-def label(method: ScaleChannel) -> str:
-    """`ch 15+20 x -1, layers 1-3, last 1`."""
-    shown = _shown(method)
-    return f"ch {shown['channels']} x {method.factor:g}, layers {shown['layers']}, last {method.last}"
 
 
 def _shown(method: ScaleChannel | None) -> dict[str, str | float]:
@@ -228,14 +209,13 @@ def ablation_figure(table: pd.DataFrame) -> Figure:
     """Scores of the ablations, and their paired differences from the full method, with 95 % intervals."""
     figure, rows = plot.new_figure(plot.PAGE, 0.9 + 0.2 * len(table)), table.set_index("ablation")
     panels, y = figure.subplots(1, 2, sharey=True), np.arange(len(table))
-    style = {"linestyle": "none", "marker": "o", "color": plot.COLOURS[0], "elinewidth": 0.8}
+    style = {"linestyle": "none", "marker": "o", "color": plot.COLOURS[0]}
     diamond = {"linestyle": "none", "marker": "D", "color": plot.COLOURS[1], "markerfacecolor": "white"}
-    for axes, name, prefix in zip(panels, ("value", "difference"), ("", "difference_"), strict=True):
-        low, high = rows[name] - rows[f"{prefix}ci_low"], rows[f"{prefix}ci_high"] - rows[name]
-        error = 100 * np.stack([low, high]).clip(0)
-        axes.errorbar(100 * rows[name], y, xerr=error, label="posbench", **style)
+    for axes, name in zip(panels, ("", "difference"), strict=True):
+        points = rows[columns(name)].set_axis(columns(), axis=1)
+        plot.percent_bars(axes, y, points, upright=False, label="posbench", **style)
         axes.grid(axis="y", color="0.9", linewidth=0.5)
-        paper = rows["paper"] - (rows.loc[FULL, "paper"] if prefix else 0)
+        paper = rows["paper"] - (rows.loc[FULL, "paper"] if name else 0)
         if paper.notna().any():
             axes.plot(100 * paper, y, label="paper", **diamond)
     left, right = panels

@@ -1,5 +1,4 @@
-"""The chain of Yu et al. 2025 on one page: causal mask, positional channel, attention, accuracy, each link
-perturbed."""
+"""The chain of Yu et al. 2025 on one page: mask, positional channel, attention, accuracy."""
 
 from __future__ import annotations
 
@@ -27,17 +26,13 @@ from posbench.studies import prompts as shared
 from posbench.studies.base import Study, Tables
 from posbench.studies.yu2025 import channel_subtraction, crop_mask, doubling, hidden_perturbation
 
-LINKS = ("hidden_perturbation", "crop_mask", "channel_subtraction", "doubling")
-"""The fields that hold the links, in their order."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Chain(Study):
     """Causal mask, positional channel, attention and accuracy, each link perturbed.
 
     Every link is a study of its own, on the unmodified model; its tables lie in a folder of its name. The
-    first panels close the chain: accuracy and attention with and without the method, which changes the
-    channel alone.
+    first panels close the chain: with and without the method, which changes the channel alone.
 
     Source: Yu et al. 2025: Appendix D.4 (mask to channel), Section 2.2 (mask to attention), Appendix D.5
     (channel to attention), Appendix D.2 (attention to accuracy), Section 3 (the method).
@@ -59,7 +54,7 @@ class Chain(Study):
     examples: Count = 40
 
     def _links(self) -> dict[str, Study]:
-        return {name: getattr(self, name) for name in LINKS}
+        return {name: link for name, link in vars(self).items() if isinstance(link, Study)}
 
     def check(self, run: Run) -> None:
         """See :meth:`Study.check`."""
@@ -68,8 +63,7 @@ class Chain(Study):
                 link.check(_alone(run))
 
     def measure(self, run: Run) -> dict[str, pd.DataFrame]:
-        """Table ``bias`` (method, gold position, attention and score with intervals), and those of every
-        link."""
+        """Table ``bias`` (attention and score by method and gold position), and those of every link."""
         prompts = shared.Prompts.of(run, self.examples)
         measured, means = {}, []
         for name, method in run.methods().items():
@@ -80,8 +74,8 @@ class Chain(Study):
         for name, rows in measured.items():
             frame = shared.means_by_position(prompts.results(rows, layers), ("attention", "score"))
             means.append(frame.assign(method=name))
-        bias = pd.concat(means, ignore_index=True).assign(layer_first=layers[0], layer_last=layers[1])
-        tables = {"bias": bias}
+        bias = pd.concat(means, ignore_index=True)
+        tables = {"bias": bias.assign(layer_first=layers[0], layer_last=layers[1])}
         for name, link in self._links().items():
             own = _alone(run)
             # Rows of the links must not meet: each has a folder of its own, and resumes there.
@@ -93,12 +87,11 @@ class Chain(Study):
     def figures(self, tables: Tables) -> Drawn:
         """The page, then the figures of every link."""
         caption = (
-            "(a, b) Score, and attention of the last token to the gold item, unmodified and with the method. "
-            "(c) Mean of the positional channel over random text and over the layers behind the first, where "
-            "a span (grey) cannot see what comes before it, or has shifted position ids. (d) Attention to a "
-            "gold item whose mask is cropped, or whose position ids are moved. (e) Attention to every item "
-            "where the channel of one (circle) is moved towards the beginning. (f) Score with the attention "
-            "to one item doubled. Bands: 95 %."
+            "(a, b) Score, and attention to the gold item, unmodified and with the method. (c) Mean of the "
+            "positional channel over random text and the layers behind the first, where a span (grey) cannot "
+            "see what comes before it, or has shifted position ids. (d) Attention to a gold item with a crop "
+            "mask, or with moved position ids. (e) Attention to every item where the channel of one (circle) "
+            "is moved towards the beginning. (f) Score with one item's attention doubled. Bands: 95 %."
         )
         drawn = {"chain": (chain_figure(tables), caption)}
         for name, link in self._links().items():
@@ -120,9 +113,8 @@ def _alone(run: Run) -> Run:
 
 def _of(link: str, tables: Tables) -> Tables:
     """The tables of one link."""
-    return {
-        name.removeprefix(f"{link}/"): table for name, table in tables.items() if name.startswith(f"{link}/")
-    }
+    own = [name for name in tables if name.startswith(f"{link}/")]
+    return {name.removeprefix(f"{link}/"): tables[name] for name in own}
 
 
 @plot.styled
@@ -144,15 +136,10 @@ def chain_figure(tables: Tables) -> Figure:
     plot.bands(grid[1][2], doubled, "mode", labels, name="score")
     plot.percent_axes(grid[1][2], "score (%)")
     grid[1][2].set_title("attention to accuracy")
-    below = {
-        "loc": "upper center",
-        "bbox_to_anchor": (0.45, -0.26),
-        "handlelength": 1.4,
-        "columnspacing": 1.0,
-    }
+    narrow = {"ncols": 2, "fontsize": 6.5, "handlelength": 1.4, "columnspacing": 1.0}
     for letter, axes in zip("abcdef", grid.flat, strict=True):
         axes.set_title(f"({letter}) {axes.get_title()}")
-        axes.legend(ncols=2, fontsize=6.5, **below)
+        axes.legend(loc="upper center", bbox_to_anchor=(0.45, -0.26), **narrow)
     return figure
 
 

@@ -1,5 +1,4 @@
-"""One channel, one item: the positional channel of an item is lowered, and attention to every item is
-read."""
+"""One channel, one item: the positional channel of an item is lowered, attention to every item is read."""
 
 from __future__ import annotations
 
@@ -30,7 +29,7 @@ from posbench.stats.findings import Finding, ends
 from posbench.stats.frames import UNMODIFIED
 from posbench.studies import prompts as shared
 from posbench.studies.base import Study, Tables
-from posbench.studies.prompts import Claim, Prompts, gold
+from posbench.studies.prompts import Claim, Measured, Prompts, gold
 from posbench.tasks import Example
 
 WHERE = {"gold": "the gold item", "other": "another item"}
@@ -52,8 +51,8 @@ class ChannelSubtraction(Study):
         unit: ``range`` of the unmodified model's item means, by layer; ``absolute``: as it is (paper).
         gold: Depth of the gold item; the nearest gold position of the task is taken (paper: 25 / 49).
         other: Depth of the item without the answer (paper: 35 / 49).
-        layers: Layers that are changed, and whose attention is averaged, 0-based; None: the paper's 15 to 20
-            of 32, or that share; below 16 layers the one that attends to the gold item most.
+        layers: Layers that are changed, and whose attention is averaged, 0-based; None: those of
+            :func:`posbench.studies.prompts.retrieval_layers`.
         site: ``attention_input``, each layer alone, or ``residual``, which adds up; the paper does not say.
         controls: Random channels, from which the same amount is taken.
         examples: Prompts at most.
@@ -73,7 +72,7 @@ class ChannelSubtraction(Study):
 
     def check(self, run: Run) -> None:
         """See :meth:`Study.check`."""
-        shared.random_channels(run.lm, shared.positional_channel(run, self.channel), self.controls, self.seed)
+        shared.channels(run, self.channel, self.controls, self.seed)
         check_layers(run.lm, "study.layers", self.layers)
         shared.check_prompts(run)
         example = self._examples(run)[0]
@@ -92,30 +91,30 @@ class ChannelSubtraction(Study):
 
     def measure(self, run: Run) -> dict[str, pd.DataFrame]:
         """Tables ``items`` (channel and attention of each item, score as item -1), amounts and effects."""
-        channel, resamples = shared.positional_channel(run, self.channel), run.runtime.resamples
+        channels = shared.channels(run, self.channel, self.controls, self.seed)
         prompts = Prompts.of(run, examples=self._examples(run))
-        measured = self._under(prompts, "gold", channel, {})
+        measured = self._under(prompts, "gold", channels[0], channels[0], {})
         base, at = measured[UNMODIFIED].values(), {w: self._item(prompts.examples[0], w) for w in WHERE}
         attention, curves = (np.mean([row[of] for row in base], axis=0) for of in ("attention", "channel"))
         first, last = shared.retrieval_layers(self.layers, attention[:, at["gold"]])
         values = {layer: self._amount(curves[layer]) for layer in range(first, last + 1)}
         for where in WHERE:
-            for changed in (channel, *shared.random_channels(run.lm, channel, self.controls, self.seed)):
-                measured |= self._under(prompts, where, changed, values)
+            for changed in channels:
+                measured |= self._under(prompts, where, channels[0], changed, values)
         frame = _frame(prompts, measured, slice(first, last + 1))
-        at |= {"layer_first": first, "layer_last": last, "tested_channel": channel}
+        at |= {"layer_first": first, "layer_last": last, "tested_channel": channels[0]}
         amounts = pd.DataFrame(values.items(), columns=["layer", "subtracted"])
         return {
-            "items": _items(frame, resamples).assign(**at),
-            "amounts": amounts.assign(channel=channel, rises=amounts["subtracted"] > 0),
-            "effects": _effects(frame, at, resamples),
+            "items": _items(frame, run.runtime.resamples).assign(**at),
+            "amounts": amounts.assign(channel=channels[0], rises=amounts["subtracted"] > 0),
+            "effects": _effects(frame, at, run.runtime.resamples),
         }
 
     def _under(
-        self, prompts: Prompts, where: str, changed: int, values: Mapping[int, float]
+        self, prompts: Prompts, where: str, channel: int, changed: int, values: Mapping[int, float]
     ) -> dict[str, dict[str, Row]]:
         """By variant: score, and by layer attention to every item and mean of the tested channel over it."""
-        channel, read = shared.positional_channel(prompts.run, self.channel), dict[int, Tensor]()
+        read = dict[int, Tensor]()
         variant = f"{where}_control_{changed}" if changed != channel else where if values else UNMODIFIED
 
         @contextmanager
@@ -137,7 +136,7 @@ class ChannelSubtraction(Study):
         return {variant: prompts.under(variant, block, keep)}
 
     def _amount(self, curve: Array) -> float:
-        """What is subtracted in a layer, from unmodified means of the items [N]: positive where they rise."""
+        """What is subtracted in a layer, by the items' unmodified means [N]: positive where they rise."""
         slope = float(np.polyfit(np.arange(len(curve)), curve, 1)[0])
         return float(np.sign(slope)) * self.value * (float(np.ptp(curve)) if self.unit == "range" else 1.0)
 
@@ -155,29 +154,26 @@ class ChannelSubtraction(Study):
         for where, item in WHERE.items():
             claims += [
                 Claim(
-                    f"{where}_rise",
-                    f"C4: moving a channel of {item} towards the beginning raises attention to it ({SOURCE})",
+                    f"{where}_rise {where}_score",
+                    f"C4: moving a channel of {item} towards the beginning raises attention to it",
                     f"change of the attention per token to the changed item, {layers}",
-                    quoted=(f"{where}_score",),
                 ),
                 Claim(
-                    f"{where}_over_first",
-                    f"C4: it lifts attention to {item} over that to the first one ({SOURCE})",
+                    f"{where}_over_first {where}_before",
+                    f"C4: it lifts attention to {item} over that to the first one",
                     f"attention to the changed minus that to the first item, {layers}; holds if it rose, too",
-                    quoted=(f"{where}_before",),
                     also=f"{where}_rise",
                 ),
                 Claim(
-                    f"{where}_over_control",
+                    f"{where}_over_control {where}_control",
                     f"Control: the same amount taken from random channels of {item} does less",
                     f"change of that attention minus the mean change under the random channels, {layers}",
-                    quoted=(f"{where}_control",),
                 ),
             ]
-        return shared.judged(tables["effects"], claims, note)
+        return shared.judged(tables["effects"], SOURCE, claims, note)
 
 
-def _frame(prompts: Prompts, measured: Mapping[str, Mapping[str, Row]], layers: slice) -> pd.DataFrame:
+def _frame(prompts: Prompts, measured: Measured, layers: slice) -> pd.DataFrame:
     """A row per variant, prompt and item: cluster, score, attention and channel, averaged over the layers."""
     parts = []
     for (variant, rows), e in itertools.product(measured.items(), prompts.examples):

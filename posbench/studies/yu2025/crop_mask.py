@@ -1,9 +1,8 @@
-"""Does what the causal mask wrote into the hidden states steer attention? The gold item is cropped, or
-moved."""
+"""Does what the mask wrote into the hidden states steer attention? The gold item is cropped, or moved."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -22,12 +21,11 @@ from posbench.plots.section import Drawn
 from posbench.run.base import Run
 from posbench.schema import Count, Whole
 from posbench.stats import bootstrap
-from posbench.stats.bootstrap import Group
 from posbench.stats.findings import Finding, ends
 from posbench.stats.frames import UNMODIFIED
 from posbench.studies import prompts as shared
 from posbench.studies.base import Study, Tables
-from posbench.studies.prompts import Claim, Prompts, Range, gold
+from posbench.studies.prompts import Block, Claim, Measured, Prompts, Range, gold
 from posbench.tasks import Example
 
 LABELS = {
@@ -45,18 +43,17 @@ SOURCE = "Yu et al. 2025, Section 2.2, Figure 3"
 class CropMask(Study):
     """Crop mask and moved position ids of the gold item, and what its attention and the accuracy do.
 
-    Position ids are moved in all layers, for the rows of the last prompt token and of the generated ones; see
-    :mod:`posbench.perturbations.move_positions`. Models without rotary embedding run without them.
+    Position ids are moved in all layers (:mod:`posbench.perturbations.move_positions`), but not in models
+    without rotary embedding.
 
     Source: Yu et al. 2025, Section 2.2, Appendix D.3, Figures 3, 8 and 9. The control, an item drawn at
         random, is ours.
 
     Attributes:
-        layers: First and last layer with a cropped mask, 0-based; None: the paper's layers 2 to 8 of 32,
-            counted from 1, or that share of another depth, and none from the retrieval layers on. Appendix
-            D.3 has 1 to 8: ``[0, 7]``.
-        retrieval: Layers whose attention to the gold item is averaged; None: the paper's 15 to 20 of 32, or
-            that share; below 16 layers the one that attends to it most in the unmodified model.
+        layers: First and last layer with a cropped mask, 0-based; None: the paper's 2 to 8 of 32, counted
+            from 1 (D.3: 1 to 8), or that share, and none from the retrieval layers on.
+        retrieval: Layers whose attention to the gold item is averaged; None: those of
+            :func:`posbench.studies.prompts.retrieval_layers`.
         keep_first: Whether the cropped item still sees the prompt's first token (Appendix D.3: yes).
         examples: Prompts of each gold position at most.
         seed: Seed of the control's items.
@@ -79,8 +76,7 @@ class CropMask(Study):
             pass
 
     def measure(self, run: Run) -> dict[str, pd.DataFrame]:
-        """Tables ``crop_mask`` (by variant and gold position), ``crop_mask_layers`` and
-        ``crop_mask_effects``."""
+        """Tables ``crop_mask`` (by variant, gold position), ``crop_mask_layers``, ``crop_mask_effects``."""
         prompts = Prompts.of(run, self.examples)
         measured: dict[str, dict[str, Row]] = {}
         retrieval = cropped = (0, 0)
@@ -96,20 +92,18 @@ class CropMask(Study):
         frame, resamples = pd.concat(parts), run.runtime.resamples
         layers = {"crop_first": cropped[0], "crop_last": cropped[1]}
         layers |= {"retrieval_first": retrieval[0], "retrieval_last": retrieval[1]}
-        return {
-            "crop_mask": _by_position(frame, run.task.metric, resamples).assign(**layers),
-            "crop_mask_layers": _by_layer(measured, prompts.examples, resamples).assign(**layers),
-            "crop_mask_effects": _effects(frame, resamples),
-        }
+        placed = _by_position(frame, run.task.metric, resamples).assign(**layers)
+        by_layer = _by_layer(measured, prompts.examples, resamples).assign(**layers)
+        effects = _effects(frame, resamples)
+        return {"crop_mask": placed, "crop_mask_layers": by_layer, "crop_mask_effects": effects}
 
-    def _block(
-        self, prompts: Prompts, variant: str, cropped: Range
-    ) -> Callable[[Sequence[Example]], AbstractContextManager[object]]:
+    def _block(self, prompts: Prompts, variant: str, cropped: Range) -> Block:
         """What a variant does to a batch."""
-        lm = prompts.run.lm
 
         def block(batch: Sequence[Example]) -> AbstractContextManager[object]:
-            lengths = prompts.lengths(batch)
+            if variant == UNMODIFIED:
+                return nullcontext()
+            lm, lengths = prompts.run.lm, prompts.lengths(batch)
             if variant in MOVES:
                 target = prompts.spans(batch, lambda e: 0 if variant == MOVES[0] else -1)
                 return move_positions(lm, lengths, prompts.spans(batch, gold), target)
@@ -117,14 +111,13 @@ class CropMask(Study):
             spans = prompts.spans(batch, gold if variant == "crop" else other)
             return crop_mask(lm, lengths, spans, shared.inclusive(cropped), keep_first=self.keep_first)
 
-        return (lambda batch: nullcontext()) if variant == UNMODIFIED else block
+        return block
 
     def figures(self, tables: Tables) -> Drawn:
         """See :meth:`Study.figures`."""
         caption = (
-            "Score, and attention of the last token to the gold item, over its position (95 %); right: change "
-            "of that attention in every layer, mean over inner gold positions (shaded: layers with a cropped "
-            "mask)."
+            "Score, and attention of the last token to the gold item, over its position (95 %); right: its "
+            "change in every layer, mean over inner gold positions (shaded: layers with a cropped mask)."
         )
         return {"crop_mask": (crop_figure(tables["crop_mask"], tables["crop_mask_layers"]), caption)}
 
@@ -133,66 +126,53 @@ class CropMask(Study):
         table = tables["crop_mask"].iloc[0]
         where = shared.named(table["retrieval_first"], table["retrieval_last"])
         note = f"mask cropped in {shared.named(table['crop_first'], table['crop_last'])}"
-        inner, late = f"{where}, inner gold positions", "last third of the gold positions"
+        inner = f"{where}, inner gold positions"
+
+        def late(effect: str, what: str, value: str) -> Claim:
+            claim = f"C2: PE to beginning lowers {what} a gold item close to the end"
+            return Claim(effect, claim, f"fall of the {value} then, last third of the gold positions")
+
         claims = [
             Claim(
-                "crop_attention",
-                f"C2: the crop mask raises attention to the gold item in later, unmodified layers ({SOURCE})",
-                f"change of the attention per token to the gold item in {inner}",
-                quoted=("unmodified_inner", "unmodified_first"),
+                "crop_attention unmodified_inner unmodified_first",
+                "C2: the crop mask raises attention to the gold item in later, unmodified layers",
+                f"change of the attention per token to the gold item, {inner}",
             ),
             Claim(
                 "crop_level",
-                f"C2: the crop mask brings that attention nearly to its level at the beginning ({SOURCE})",
-                f"attention in {where} at inner positions under the crop mask, as a share of that of the "
-                "unmodified model at the first position; holds from 0.8 up",
+                "C2: the crop mask brings that attention nearly to its level at the beginning",
+                f"its level ({inner}) as a share of the unmodified model's first one; holds above 0.8",
                 0.8,
             ),
+            Claim("crop_score", "C2: the crop mask raises accuracy", "change of the score, inner positions"),
             Claim(
-                "crop_score",
-                f"C2: the crop mask raises the accuracy ({SOURCE})",
-                "change of the score, mean over inner gold positions",
-            ),
-            Claim(
-                "crop_over_moves",
-                f"C2: moved position ids raise attention less than the crop mask ({SOURCE})",
+                "crop_over_moves pe_to_beginning_attention pe_to_end_attention",
+                "C2: moved position ids raise attention less than the crop mask",
                 f"change under the crop mask minus the larger one under PE to beginning or end, {inner}",
-                quoted=("pe_to_beginning_attention", "pe_to_end_attention"),
             ),
+            late("beginning_late_attention", "attention to", f"attention in {where}"),
+            late("beginning_late_score", "the accuracy of", "score"),
             Claim(
-                "beginning_late_attention",
-                f"C2: PE to beginning lowers attention to a gold item close to the end ({SOURCE})",
-                f"fall of the attention in {where} under PE to beginning, {late}",
-            ),
-            Claim(
-                "beginning_late_score",
-                f"C2: PE to beginning lowers the accuracy of a gold item close to the end ({SOURCE})",
-                f"fall of the score under PE to beginning, {late}",
-            ),
-            Claim(
-                "crop_over_other",
+                "crop_over_other crop_other_attention",
                 "Control: cropping another item does not do it",
                 f"change under the crop mask of the gold item minus that of another item, {inner}",
-                quoted=("crop_other_attention",),
             ),
         ]
-        return shared.judged(tables["crop_mask_effects"], claims, note)
+        return shared.judged(tables["crop_mask_effects"], SOURCE, claims, note)
 
 
 def _by_position(frame: pd.DataFrame, metric: str, resamples: int) -> pd.DataFrame:
     """Rows of variant, gold_position, depth, measure, value and change (each with its interval), n."""
-    base = frame[frame["variant"] == UNMODIFIED].set_index("id")
-    out = []
+    base, out = frame[frame["variant"] == UNMODIFIED].set_index("id"), []
+    by = ["variant", "gold_position", "depth"]
     for measure, name in (("score", metric), ("attention", "attention")):
-        for (variant, position, depth), rows in frame.groupby(
-            ["variant", "gold_position", "depth"], sort=False
-        ):
+        for place, rows in frame.groupby(by, sort=False):
             clusters, values = list(rows["cluster"]), rows[measure].to_numpy()
             changes = values - base.loc[rows["id"], measure].to_numpy()
             value = bootstrap.mean(values, clusters, resamples=resamples)
             change = bootstrap.difference(changes, clusters, resamples=resamples)
-            place = {"variant": variant, "gold_position": position, "depth": depth, "measure": name}
-            out.append(place | ends(value) | ends(change, "change") | {"n": len(rows)})
+            where = {**dict(zip(by, place, strict=True)), "measure": name}
+            out.append(where | ends(value) | ends(change, "change") | {"n": len(rows)})
     return pd.DataFrame(out)
 
 
@@ -202,9 +182,7 @@ def _inner(positions: Sequence[int]) -> set[int]:
     return set(ordered[1:-1] or ordered)
 
 
-def _by_layer(
-    measured: Mapping[str, Mapping[str, Row]], examples: Sequence[Example], resamples: int
-) -> pd.DataFrame:
+def _by_layer(measured: Measured, examples: Sequence[Example], resamples: int) -> pd.DataFrame:
     """Rows of variant, layer, attention, change with its interval, n: means over the inner gold positions."""
     inner = _inner([gold(e) for e in examples])
     chosen = [e for e in examples if e.gold_position in inner]
@@ -214,9 +192,9 @@ def _by_layer(
     for variant, rows in measured.items():
         values = np.array([rows[e.id]["attention"] for e in chosen])
         for layer, change in enumerate((values - base).T):
-            at = ends(bootstrap.difference(change, clusters, resamples=resamples), "change")
-            mean = {"attention": values[:, layer].mean(), **at, "n": len(chosen)}
-            out.append({"variant": variant, "layer": layer, **mean})
+            at = bootstrap.difference(change, clusters, resamples=resamples)
+            mean = {"variant": variant, "layer": layer, "attention": values[:, layer].mean()}
+            out.append({**mean, **ends(at, "change"), "n": at.n})
     return pd.DataFrame(out)
 
 
@@ -225,9 +203,9 @@ def _effects(frame: pd.DataFrame, resamples: int) -> pd.DataFrame:
     positions = sorted(frame["gold_position"].unique())
     inner, late = _inner(positions), [p for p in positions if 3 * p >= 2 * (frame["items"].iloc[0] - 1)]
 
-    def group(variant: str, measure: str, where: Sequence[int] | set[int]) -> Group:
+    def group(variant: str, measure: str, where: Iterable[int]) -> bootstrap.Group:
         rows = frame[(frame["variant"] == variant) & frame["gold_position"].isin(where)]
-        return list(rows[measure]), list(rows["cluster"])
+        return shared.group(rows, measure)
 
     here = [v for v in LABELS if v in set(frame["variant"])]
     attention, scores = ({v: group(v, measure, inner) for v in here} for measure in ("attention", "score"))
@@ -255,15 +233,12 @@ def attention_panel(axes: Axes, table: pd.DataFrame) -> None:
     """Attention to the gold item over its position, a line for each variant."""
     plot.bands(axes, table[table["measure"] == "attention"], "variant", LABELS, scale=1)
     first, last = int(table["retrieval_first"].iloc[0]), int(table["retrieval_last"].iloc[0])
-    title = plot.layer_title(range(first, last + 1), False)
-    axes.set(xlabel=plot.DEPTH_LABEL, ylabel=plot.ATTENTION_LABEL, title=title)
-    plot.from_zero(axes)
+    plot.attention_axes(axes, plot.layer_title(range(first, last + 1), False))
 
 
 @plot.styled
 def crop_figure(table: pd.DataFrame, layers: pd.DataFrame) -> Figure:
-    """Score and attention over the gold position, and the change of attention by layer; a line for each
-    variant."""
+    """Score and attention over the gold position, change of attention by layer; a line for each variant."""
     figure, first = plot.new_figure(plot.PAGE, 2.7), layers.iloc[0]
     left, middle, right = figure.subplots(1, 3)
     metric = next(m for m in table["measure"].unique() if m != "attention")

@@ -1,5 +1,4 @@
-"""Does attention cause the answer? The last prompt token's weight on one item is multiplied; accuracy is read
-off."""
+"""Does attention cause the answer? The last prompt token's weight on one item is multiplied."""
 
 from __future__ import annotations
 
@@ -22,15 +21,9 @@ from posbench.schema import Positive, Several, Share, Whole
 from posbench.stats import bootstrap
 from posbench.stats.findings import Finding
 from posbench.stats.frames import UNMODIFIED
+from posbench.studies import prompts as shared
 from posbench.studies.base import Study, Tables
-from posbench.studies.prompts import (
-    Prompts,
-    check_each_layer,
-    check_prompts,
-    gold,
-    means_by_position,
-    other_item,
-)
+from posbench.studies.prompts import Prompts, gold
 from posbench.tasks import Example
 
 LABELS = {
@@ -46,20 +39,15 @@ SOURCE = "Yu et al. 2025, Appendix D.2"
 class Doubling(Study):
     """Attention weight on one item, multiplied in the forward pass: what it does to attention and accuracy.
 
-    Three changes, against the unmodified model: of the item at one place whatever it holds (``item``: Figure
-    7), of the gold item at every position (``gold``), and of an item drawn among the others (``other``, the
-    negative control).
-
-    Only the last prompt token's row changes, in every layer unless ``layers`` says otherwise; later layers
-    see the consequences. Of a reply the first token therefore depends on the change directly, and further
-    ones through what came before, unless ``generated`` has their rows changed too.
+    Three changes: of the item at one place whatever it holds (``item``: Figure 7), of the gold item at every
+    position (``gold``), and of an item drawn among the others (``other``, the negative control). Only the
+    last prompt token's row changes; later layers, and further tokens of the reply, see the consequences.
 
     Source: Yu et al. 2025, Appendix D.2, Figure 7. The paper states neither layers nor renormalisation.
 
     Attributes:
         examples: Examples per gold position at most; None: all of the task.
-        item: Place of the changed item as a depth (0 first, 1 last), rounded down to an item as gold
-            positions are; the paper's 25th of 50 is 0.5.
+        item: Depth of the changed item (0 first, 1 last), rounded down; the paper's 25th of 50 is 0.5.
         factor: What its weight is multiplied with.
         renormalise: Whether the row sums to 1 again. Otherwise the head's output grows by the added weight.
         layers: Layers, 0-based; None: all.
@@ -77,15 +65,13 @@ class Doubling(Study):
 
     def check(self, run: Run) -> None:
         """See :meth:`Study.check`."""
-        check_each_layer(run.lm, "study.layers", self.layers)
-        check_prompts(run)
+        shared.check_each_layer(run.lm, "study.layers", self.layers)
+        shared.check_prompts(run)
 
     def measure(self, run: Run) -> dict[str, pd.DataFrame]:
-        """Tables ``examples`` (mode, id, gold_position, depth, target, attention, score) and ``doubling``,
-        their means.
+        """Tables ``examples`` (by mode: target, attention, score) and ``doubling``, their means.
 
-        Attention is the mean weight per token of the gold item after the change, over heads and over the
-        layers used here.
+        Attention is the gold item's mean weight per token after the change, over heads and changed layers.
         """
         prompts, parts, means = Prompts.of(run, self.examples), [], []
         shown = list(self.layers or range(run.lm.layers))
@@ -100,18 +86,16 @@ class Doubling(Study):
             rows = prompts.complete("doubling.jsonl", text, {"mode": mode}, compute)
             frame = prompts.results(rows).assign(mode=mode)
             parts.append(frame.assign(target=[self.target(mode, e) for e in prompts.examples]))
-            means.append(means_by_position(frame, ("attention", "score")).assign(mode=mode))
-        return {
-            "doubling": pd.concat(means, ignore_index=True),
-            "examples": pd.concat(parts, ignore_index=True),
-        }
+            means.append(shared.means_by_position(frame, ("attention", "score")).assign(mode=mode))
+        tables = {"doubling": means, "examples": parts}
+        return {name: pd.concat(each, ignore_index=True) for name, each in tables.items()}
 
     def target(self, mode: str, example: Example) -> int | None:
         """Item whose weight is changed in an example; None in the unmodified model."""
         if mode == "item":
             return self._place(len(example.items))
         if mode == "other":
-            return other_item(example, "doubling", self.seed)
+            return shared.other_item(example, "doubling", self.seed)
         return gold(example) if mode == "gold" else None
 
     def _place(self, items: int) -> int:
@@ -119,8 +103,7 @@ class Doubling(Study):
         return int(self.item * (items - 1))
 
     def answered(self, prompts: Prompts, batch: Sequence[Example], mode: str) -> tuple[list[Row], Tensor]:
-        """Scored replies under a change, and the last prompt token's weight on each item after it, [B, L, N],
-        mean over heads."""
+        """Scored replies under a change, and the last prompt token's weight on each item then, [B, L, N]."""
         lm, width = prompts.run.lm, max(prompts.lengths(batch))
         pool = item_pool([prompts.encoded[e.id] for e in batch], batch, width)
         tokens = torch.zeros(len(batch), width)
@@ -142,58 +125,54 @@ class Doubling(Study):
         renormalised = "" if self.renormalise else ", not renormalised"
         layers = "all layers" if self.layers is None else f"layers {', '.join(map(str, self.layers))}"
         caption = (
-            f"The last prompt token's weight on one item times {self.factor:g}{renormalised}: on item "
-            f"{place} (dotted line), on the gold item, or on another one. Attention after the change: mean "
-            f"over heads of {layers}. Bands: 95 %."
+            f"The last token's weight times {self.factor:g}{renormalised}: on item {place} (dotted), on "
+            f"the gold item, or on another one. Attention after the change: mean of {layers}. Bands: 95 %."
         )
         return {"doubling": (doubling_figure(table, place), caption)}
 
     def findings(self, tables: Tables) -> Sequence[Finding]:
-        """Whether accuracy rises where the gold item gets more weight, and does not where another one
-        does."""
+        """Whether accuracy rises with the weight of the gold item, and does not with that of another one."""
         examples, place = tables["examples"], self._place(int(tables["examples"]["items"].iloc[0]))
         keys = ["id", "cluster", "gold_position"]
         wide = examples.pivot(index=keys, columns="mode", values="score").reset_index()
-        there = wide[wide["gold_position"] == place]
-        times = f"times {self.factor:g}, minus the unmodified model's, in points,"
-        words = f"score with the weight of {{}} {times} {{}}"
-        control = "Negative control: more attention to another item does not raise accuracy"
-        claims = (
-            (
-                "C1: more attention to the gold item where it stands raises its accuracy "
-                f"({SOURCE}, Figure 7)",
-                words.format(f"item {place}", "where it is the gold item"),
-                (there, "item", UNMODIFIED),
+        words = (
+            f"score with the weight of {{}} times {self.factor:g}, minus the unmodified model's, in points"
+        )
+        cases = {
+            ("item", UNMODIFIED): (
+                f"C1: more attention to the gold item where it stands raises accuracy ({SOURCE}, Figure 7)",
+                words.format(f"item {place}, where it is the gold item,"),
             ),
-            (
+            ("gold", UNMODIFIED): (
                 f"C1: accuracy depends on attention to the gold item ({SOURCE}), at every position",
-                words.format("the gold item", "all positions"),
-                (wide, "gold", UNMODIFIED),
+                words.format("the gold item"),
             ),
-            (control, words.format("a random other item", "all positions"), (wide, "other", UNMODIFIED)),
-            (
+            ("other", UNMODIFIED): (
+                "Negative control: more attention to another item does not raise accuracy",
+                words.format("a random other item"),
+            ),
+            ("gold", "other"): (
                 "C1: it is the gold item's attention that counts, not a change as such (control subtracted)",
                 "the same of the gold item minus the same of the other item, in points",
-                (wide, "gold", "other"),
             ),
-        )
+        }
         found = []
-        for claim, statistic, (rows, mode, base) in claims:
+        for (mode, base), claim in cases.items():
+            rows = wide[wide["gold_position"] == place] if mode == "item" else wide
             if rows.empty:
                 note = "no gold position stands there: see study.item and task.positions"
-                found.append(Finding.untestable(claim, statistic, note))
+                found.append(Finding.untestable(*claim, note))
                 continue
             at = bootstrap.difference(100 * (rows[mode] - rows[base]), list(rows["cluster"].astype(str)))
-            holds = at.ci_low <= 0 if claim == control else at.ci_low > 0
+            holds = at.ci_low <= 0 if mode == "other" else at.ci_low > 0
             note = ", ".join(f"{name} {100 * rows[name].mean():.1f} %" for name in (base, mode))
-            found.append(Finding.that(holds, claim, statistic, at, note))
+            found.append(Finding.that(holds, *claim, at, note))
         return found
 
 
 @plot.styled
 def doubling_figure(table: pd.DataFrame, place: int) -> Figure:
-    """Attention to the gold item and score over its position, a line for each change, dotted at the changed
-    place."""
+    """Attention to the gold item and score over its position by change; dotted: the changed place."""
     figure = plot.new_figure(plot.PAGE, 2.6)
     left, right = figure.subplots(1, 2)
     over_positions(left, right, table, "mode", LABELS)
