@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import string
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -91,14 +91,12 @@ def average_states(
     rows, state = strings.draw(lm), start or Sums()
     captured: dict[Site, dict[int, Tensor]] = {"attention_input": {}, "residual": {}}
 
-    def sums_in(found: dict[int, Tensor]) -> Callable[[int, Tensor], None]:
-        return lambda layer, hidden: found.update({layer: hidden.float().sum(0)})
+    def add(site: Site) -> Callable[[int, Tensor], None]:
+        return lambda layer, hidden: captured[site].update({layer: hidden.float().sum(0)})
 
     advance(state.count)
     saved_at = state.count
-    with ExitStack() as stack:
-        for site, found in captured.items():
-            stack.enter_context(reading(lm, site, sums_in(found)))
+    with reading(lm, "attention_input", add("attention_input")), reading(lm, "residual", add("residual")):
         for first in range(state.count, len(rows), strings.batch_size):
             batch = torch.tensor(rows[first : first + strings.batch_size], device=lm.device)
             out = lm.model.base_model(input_ids=batch, use_cache=False)
@@ -155,12 +153,7 @@ class Moments(NamedTuple):
 
 @torch.inference_mode()
 def moments(
-    lm: LM,
-    strings: Strings,
-    site: Site,
-    channels: Sequence[int],
-    skip: int,
-    advance: Callable[[int], None] = lambda n: None,
+    lm: LM, strings: Strings, site: Site, channels: Sequence[int], skip: int, advance: Callable[[int], None]
 ) -> Moments:
     """Run random strings and keep sums alone: memory is linear in the length of a string.
 

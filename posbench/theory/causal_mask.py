@@ -65,19 +65,14 @@ def rope_kernel(n: int, dim: int = 64, base: float = 10000.0) -> Array:
 
 
 def limit(
-    n: int,
-    layers: int,
-    alpha: float,
-    *,
-    mask: bool = True,
-    kernel: Array | None = None,
-    residual: bool = True,
+    n: int, layers: int, alpha: float, *, mask: bool = True, kernel: Array | None = None, stream: bool = True
 ) -> list[Array]:
     """Scores in the limit of infinitely many dimensions, exactly: one [n, n] per layer, layer 1 first.
 
     Every hidden state is a combination of the inputs; with the inputs' Gram matrix G known, a layer maps its
     coefficients C to softmax(mask(Y G Y')) Y + C, Y being C with rows of length 1. ``alpha`` is the cosine of
-    any two inputs, 0 <= alpha < 1; the scores are multiplied with the ``kernel`` [n, n].
+    any two inputs, 0 <= alpha < 1; scores are multiplied with the ``kernel`` [n, n]; without the residual
+    ``stream`` C is not added.
     """
     gram = (1 - alpha) * np.eye(n) + alpha
     seen = np.tri(n, dtype=bool) if mask else np.ones((n, n), dtype=bool)
@@ -87,7 +82,7 @@ def limit(
         scores = unit @ gram @ unit.T * (1 if kernel is None else kernel)
         found.append(scores)
         weights = np.exp(np.where(seen, scores, -np.inf))
-        state = weights / weights.sum(1, keepdims=True) @ unit + (state if residual else 0)
+        state = weights / weights.sum(1, keepdims=True) @ unit + (state if stream else 0)
     return found
 
 

@@ -17,7 +17,7 @@ def test_closed_forms_are_the_exact_limit(alpha: float) -> None:
     e, a = np.e, np.exp(alpha)
     g_prime = (e * alpha + a * (1 + alpha * (i - 2))) / (e + (i - 1) * a)
     plain = np.outer(g_prime / theory.h_prime(i, alpha), 1 / theory.h_prime(i, alpha))
-    assert plain[lower] == pytest.approx(theory.limit(n, 2, alpha, residual=False)[1][lower], abs=1e-13)
+    assert plain[lower] == pytest.approx(theory.limit(n, 2, alpha, stream=False)[1][lower], abs=1e-13)
     long = np.arange(1, 2001)
     assert (np.diff(theory.h(long, alpha)) < 0).all() and (np.diff(theory.h_prime(long, alpha)) < 0).all()
     step = theory.h_prime(long + 1, alpha) ** 2 - theory.h_prime(long, alpha) ** 2

@@ -280,7 +280,7 @@ def test_statistics_over_gold_positions() -> None:
 def test_moments_equal_what_all_states_give(name: str, site: Site) -> None:
     lm, skip, channels = package.load(name), 4, [3, 40]
     strings = Strings(count=45, length=24, alphabet="tokens", batch_size=20, seed=3)
-    found = moments(lm, strings, site, channels, skip)
+    found = moments(lm, strings, site, channels, skip, lambda n: None)
     averages = average_states(lm, strings)
     expected = averages["attention_input"] if site == "attention_input" else averages["residual"][1:]
     assert np.allclose(found.mean, expected, atol=1e-5)
