@@ -104,7 +104,7 @@ class MethodChoice:
 
 
 def every(folders: Sequence[Path], blocks: Mapping[str, dict[str, Any]]) -> dict[str, MethodChoice]:
-    """Every method of config folders by the name of its file, with the values of that file and of the model's blocks."""
+    """Every method of config folders by its file's name, with the values of the file and the model's blocks."""
     files = {file.stem: file for folder in reversed(folders) for file in (folder / "method").glob("*.yaml")}
     found = {}
     for name, file in sorted(files.items()):

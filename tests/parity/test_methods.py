@@ -1,4 +1,4 @@
-"""What every method of conf/method and docs/examples owes: nothing when neutral, and a model left as it was."""
+"""What each method of conf/method and docs/examples owes: nothing when neutral, a model left as it was."""
 
 from pathlib import Path
 
