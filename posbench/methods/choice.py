@@ -104,7 +104,7 @@ class MethodChoice:
 
 
 def every(folders: Sequence[Path], blocks: Mapping[str, dict[str, Any]]) -> dict[str, MethodChoice]:
-    """Every method of config folders by its file's name, with the values of the file and the model's blocks."""
+    """Every method of config folders by its file's name, valued as in the file and the model's block."""
     files = {file.stem: file for folder in reversed(folders) for file in (folder / "method").glob("*.yaml")}
     found = {}
     for name, file in sorted(files.items()):

@@ -1,4 +1,4 @@
-"""What each method of conf/method and docs/examples owes: nothing when neutral, a model left as it was."""
+"""What every method of conf/method and docs/examples owes: neutral is no change, the model stays the same."""
 
 from pathlib import Path
 
