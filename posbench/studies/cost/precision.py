@@ -49,8 +49,8 @@ class Precision(Study):
         ``errors`` is against float64, one prompt at a time; its rows in float64 show how far a method itself
         moves the logits. ``drifts`` is by batch, against one prompt at a time.
         """
-        rows = [code.ids for code in run.encode(run.evaluation).values()]
-        rows = rows[:: max(1, len(rows) // self.prompts)][: self.prompts]
+        chosen = run.evaluation[:: max(1, len(run.evaluation) // self.prompts)][: self.prompts]
+        rows = [code.ids for code in run.encode(chosen).values()]
         # Every other prompt loses some of its first pairs: equal lengths would need no padding.
         rows = [row if i % 2 else row[:1] + row[1 + 4 * (i % 7) :] for i, row in enumerate(rows)]
         methods = applicable(run.lm, run.every, MethodChoice.build)

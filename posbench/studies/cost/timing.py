@@ -14,7 +14,7 @@ import pandas as pd
 import torch
 import yaml
 from matplotlib.figure import Figure
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from posbench import versions
 from posbench.errors import UserError
@@ -106,12 +106,7 @@ def applicable(
     return found
 
 
-def random_model(
-    shape: Shape,
-    device: torch.device,
-    dtype: str = "float32",
-    tokenizer: PreTrainedTokenizerBase | None = None,
-) -> LM:
+def random_model(shape: Shape, device: torch.device, dtype: str = "float32", tokenizer: Any = None) -> LM:
     """A model of a shape of ``shapes.yaml`` with random weights."""
     config = AutoConfig.for_model(
         **yaml.safe_load(Path(__file__).with_name("shapes.yaml").read_text())[shape]

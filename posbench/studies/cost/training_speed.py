@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, product
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import pandas as pd
 import torch
@@ -28,7 +28,6 @@ from posbench.studies.wu2025.sequences import World, training_batch
 from posbench.studies.wu2025.training import Condition, Ensemble
 
 CPU = torch.device("cpu")
-PES: tuple[Literal["none", "rope"], ...] = ("none", "rope")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,10 +48,10 @@ class TrainingSpeed(Timed):
     def measure(self, run: Run) -> dict[str, pd.DataFrame]:
         """Table ``training_speed``; see :meth:`Timed.compared`, with the iterations per second."""
         rows: list[Row] = []
-        for depth, pe in product(self.depths, PES):
-            condition = Condition(depth=depth, pe=pe)
-            ensemble, other = Ensemble(condition, [0], CPU), Ensemble(condition, [0], CPU)
-            loop, step = plain_steps(condition, other)
+        for depth, pe in product(self.depths, ("none", "rope")):
+            condition = Condition(depth=depth, pe=pe)  # type: ignore[arg-type]
+            ensemble = Ensemble(condition, [0], CPU)
+            loop, step = plain_steps(condition, Ensemble(condition, [0], CPU))
             draw = partial(training_batch, condition, ensemble.worlds[0], condition.batch, ensemble.data[0])
             ways: dict[str, Callable[[], object]] = {"plain loop, sequences built in Python": loop}
             ways |= {"plain loop, its training step alone": step, "posbench": ensemble.step}
