@@ -1,4 +1,4 @@
-"""The study of the scorers: real outputs score as officially, a score that differs is told, so is a missing file."""
+"""The study of the scorers: real outputs score as officially; other scores and missing files are told."""
 
 from __future__ import annotations
 
