@@ -22,7 +22,7 @@ from posbench.embedded.recipe import Recipe, TrainStage
 from posbench.embedded.tokenizer import END, QUOTE, VOCAB, build_tokenizer
 from posbench.files.atomic import write_bytes
 
-TRAINING_FILE = "training.json"  # beside the weights: seed, recipe, training curve, wall time
+TRAINING_FILE = "training.json"  # next to the weights: seed, recipe, training curve, wall time
 REPORT_EVERY = 100  # steps between two rows of the curve, and two checkpoints
 PROBE_BINS = 8  # of the gold position, whose accuracy is measured after each stage
 

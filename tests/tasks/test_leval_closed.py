@@ -61,8 +61,8 @@ def test_prompts_character_by_character(tmp_path: Path) -> None:
     long = "Now you are given a very long document. Please follow the instruction based on this document. "
     one = (
         long + "For multi-choice questions, there is only a sinlge correct option. Please only provide the "
-        "letter corresponding to the answer (like A or B) when answering. For other questions, please directly give the concise "
-        "and accurate answer. "
+        "letter corresponding to the answer (like A or B) when answering. For other questions, please "
+        "directly give the concise and accurate answer. "
     )
     world = (
         "Now you are given a scientific fiction. I will ask you some questions and the answer should be "

@@ -1,4 +1,4 @@
-"""The study of the scorers: real outputs score as officially; other scores and missing files are told."""
+"""The study of the scorers: real outputs score as officially; what differs or is missing is told."""
 
 from __future__ import annotations
 
