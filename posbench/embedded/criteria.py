@@ -28,10 +28,8 @@ from posbench.tasks import Example, KVRetrieval
 
 CALIBRATION_SEED, CHOOSING_SEED, EVALUATION_SEED = 0, 1, 2
 """Task seeds of three disjoint sets: for the search, for the choice among training seeds, to publish."""
-STRING_SETS = 10
-"""Further sets of random strings on which the search is repeated: does its choice depend on them?"""
-BATCH = 64
-"""Prompts per forward."""
+STRING_SETS = 10  # further sets of random strings for the search: does its choice depend on them?
+BATCH = 64  # prompts per forward
 
 
 def kv_task(name: str, seed: int, per_position: int = 64, pairs: int = 0, positions: int = 0) -> KVRetrieval:
@@ -39,8 +37,7 @@ def kv_task(name: str, seed: int, per_position: int = 64, pairs: int = 0, positi
     task = KVRetrieval(**model_config(name).blocks["kv_retrieval"])
     pairs = pairs or task.pairs
     places = np.linspace(0, pairs - 1, positions or pairs).round().astype(int).tolist()
-    changed: dict[str, Any] = {"pairs": pairs, "positions": tuple(places), "seed": seed}
-    return replace(task, examples_per_position=per_position, **changed)
+    return replace(task, pairs=pairs, positions=tuple(places), seed=seed, examples_per_position=per_position)
 
 
 def search_of(name: str) -> ChannelSearch:
@@ -64,10 +61,9 @@ def search_all(
 ) -> tuple[dict[str, Any], dict[str, ScaleChannel], dict[ScaleChannel | None, float]]:
     """Run the search, a traversal of all channels, and the search on further random strings.
 
-    Returns:
-        Channels that pass the filter and how often the choice is the same; what the search chooses
-        (``found``, unless no channel passes) and what the traversal does (``best``); the mean answer loss of
-        the unmodified model (None) and of every candidate of the traversal, in nats per token.
+    Returns channels that pass the filter and how often the choice is the same; the choices of the search
+    (``found``, unless no channel passes) and of the traversal (``best``); the mean answer loss of the
+    unmodified model (None) and of every candidate of the traversal, in nats per token.
     """
 
     def choice(variant: ChannelSearch, measured: ChannelStatistics) -> ScaleChannel | None:
@@ -94,12 +90,9 @@ def measure(folder: Path, name: str, seed: int, per_position: int = 64) -> dict[
     """Search on the calibration set, then measure the model and the found channel on the set of ``seed``.
 
     One question per context everywhere. Half, one and a half times and twice the pairs are scored too, as far
-    as the training of ``name``'s recipe saw so many.
-
-    Returns:
-        JSON-ready numbers, accuracies as fractions; ``found`` is None where no channel passes the paper's
-        filter, ``best`` is the traversal's, ``inner`` the mean over the inner half of the gold positions,
-        ``gain`` has a 95 % bootstrap interval of the paired difference.
+    as the training of ``name``'s recipe saw so many. Returns JSON-ready numbers, accuracies as fractions:
+    ``found`` is None where no channel passes the paper's filter, ``best`` is the traversal's, ``inner`` the
+    mean over the inner half of the gold positions, ``gain`` has a paired 95 % bootstrap interval.
     """
     lm, task = load(folder, name=name, device="cpu"), kv_task(name, seed, per_position)
     calibration, examples = kv_task(name, CALIBRATION_SEED).examples("calibration"), task.evaluation()
@@ -124,19 +117,17 @@ def measure(folder: Path, name: str, seed: int, per_position: int = 64) -> dict[
             plain, after = (_curve(_scores(lm, other, some, each), some) for each in (None, method))
             out["lengths"].append({"pairs": pairs, "n": len(some), "base": plain, "scaled": after})
     # Replies that are one word, the closing quote and the end.
-    replies = _replies(lm, examples[:: max(1, len(examples) // 128)], tokens=8)
+    prompts = [e.prompt for e in examples[:: max(1, len(examples) // 128)]]
+    replies = lm.generate(prompts, max_new_tokens=8, batch_size=BATCH)
     stops = [len(reply) == 4 and reply.endswith('"') for reply in replies]
     return {**out, **_rounded({"stops": float(np.mean(stops))})}
 
 
-def _replies(lm: LM, examples: Sequence[Example], tokens: int) -> list[str]:
-    return lm.generate([e.prompt for e in examples], max_new_tokens=tokens, batch_size=BATCH)
-
-
 def _scores(lm: LM, task: KVRetrieval, examples: Sequence[Example], method: Any = None) -> Array:
     """Accuracy (0 or 1) of every example under a method, [n]."""
+    prompts = [e.prompt for e in examples]
     with (method or Unmodified()).applied(lm):
-        replies = _replies(lm, examples, task.max_new_tokens)
+        replies = lm.generate(prompts, max_new_tokens=task.max_new_tokens, batch_size=BATCH)
     return np.array([task.score(e, r)["accuracy"] for e, r in zip(examples, replies, strict=True)])
 
 
@@ -153,22 +144,13 @@ def _curve(values: Array, examples: Sequence[Example]) -> dict[str, Any]:
     inner = values[np.isin(positions, places[quarter : len(places) - quarter])]
     low, high = wilson(float(inner.sum()), len(inner))
     ends = {"first": accuracy[0], "last": accuracy[-1], "lowest": min(accuracy)}
-    summary = {
-        "mean": float(values.mean()),
-        "inner": float(inner.mean()),
-        "inner_low": low,
-        "inner_high": high,
-    }
-    return {"positions": places.tolist(), "accuracy": accuracy, **ends, **_rounded(summary)}
+    means = {"mean": float(values.mean()), "inner": float(inner.mean())}
+    summary = _rounded(means | {"inner_low": low, "inner_high": high})
+    return {"positions": places.tolist(), "accuracy": accuracy, **ends, **summary}
 
 
 def criteria(measured: dict[str, Any], name: str) -> list[Row]:
-    """The criteria, from the numbers of :func:`measure`.
-
-    Returns:
-        Rows of criterion, condition, value, ci_low, ci_high, n, passed, and required: the siblings of
-        ``tiny`` need not lose the middle nor gain.
-    """
+    """The criteria, from the numbers of :func:`measure`; of tiny's siblings fewer are ``required``."""
     base, found, n, tiny = measured["base"], measured["found"], measured["n"], name == "tiny"
     lower, mean = min(base["first"], base["last"]), (base["first"] + base["last"]) / 2
     inner = base["inner"], base["inner_low"], base["inner_high"]
@@ -184,12 +166,9 @@ def criteria(measured: dict[str, Any], name: str) -> list[Row]:
     fall = (found["loss_unmodified"] - found["loss"],)
     asked = kv_task(name, CALIBRATION_SEED).calibration_examples
     title = f"gain of channel {found['channel']} x {found['factor']:g}, layers {first}-{last}"
-    return [
-        *rows,
-        _judged("calibration loss lowered", 0, fall, asked, tiny, above=True),
-        _judged(title, 0.08, gain, n, tiny),
-        _judged("its 95 % interval excludes zero", 0, gain, n, tiny, above=True),
-    ]
+    rows.append(_judged("calibration loss lowered", 0, fall, asked, tiny, above=True))
+    rows.append(_judged(title, 0.08, gain, n, tiny))
+    return [*rows, _judged("its 95 % interval excludes zero", 0, gain, n, tiny, above=True)]
 
 
 def _judged(name: str, bound: float, at: Sequence[float], n: int, required: bool, above: bool = False) -> Row:

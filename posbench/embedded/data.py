@@ -1,8 +1,8 @@
 """Training data: whole batches drawn as tensors.
 
-One context carries many questions. Every question is a block of five tokens (``"} The value of key "``, key,
+One context carries many questions. Each is a block of five tokens (``"} The value of key "``, key,
 ``" is "``, value, ``"``) that continues the context at the same positions and sees the context and itself
-only, so that a batch of Q questions equals Q separate prompts at a fraction of the work.
+only, so that Q questions equal Q separate prompts at a fraction of the work.
 """
 
 from __future__ import annotations
@@ -15,33 +15,21 @@ from torch import Tensor
 from posbench.embedded.tokenizer import ASK, COLON, COMMA, FIRST_WORD, IS, OPEN, QUOTE, VOCAB
 from posbench.tasks.kv_retrieval import WORDS
 
-BLOCK = 5
-"""Tokens of one question with its answer and closing quote."""
+BLOCK = 5  # tokens of one question with its answer and closing quote
 
 
 @dataclass(frozen=True)
 class Batch:
-    """One batch of contexts with questions.
+    """One batch of contexts with questions."""
 
-    Attributes:
-        ids: Token ids, [contexts, 4 * pairs + 5 * questions]: the context, then the blocks.
-        gold: Gold positions, [contexts, questions].
-        pairs: Pairs per context.
-    """
-
-    ids: Tensor
-    gold: Tensor
-    pairs: int
-
-    @property
-    def context_length(self) -> int:
-        """Tokens of the context, up to the last value."""
-        return 4 * self.pairs
+    ids: Tensor  # token ids, [contexts, 4 * pairs + 5 * questions]: the context, then the blocks
+    gold: Tensor  # gold positions, [contexts, questions]
+    pairs: int  # per context
 
     @property
     def blocks(self) -> Tensor:
         """Token ids of the blocks, [contexts, questions, 5]."""
-        return self.ids[:, self.context_length :].view(self.ids.shape[0], -1, BLOCK)
+        return self.ids[:, 4 * self.pairs :].view(self.ids.shape[0], -1, BLOCK)
 
 
 def end_prior(pairs: int, scale: float, mix: float) -> Tensor:
@@ -79,14 +67,11 @@ def draw_batch(
 
 def block_mask(context_length: int, questions: int) -> Tensor:
     """Whether a row may look, [T, T]: causal, and no block sees another block."""
-    total = context_length + BLOCK * questions
-    index = torch.arange(total)
+    index = torch.arange(context_length + BLOCK * questions)
     block = torch.where(index < context_length, -1, (index - context_length) // BLOCK)
-    causal = index[:, None] >= index[None, :]
-    return causal & ((block[None, :] == -1) | (block[None, :] == block[:, None]))
+    return (index[:, None] >= index) & ((block == -1) | (block == block[:, None]))
 
 
 def block_positions(context_length: int, questions: int) -> Tensor:
     """Position ids, [T]: every block continues the context at the same positions."""
-    block = context_length + torch.arange(BLOCK).repeat(questions)
-    return torch.cat([torch.arange(context_length), block])
+    return torch.cat([torch.arange(context_length), context_length + torch.arange(BLOCK).repeat(questions)])

@@ -25,39 +25,26 @@ Layer = tuple[Tensor, Tensor, Tensor, Tensor, Map, Map, Map]
 
 def build_config(recipe: Recipe) -> PreTrainedConfig:
     """Llama, SmolLM3 without rotation in any layer, or MPT; no biases, tied embeddings."""
-    width, inner, depth, heads = (
-        recipe.hidden_size,
-        recipe.intermediate_size,
-        recipe.num_layers,
-        recipe.num_heads,
-    )
+    width, depth, heads = recipe.hidden_size, recipe.num_layers, recipe.num_heads
+    inner, longest, eps = recipe.intermediate_size, recipe.max_positions, recipe.rms_norm_eps
     shared: dict[str, Any] = {"vocab_size": len(VOCAB), "bos_token_id": None, "tie_word_embeddings": True}
     shared |= {"eos_token_id": VOCAB[END], "pad_token_id": VOCAB[END], "dtype": "float32"}
     if recipe.positions == "alibi":
-        shared |= {"d_model": width, "n_heads": heads, "n_layers": depth, "max_seq_len": recipe.max_positions}
-        shared |= {
-            "expansion_ratio": inner // width,
-            "layer_norm_epsilon": recipe.rms_norm_eps,
-            "no_bias": True,
-        }
+        shared |= {"d_model": width, "n_heads": heads, "n_layers": depth, "max_seq_len": longest}
+        shared |= {"expansion_ratio": inner // width, "layer_norm_epsilon": eps, "no_bias": True}
         shared |= {"learned_pos_emb": False, "attn_config": {"alibi": True}, "use_cache": True}
         return transformers.MptConfig(**shared)
-    shared |= {
-        "hidden_size": width,
-        "intermediate_size": inner,
-        "max_position_embeddings": recipe.max_positions,
-    }
+    shared |= {"hidden_size": width, "intermediate_size": inner, "max_position_embeddings": longest}
     shared |= {"num_hidden_layers": depth, "num_attention_heads": heads, "num_key_value_heads": heads}
     shared |= {"rope_parameters": {"rope_type": "default", "rope_theta": recipe.rope_theta}}
-    shared |= {"rms_norm_eps": recipe.rms_norm_eps, "attention_bias": False, "mlp_bias": False}
+    shared |= {"rms_norm_eps": eps, "attention_bias": False, "mlp_bias": False}
     if recipe.positions == "nope":
         return transformers.SmolLM3Config(no_rope_layers=[0] * depth, **shared)
     return transformers.LlamaConfig(head_dim=recipe.head_dim, **shared)
 
 
 def alibi_slopes(heads: int) -> Tensor:
-    """Nats of attention logit per token of distance, [heads], steepest first; for a power of two of heads."""
-    # The stock MPT model reads no alibi_bias_max from its config: it is 8.
+    """Nats per token of distance, [heads], steepest first; MPT reads no alibi_bias_max, it is 8."""
     return 2.0 ** (-torch.arange(1, heads + 1) * 8 / heads)
 
 
@@ -93,13 +80,12 @@ def _mpt_layers(model: Any) -> tuple[list[Layer], Map]:
 def block_logits(model: PreTrainedModel, batch: Batch) -> Tensor:
     """Logits for the value, the closing quote and ``<|end|>``, [contexts, questions, 3, vocabulary].
 
-    The same function of the same weights as the model's own forward on each question apart; the last layer
-    computes the rows that are asked for only.
+    As the model's own forward on each question apart; the last layer computes only the rows asked for.
     """
     config: Any = model.config
     heads, rope, alibi = config.num_attention_heads, config.model_type == "llama", config.model_type == "mpt"
     head_dim, (contexts, total) = config.hidden_size // heads, batch.ids.shape
-    start, questions = batch.context_length, batch.gold.shape[1]
+    start, questions = 4 * batch.pairs, batch.gold.shape[1]
     positions, mask = block_positions(start, questions), block_mask(start, questions)
     layers, final_norm = (_mpt_layers if alibi else _llama_layers)(model)
     if alibi:

@@ -1,10 +1,10 @@
 """All constants of the embedded models, in one place.
 
-The recipe builds a position bias into a small Llama on purpose: a start from hand-set attention heads
-("mimetic" start, for a plain one needs about ten times the steps), questions that mostly ask for the ends of
-the list, and a wrong key in some of the training questions. Only with wrong keys is a prior over positions
-worth learning: the model then weighs "how often is this position asked for" against "how well does this key
-match", and a match in the middle loses.
+The recipe builds a position bias into a small Llama on purpose: a start from hand-set attention heads (a
+plain one needs about ten times the steps), questions that mostly ask for the ends of the list, and a wrong
+key in some of the training questions. Only with wrong keys is a prior over positions worth learning: the
+model then weighs "how often is this position asked for" against "how well does this key match", and a match
+in the middle loses.
 """
 
 from __future__ import annotations
@@ -21,9 +21,7 @@ class TrainStage:
     steps: int
     pairs: tuple[int, int]  # smallest and largest number of key-value pairs, drawn uniformly per batch
     lr: float  # peak
-    mix: (
-        float  # share of questions whose gold pair is uniform over positions; the rest follow the ends' prior
-    )
+    mix: float  # share of questions with a gold position uniform over all; the rest follow the ends' prior
     noise: float  # probability that the question's key is a uniformly drawn word (the answer stays)
     grow_until: float = 0.0  # share of the stage over which the largest number of pairs grows from grow_from
     grow_from: int = 8
@@ -32,11 +30,7 @@ class TrainStage:
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """Architecture, start, data and schedule of a model. Equal recipes and seeds give equal weights.
-
-    Logits of the start are in nats; "std" is the standard deviation of freshly drawn weights, 1 /
-    sqrt(hidden_size).
-    """
+    """Architecture, start (logits in nats; std: that of fresh weights, 1 / sqrt(hidden_size)), schedule."""
 
     # Rotary embedding (Llama), none but the causal mask (SmolLM3 without rotation), or ALiBi (MPT).
     positions: Literal["rope", "nope", "alibi"] = "rope"

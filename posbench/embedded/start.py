@@ -1,14 +1,12 @@
 """The hand-set starts of the networks. All weights are trained afterwards.
 
 Common to all: a constant channel 0, and layers from 1 on whose heads compare (equal query and key matrices)
-and copy (output matrix the transpose of the value matrix). What differs is how a key reaches its value and
-the question's end:
+and copy (output matrix the transpose of the value matrix). How a key reaches value and question's end:
 
 - ``rope``: layer 0's offset heads look one and two tokens back.
-- ``alibi``: a head of layer 0 looks for words, one of layer 1 for the pieces that follow a key; the nearest
-  weighs most.
-- ``nope``: the same one layer later, with a clock from layer 0 in place of the bias by distance; a head that
-  tells values from keys; and heads of the last layers that compare what arrived.
+- ``alibi``: heads of layers 0 and 1 look for words and for the pieces after a key; the nearest weighs most.
+- ``nope``: the same one layer later, by a clock from layer 0; a head that tells values from keys; and heads
+  of the last layers that compare what arrived.
 """
 
 from __future__ import annotations
@@ -24,15 +22,11 @@ from posbench.embedded.recipe import Recipe
 from posbench.embedded.tokenizer import COLON, FIRST_WORD, IS, OPEN, VOCAB
 
 WORD_CHANNEL, AFTER_KEY_CHANNEL, OPEN_CHANNEL, CLOCK_CHANNEL, ROLE_CHANNEL = 1, 2, 3, 4, 5
-"""Channels with a hand-set start: marks on the embeddings of words and of the pieces that follow a key
-(``nope`` and ``alibi``); a mark on the first token, a clock that falls with every token, and one for "the
-last piece follows a key", which tells values from keys (``nope``)."""
+"""Channels that mark words and the pieces after a key (``nope`` and ``alibi``); the first token, a clock
+that falls with every token, and "the last piece follows a key", which tells values from keys (``nope``)."""
 _WORDS = {WORD_CHANNEL: list(range(FIRST_WORD, len(VOCAB))), AFTER_KEY_CHANNEL: [VOCAB[COLON], VOCAB[IS]]}
-MARKS: dict[str, dict[int, list[int]]] = {
-    "rope": {},
-    "alibi": _WORDS,
-    "nope": _WORDS | {OPEN_CHANNEL: [VOCAB[OPEN]], CLOCK_CHANNEL: [], ROLE_CHANNEL: []},
-}
+MARKS: dict[str, dict[int, list[int]]] = {"rope": {}, "alibi": _WORDS}
+MARKS["nope"] = _WORDS | {OPEN_CHANNEL: [VOCAB[OPEN]], CLOCK_CHANNEL: [], ROLE_CHANNEL: []}
 """Marked token ids per channel and kind of recipe."""
 
 
@@ -197,9 +191,8 @@ class _Attention:
     def _latest_rows(self, head: int, channel: int, sign: int = 1) -> None:
         """For ``nope``: a head that looks for the last token with (-1: without) the mark, by the clock.
 
-        Both terms are differences to the constant channel: the norm scales all channels of a token alike, and
-        its scatter would drown the clock. One row carries all: an optimizer's step then disturbs the logits
-        least.
+        Both terms are differences to the constant channel: the norm scales all channels of a token alike, its
+        scatter would drown the clock. In one row, where an optimizer's step disturbs the logits least.
         """
         rows, row, gain = slice(head * self.hd, (head + 1) * self.hd), head * self.hd, self.recipe.clock_gain
         amplitude = self._amplitude(self.recipe.offset_logit * math.sqrt(self.hd))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from typing import ClassVar, Literal
@@ -32,13 +32,11 @@ class EmbeddedModel(Study):
 
     Every training is measured on the choosing set. The first one that meets the criteria (else the first) is
     the finished model: it alone is measured on the evaluation set, and its checkpoint stands in the run
-    folder, under the model's name. To release it, copy that folder, then write the numbers of measured.json,
-    seeds.csv and training.json into the card, README.md::
+    folder, under the model's name. To release it, copy RUN_FOLDER/tiny/* to posbench/embedded/models/tiny/,
+    then write the numbers of measured.json, seeds.csv and training.json into the card, README.md.
 
-        cp RUN_FOLDER/tiny/* posbench/embedded/models/tiny/
-
-    Trainings lie beside the run folder and go on where they were killed. Runs of the same code share them, so
-    that two shells can train different seeds. On another processor a seed ends at other weights.
+    Trainings lie next to the run folder and go on where they were killed. Runs of the same code share them:
+    two shells can train different seeds. On another processor a seed ends at other weights.
 
     Attributes:
         model: Whose recipe.
@@ -70,24 +68,21 @@ class EmbeddedModel(Study):
         root, steps = run.out.path.parent / "trainings", sum(stage.steps for stage in recipe.stages)
         root.mkdir(exist_ok=True)
         for seed in order:
-            done[seed] = RunDir(root / f"{self.model}_{digest(asdict(recipe))}_s{seed}")
-            with run.progress(f"training seed {seed}", steps) as advance:
-                self._training(seed, done[seed], advance)
-            rows = criteria(done[seed].read_json(CHOOSING_FILE), self.model)
+            folder = done[seed] = RunDir(root / f"{self.model}_{digest(asdict(recipe))}_s{seed}")
+            model = folder.path / "model"
+            with run.progress(f"training seed {seed}", steps) as advance, owned(folder.path):
+                folder.path.mkdir(exist_ok=True)
+                if not model.is_dir():
+                    save(*train(recipe, seed, folder.path / "checkpoint.pt", advance), model)
+                if not folder.read_json(CHOOSING_FILE):
+                    folder.write_json(
+                        CHOOSING_FILE, measure(model, self.model, CHOOSING_SEED, per_position=32)
+                    )
+            rows = criteria(folder.read_json(CHOOSING_FILE), self.model)
             good += [seed] if all(row["passed"] or not row["required"] for row in rows) else []
             if good and self.seeds is None:
                 break
         return {seed: done[seed] for seed in [*good[:1], *done]}
-
-    def _training(self, seed: int, folder: RunDir, advance: Callable[[int], None]) -> None:
-        """Train a seed in its folder, on from where it stands, and measure it on the choosing set."""
-        with owned(folder.path):
-            folder.path.mkdir(exist_ok=True)
-            model = folder.path / "model"
-            if not model.is_dir():
-                save(*train(RECIPES[self.model], seed, folder.path / "checkpoint.pt", advance), model)
-            if not folder.read_json(CHOOSING_FILE):
-                folder.write_json(CHOOSING_FILE, measure(model, self.model, CHOOSING_SEED, per_position=32))
 
     def _finish(self, run: Run, trained: dict[int, RunDir]) -> dict[str, pd.DataFrame]:
         """Measure the finished model, or the shipped one where none was trained, on the evaluation set."""
@@ -108,7 +103,7 @@ class EmbeddedModel(Study):
         sets = [(seed, "choosing", folder.read_json(CHOOSING_FILE)) for seed, folder in trained.items()]
         sets.append((log["seed"], "evaluation", measured))
         rows = [
-            {"seed": s, "prompts": p} | row for s, p, numbers in sets for row in criteria(numbers, self.model)
+            {"seed": s, "prompts": p, **row} for s, p, found in sets for row in criteria(found, self.model)
         ]
         return {"criteria": pd.DataFrame(rows), **tables}
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import shutil
 import time
 from collections.abc import Callable
@@ -23,15 +22,14 @@ from posbench.embedded.recipe import Recipe, TrainStage
 from posbench.embedded.tokenizer import END, QUOTE, VOCAB, build_tokenizer
 from posbench.files.atomic import write_bytes
 
-TRAINING_FILE = "training.json"  # beside the weights: seed, recipe, training curve, wall time
+TRAINING_FILE = "training.json"  # next to the weights: seed, recipe, training curve, wall time
 REPORT_EVERY = 100  # steps between two rows of the curve, and two checkpoints
 PROBE_BINS = 8  # of the gold position, whose accuracy is measured after each stage
 
 
 def batch_for(recipe: Recipe, stage: TrainStage, step: int, rng: torch.Generator) -> Batch:
     """The training batch of one step of a stage."""
-    progress = step / stage.steps
-    low, high = stage.pairs
+    progress, (low, high) = step / stage.steps, stage.pairs
     if progress < stage.grow_until:
         high = max(low, round(stage.grow_from + (high - stage.grow_from) * progress / stage.grow_until))
     pairs = int(torch.randint(low, high + 1, (), generator=rng))
@@ -44,8 +42,7 @@ def batch_for(recipe: Recipe, stage: TrainStage, step: int, rng: torch.Generator
 def learning_rate(recipe: Recipe, stage: TrainStage, step: int) -> float:
     """Warm-up, plateau, linear fall."""
     fall = (stage.steps - step) / (stage.steps * (1 - recipe.constant_until))
-    factor = min((step + 1) / recipe.warmup, 1.0, recipe.final_lr + (1 - recipe.final_lr) * fall)
-    return stage.lr * factor
+    return stage.lr * min((step + 1) / recipe.warmup, 1.0, recipe.final_lr + (1 - recipe.final_lr) * fall)
 
 
 def batch_loss(logits: Tensor, batch: Batch, closing_weight: float) -> tuple[Tensor, Tensor]:
@@ -62,14 +59,10 @@ def batch_loss(logits: Tensor, batch: Batch, closing_weight: float) -> tuple[Ten
 def probe(model: PreTrainedModel, pairs: int, seed: int) -> list[float]:
     """Accuracy per bin of the gold position on clean questions with uniform gold; for the record only."""
     rng = torch.Generator().manual_seed(seed)
-    right, count = torch.zeros(PROBE_BINS), torch.zeros(PROBE_BINS)
-    for _ in range(6):
-        batch = draw_batch(8, pairs, 64, torch.full((pairs,), 1 / pairs), 0.0, rng)
-        hit = (block_logits(model, batch)[:, :, 0].argmax(-1) == batch.blocks[:, :, 3]).float().flatten()
-        where = (batch.gold * PROBE_BINS // pairs).flatten()
-        right.index_add_(0, where, hit)
-        count.index_add_(0, where, torch.ones_like(hit))
-    return [round(float(x), 3) for x in right / count]
+    batches = [draw_batch(8, pairs, 64, torch.full((pairs,), 1 / pairs), 0.0, rng) for _ in range(6)]
+    hits = torch.cat([block_logits(model, b)[:, :, 0].argmax(-1) == b.blocks[:, :, 3] for b in batches])
+    bins = torch.cat([b.gold * PROBE_BINS // pairs for b in batches])
+    return [round(float(hits[bins == index].float().mean()), 3) for index in range(PROBE_BINS)]
 
 
 def train(
@@ -77,14 +70,8 @@ def train(
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
     """Train from scratch, or on from a checkpoint. Deterministic for a machine and a number of threads.
 
-    Args:
-        recipe: All constants.
-        seed: Of the weights and of the data.
-        checkpoint: Keeps where the training stands, every :data:`REPORT_EVERY` steps.
-        advance: Told how many steps are done.
-
-    Returns:
-        The model in evaluation mode, and the contents of ``training.json``.
+    ``checkpoint`` keeps where the training stands, every :data:`REPORT_EVERY` steps; ``advance`` is told how
+    many steps are done. Returns the model in evaluation mode, and the contents of ``training.json``.
     """
     model = build_model(recipe, torch.Generator().manual_seed(2 * seed))
     rng = torch.Generator().manual_seed(2 * seed + 1)
@@ -95,9 +82,11 @@ def train(
         model.load_state_dict(state["model"])
         rng.set_state(state["data"])
         log = state["log"]
-    began, parts = time.monotonic() - log["seconds"], _parts(recipe)
-    advance(sum(last - first for _, first, last in parts[: len(log["curves"])]))
-    for stage, first, last in parts[len(log["curves"]) :]:
+    parts = [(stage, first) for stage in recipe.stages for first in range(0, stage.steps, REPORT_EVERY)]
+    began, done = time.monotonic() - log["seconds"], len(log["curves"])
+    advance(sum(min(REPORT_EVERY, stage.steps - first) for stage, first in parts[:done]))
+    for stage, first in parts[done:]:
+        last = min(first + REPORT_EVERY, stage.steps)
         if state or first == 0:
             optimizer = _optimizer(model, recipe, stage)
         if state and first:
@@ -127,30 +116,15 @@ def train(
     return model.eval(), log
 
 
-def _parts(recipe: Recipe) -> list[tuple[TrainStage, int, int]]:
-    """Stage, first step and last (exclusive) of every row of the curve."""
-    return [
-        (stage, first, min(first + REPORT_EVERY, stage.steps))
-        for stage in recipe.stages
-        for first in range(0, stage.steps, REPORT_EVERY)
-    ]
-
-
 def _optimizer(model: PreTrainedModel, recipe: Recipe, stage: TrainStage) -> torch.optim.AdamW:
     """The optimizer of one stage; vectors do not decay."""
-    groups = [
-        {"params": [p for p in model.parameters() if (p.ndim > 1) == matrices], "weight_decay": decay}
-        for matrices, decay in ((True, recipe.weight_decay), (False, 0.0))
-    ]
-    return torch.optim.AdamW(groups, lr=stage.lr, betas=recipe.betas)
+    matrices, vectors = ([p for p in model.parameters() if (p.ndim > 1) == many] for many in (True, False))
+    groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=stage.lr, betas=recipe.betas, weight_decay=recipe.weight_decay)
 
 
 def save(model: PreTrainedModel, log: dict[str, Any], out: Path) -> None:
-    """Write the model, its tokenizer and ``training.json`` to the new folder ``out``, all or nothing.
-
-    Raises:
-        OSError: ``out`` exists and holds something.
-    """
+    """Write model, tokenizer and ``training.json`` to the new folder ``out``, all or nothing (OSError)."""
     work = out.with_name(f".{out.name}.new")
     shutil.rmtree(work, ignore_errors=True)
     tokens = {"eos_token_id": VOCAB[END], "pad_token_id": VOCAB[END]}
@@ -160,4 +134,4 @@ def save(model: PreTrainedModel, log: dict[str, Any], out: Path) -> None:
     (work / TRAINING_FILE).write_text(json.dumps(log, indent=1) + "\n")
     for file in work.iterdir():
         file.chmod(0o644)  # safetensors files come readable by their owner only
-    os.rename(work, out)
+    work.rename(out)

@@ -10,9 +10,9 @@ from typing import ClassVar, Literal
 from posbench.schema import Count
 from posbench.tasks.base import Example
 from posbench.tasks.exam import Exam
-from posbench.tasks.reading import beside
+from posbench.tasks.reading import data_of
 
-SUBJECTS: dict[str, tuple[str, str]] = {k: tuple(v) for k, v in beside(__file__)["subjects"].items()}
+SUBJECTS: dict[str, tuple[str, str]] = {k: tuple(v) for k, v in data_of(__file__)["subjects"].items()}
 """Subject to Chinese name and category."""
 
 _LETTER = r"(?<![A-Za-z])([A-D])(?![A-Za-z])"

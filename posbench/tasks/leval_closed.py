@@ -11,11 +11,11 @@ from typing import Any, ClassVar, Literal
 from posbench.files.sources import Source, local
 from posbench.schema import Count, Truncation
 from posbench.tasks.base import EvaluationOnly, Example
-from posbench.tasks.reading import beside, check_names, pick, rows
+from posbench.tasks.reading import check_names, data_of, pick, rows
 
 Benchmark = Literal["coursera", "quality", "tpo", "sci_fi"]
 
-FILES: dict[str, dict[str, Any]] = beside(__file__)["files"]
+FILES: dict[str, dict[str, Any]] = data_of(__file__)["files"]
 """Of each benchmark: documents in its own file, that file's sha256, and the system message."""
 REPOSITORY = "https://raw.githubusercontent.com/OpenLMLab/LEval/main/LEval-data/Closed-ended-tasks"
 

@@ -13,9 +13,9 @@ from posbench.files.sources import Source
 from posbench.schema import Count, Truncation
 from posbench.tasks import scorers
 from posbench.tasks.base import EvaluationOnly, Example
-from posbench.tasks.reading import Line, beside, check_names, pick, rows
+from posbench.tasks.reading import Line, check_names, data_of, pick, rows
 
-PROMPTS: dict[str, Any] = beside(__file__)["tasks"]
+PROMPTS: dict[str, Any] = data_of(__file__)["tasks"]
 """Prompt and tokens to generate of every task, character by character those of the benchmark (MIT)."""
 
 CATEGORIES: dict[str, tuple[str, ...]] = {

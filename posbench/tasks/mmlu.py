@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 
 from posbench.schema import Count
 from posbench.tasks.exam import LETTERS, Exam, Question
-from posbench.tasks.reading import Line, beside
+from posbench.tasks.reading import Line, data_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +26,7 @@ class MMLU(Exam):
     source: ClassVar[str] = "Hendrycks et al. 2021, github.com/hendrycks/test (data.tar), hub cais/mmlu"
     licence: ClassVar[str] = "MIT"
     size: ClassVar[str] = "14042 questions in 57 subjects"
-    categories: ClassVar[Mapping[str, str]] = beside(__file__)["subjects"]
+    categories: ClassVar[Mapping[str, str]] = data_of(__file__)["subjects"]
     hub: ClassVar[str] = "cais/mmlu"
     columns: ClassVar[tuple[str, ...]] = ("question", *LETTERS, "answer")
     parts: ClassVar[Mapping[str, int]] = {"test": 14042}

@@ -43,7 +43,7 @@ def refuse(field: str, value: object, allowed: str, hint: str) -> NoReturn:
     raise UserError(f"task.{field}", value, allowed, hint)
 
 
-def beside(module: str) -> Any:
+def data_of(module: str) -> Any:
     """What the JSON file with the name of a module holds."""
     return json.loads(Path(module).with_suffix(".json").read_text("utf-8"))
 

@@ -32,7 +32,7 @@ MICRO = Recipe(
 
 def prompt(batch, context, question):
     """Token ids of one question as a prompt of its own."""
-    return torch.cat([batch.ids[context, : batch.context_length], batch.blocks[context, question, :3]])
+    return torch.cat([batch.ids[context, : 4 * batch.pairs], batch.blocks[context, question, :3]])
 
 
 def records(pairs, seed=0):

@@ -38,7 +38,8 @@ TPO = {"input": "ok ,  rivers flow", "instructions": ["what flows\nA. rivers\nB.
 SCI_FI = {
     "input": "On Mars they had two suns.",
     "instructions": [
-        "1.\tMars has two suns, True or False? Answer this question based on the world described in the document."
+        "1.\tMars has two suns, True or False? Answer this question based on the world described in the "
+        "document."
     ],
     "outputs": ["True [fact: False]"],
 }
@@ -59,9 +60,9 @@ def test_prompts_character_by_character(tmp_path: Path) -> None:
     shown = {subset: (e.system, e.prompt, e.prefill) for subset, e in _examples(write(tmp_path)).items()}
     long = "Now you are given a very long document. Please follow the instruction based on this document. "
     one = (
-        long
-        + "For multi-choice questions, there is only a sinlge correct option. Please only provide the letter corresponding "
-        "to the answer (like A or B) when answering. For other questions, please directly give the concise and accurate answer. "
+        long + "For multi-choice questions, there is only a sinlge correct option. Please only provide the "
+        "letter corresponding to the answer (like A or B) when answering. For other questions, please "
+        "directly give the concise and accurate answer. "
     )
     world = (
         "Now you are given a scientific fiction. I will ask you some questions and the answer should be "
@@ -72,10 +73,11 @@ def test_prompts_character_by_character(tmp_path: Path) -> None:
     assert {prefill for _, _, prefill in shown.values()} == {"\nAnswer:"}
     assert {subset: texts[:2] for subset, texts in shown.items()} == {
         "coursera": (
-            long
-            + "For multi-choice questions, there could be a sinlge correct option or multiple correct options. "
+            long + "For multi-choice questions, there could be a sinlge correct option or multiple correct "
+            "options. "
             "Please only provide the letter corresponding to the answer (like A or AB) when answering. ",
-            "Document is as follows. Apples are red. Limes are green. \nQuestion: Question 1. Which are fruits?\nA. Apples\n"
+            "Document is as follows. Apples are red. Limes are green. \nQuestion: Question 1. Which are "
+            "fruits?\nA. Apples\n"
             "B. Limes\nC. Stones\nD. Sand" + ending,
         ),
         "quality": (
@@ -89,7 +91,8 @@ def test_prompts_character_by_character(tmp_path: Path) -> None:
         ),
         "sci_fi_loyalty": (
             world,
-            "Document is as follows. On Mars they had two suns. \nQuestion: 1.\tMars has two suns, True or False? "
+            "Document is as follows. On Mars they had two suns. \nQuestion: 1.\tMars has two suns, True or "
+            "False? "
             "Answer this question based on the world described in the document." + ending,
         ),
         "sci_fi_fact": (

@@ -30,23 +30,30 @@ ANSWERS = {
 
 PROMPTS_BY_HAND = {
     "narrativeqa": (
-        "You are given a story, which can be either a novel or a movie script, and a question. Answer the question "
+        "You are given a story, which can be either a novel or a movie script, and a question. Answer the "
+        "question "
         "asconcisely as you can, using a single phrase if possible. Do not provide any explanation.\n\n"
         "Story: <C>\n\n"
-        "Now, answer the question based on the story asconcisely as you can, using a single phrase if possible. Do "
+        "Now, answer the question based on the story asconcisely as you can, using a single phrase if "
+        "possible. Do "
         "not provide any explanation.\n\n"
         "Question: <I>\n\n"
         "Answer:"
     ),
     "qasper": (
-        "You are given a scientific article and a question. Answer the question as concisely as you can, using a "
-        "single phrase or sentence if possible. If the question cannot be answered based on the information in the "
-        'article, write "unanswerable". If the question is a yes/no question, answer "yes", "no", or "unanswerable". '
+        "You are given a scientific article and a question. Answer the question as concisely as you can, "
+        "using a "
+        "single phrase or sentence if possible. If the question cannot be answered based on the "
+        "information in the "
+        'article, write "unanswerable". If the question is a yes/no question, answer "yes", "no", or '
+        '"unanswerable". '
         "Do not provide any explanation.\n\n"
         "Article: <C>\n\n"
-        " Answer the question based on the above article as concisely as you can, using a single phrase or sentence "
+        " Answer the question based on the above article as concisely as you can, using a single phrase or "
+        "sentence "
         "if possible. If the question cannot be answered based on the information in the article, write "
-        '"unanswerable". If the question is a yes/no question, answer "yes", "no", or "unanswerable". Do not provide '
+        '"unanswerable". If the question is a yes/no question, answer "yes", "no", or "unanswerable". Do '
+        "not provide "
         "any explanation.\n\n"
         "Question: <I>\n\n"
         "Answer:"
@@ -54,7 +61,8 @@ PROMPTS_BY_HAND = {
     "multifieldqa_en": (
         "Read the following text and answer briefly.\n\n"
         "<C>\n\n"
-        "Now, answer the following question based on the above text, only give me the answer and do not output any "
+        "Now, answer the following question based on the above text, only give me the answer and do not "
+        "output any "
         "other words.\n\n"
         "Question: <I>\n"
         "Answer:"
@@ -67,26 +75,32 @@ PROMPTS_BY_HAND = {
         "回答："
     ),
     "hotpotqa": (
-        "Answer the question based on the given passages. Only give me the answer and do not output any other words.\n\n"
+        "Answer the question based on the given passages. Only give me the answer and do not output any "
+        "other words.\n\n"
         "The following are given passages.\n"
         "<C>\n\n"
-        "Answer the question based on the given passages. Only give me the answer and do not output any other words.\n\n"
+        "Answer the question based on the given passages. Only give me the answer and do not output any "
+        "other words.\n\n"
         "Question: <I>\n"
         "Answer:"
     ),
     "2wikimqa": (
-        "Answer the question based on the given passages. Only give me the answer and do not output any other words.\n\n"
+        "Answer the question based on the given passages. Only give me the answer and do not output any "
+        "other words.\n\n"
         "The following are given passages.\n"
         "<C>\n\n"
-        "Answer the question based on the given passages. Only give me the answer and do not output any other words.\n\n"
+        "Answer the question based on the given passages. Only give me the answer and do not output any "
+        "other words.\n\n"
         "Question: <I>\n"
         "Answer:"
     ),
     "musique": (
-        "Answer the question based on the given passages. Only give me the answer and do not output any other words.\n\n"
+        "Answer the question based on the given passages. Only give me the answer and do not output any "
+        "other words.\n\n"
         "The following are given passages.\n"
         "<C>\n\n"
-        "Answer the question based on the given passages. Only give me the answer and do not output any other words.\n\n"
+        "Answer the question based on the given passages. Only give me the answer and do not output any "
+        "other words.\n\n"
         "Question: <I>\n"
         "Answer:"
     ),
@@ -101,7 +115,8 @@ PROMPTS_BY_HAND = {
         "Summary:"
     ),
     "qmsum": (
-        "You are given a meeting transcript and a query containing a question or instruction. Answer the query in "
+        "You are given a meeting transcript and a query containing a question or instruction. Answer the "
+        "query in "
         "one or more sentences.\n\n"
         "Transcript:\n"
         "<C>\n\n"
@@ -121,7 +136,8 @@ PROMPTS_BY_HAND = {
         "Please determine the type of the question below. Here are some examples of questions.\n\n<C>\n<I>"
     ),
     "triviaqa": (
-        "Answer the question based on the given passage. Only give me the answer and do not output any other words. "
+        "Answer the question based on the given passage. Only give me the answer and do not output any "
+        "other words. "
         "The following are some examples.\n\n"
         "<C>\n\n"
         "<I>"
@@ -131,11 +147,14 @@ PROMPTS_BY_HAND = {
     ),
     "lsht": ("请判断给定新闻的类别，下面是一些例子。\n\n<C>\n<I>"),
     "passage_count": (
-        "There are some paragraphs below sourced from Wikipedia. Some of them may be duplicates. Please carefully "
-        "read these paragraphs and determine how many unique paragraphs there are after removing duplicates. In "
+        "There are some paragraphs below sourced from Wikipedia. Some of them may be duplicates. Please "
+        "carefully "
+        "read these paragraphs and determine how many unique paragraphs there are after removing "
+        "duplicates. In "
         "other words, how many non-repeating paragraphs are there in total?\n\n"
         "<C>\n\n"
-        "Please enter the final count of unique paragraphs after removing duplicates. The output format should only "
+        "Please enter the final count of unique paragraphs after removing duplicates. The output format "
+        "should only "
         "contain the number, such as 1, 2, 3, and so on.\n\n"
         "The final answer is: "
     ),

@@ -42,20 +42,25 @@ def _task(path: Path = AT0, count: int = 3, **fields: Any) -> NQMultiDoc:
     [
         (
             "official",
-            "Write a high-quality answer for the given question using only the provided search results (some of which might be "
-            "irrelevant).\n\nDocument [1](Title: first doc) first doc text\nDocument [2](Title: second doc) second doc text\n\n"
+            "Write a high-quality answer for the given question using only the provided search results "
+            "(some of which might be "
+            "irrelevant).\n\nDocument [1](Title: first doc) first doc text\nDocument [2](Title: second "
+            "doc) second doc text\n\n"
             "Question: test question\nAnswer:",
         ),
         (
             "query_aware",
-            "Write a high-quality answer for the given question using only the provided search results (some of which might be "
+            "Write a high-quality answer for the given question using only the provided search results "
+            "(some of which might be "
             "irrelevant).\n\nQuestion: test question\n\nDocument [1](Title: first doc) first doc text\n"
             "Document [2](Title: second doc) second doc text\n\nQuestion: test question\nAnswer:",
         ),
         (
             "random_order",
-            "Write a high-quality answer for the given question using only the provided search results (some of which might be "
-            "irrelevant). The search results are ordered randomly.\n\nDocument [1](Title: first doc) first doc text\n"
+            "Write a high-quality answer for the given question using only the provided search results "
+            "(some of which might be "
+            "irrelevant). The search results are ordered randomly.\n\nDocument [1](Title: first doc) first "
+            "doc text\n"
             "Document [2](Title: second doc) second doc text\n\nQuestion: test question\nAnswer:",
         ),
         ("closed_book", "Question: test question\nAnswer:"),
@@ -70,8 +75,8 @@ def test_prompts_character_by_character(prompt: Any, expected: str) -> None:
 def test_original_labels_character_by_character() -> None:
     text, _ = render("official", "test question", DOCUMENTS, renumber=False)
     assert (
-        "\n\nDocument [4](Title: first doc) first doc text\nDocument [1](Title: second doc) second doc text\n\n"
-        in text
+        "\n\nDocument [4](Title: first doc) first doc text\nDocument [1](Title: second doc) second doc "
+        "text\n\n" in text
     )
 
 
@@ -253,10 +258,8 @@ def test_all_official_files() -> None:
     """A hundred questions: moving the gold document in one file gives the prompts of all the others."""
     for documents, golds in ((20, (0, 4, 9, 14, 19)), (10, (0, 4, 9))):
         for gold in golds:
-            file = (
-                REAL
-                / f"qa_data/{documents}_total_documents/nq-open-{documents}_total_documents_gold_at_{gold}.jsonl.gz"
-            )
+            size = f"{documents}_total_documents"
+            file = REAL / f"qa_data/{size}/nq-open-{size}_gold_at_{gold}.jsonl.gz"
             theirs = _task(file, 100, documents=documents, positions=(gold,)).examples("evaluation")
             base = REAL / "base_20docs_gold_at_0_first300.jsonl.gz"
             assert _task(base, 100, documents=documents, positions=(gold,)).examples("evaluation") == theirs

@@ -22,7 +22,8 @@ from posbench.tasks.base import Example
 from posbench.tasks.zero_scrolls import LPES, NEW_TOKENS, ZeroSCROLLS
 
 QASPER = (
-    "You are given a scientific article and a question. Answer the question as concisely as you can, using a single phrase or "
+    "You are given a scientific article and a question. Answer the question as concisely as you can, using "
+    "a single phrase or "
     "sentence if possible. If the question cannot be answered based on the information in the article, write "
     '"unanswerable". If the question is a yes/no question, answer "yes", "no", or "unanswerable".'
 )
@@ -73,8 +74,10 @@ def _asked(subset: str, *answers: str) -> Example:
 def test_the_prompt_of_a_chat_model_character_by_character(tmp_path: Path) -> None:
     example = _one(tmp_path, "qasper")
     assert example.prompt == (
-        "You are given a scientific article and a question. Answer the question as concisely as you can, using a single phrase "
-        "or sentence if possible. If the question cannot be answered based on the information in the article, write "
+        "You are given a scientific article and a question. Answer the question as concisely as you can, "
+        "using a single phrase "
+        "or sentence if possible. If the question cannot be answered based on the information in the "
+        "article, write "
         '"unanswerable". If the question is a yes/no question, answer "yes", "no", or "unanswerable". '
         "Do not provide any explanation.\n"
         "\n"
@@ -92,8 +95,10 @@ def test_the_prompt_of_a_chat_model_character_by_character(tmp_path: Path) -> No
 def test_the_prompt_of_other_models_is_the_files_input(tmp_path: Path) -> None:
     example = _one(tmp_path, "qasper", chat_format=False)
     assert example.prompt == (
-        "You are given a scientific article and a question. Answer the question as concisely as you can, using a single phrase "
-        "or sentence if possible. If the question cannot be answered based on the information in the article, write "
+        "You are given a scientific article and a question. Answer the question as concisely as you can, "
+        "using a single phrase "
+        "or sentence if possible. If the question cannot be answered based on the information in the "
+        "article, write "
         '"unanswerable". If the question is a yes/no question, answer "yes", "no", or "unanswerable".\n'
         "\n"
         "Article:\n"
@@ -125,7 +130,8 @@ def test_cutting_the_document_leaves_instruction_separator_and_query(chat: bool,
     request = " Do not provide any explanation." if chat else ""
     header = "" if chat else "\n\nAnswer:\n"
     assert cut == (
-        f"{QASPER}{request}\n\nArticle:\nThe sky is... [The rest of the article is omitted]\n\nQuestion:\nWhat is blue?{header}"
+        f"{QASPER}{request}\n\nArticle:\nThe sky is... [The rest of the article is "
+        f"omitted]\n\nQuestion:\nWhat is blue?{header}"
     )
     assert ZeroSCROLLS().truncation == "document"
 
