@@ -1,6 +1,7 @@
 """Shared fixtures: no network, a random checkpoint on disk, and the command line in this process."""
 
 import os
+import sys
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 # Models this small gain nothing from a second thread, and lose much when test processes share the cores.
@@ -12,6 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+PROCESS = [sys.executable, "-c", "from posbench.cli.main import run; run()"]
+"""The command line as a process of its own; arguments follow."""
 
 
 @dataclass(frozen=True)
@@ -123,4 +127,4 @@ def config_of(*overrides: str) -> Any:
     from posbench.pipeline.config import check
 
     made = composed(*overrides)
-    return check(made.raw, made.typed)
+    return check(made.raw, made.typed, made.folders)

@@ -8,20 +8,17 @@ from torch import nn
 from transformers import PreTrainedModel
 
 VOCABULARY, WIDTH, LAYERS, WINDOW = 260, 48, 4, 24
-SHAPE = dict(
-    vocab_size=VOCABULARY, hidden_size=WIDTH, intermediate_size=64, num_hidden_layers=LAYERS, num_attention_heads=4,
-    max_position_embeddings=4096, bos_token_id=None, eos_token_id=None, pad_token_id=0,
-)  # fmt: skip
+SIZES = dict(vocab_size=VOCABULARY, hidden_size=WIDTH, num_hidden_layers=LAYERS, num_attention_heads=4)
+SHAPE = SIZES | dict(
+    intermediate_size=64, max_position_embeddings=4096, bos_token_id=None, eos_token_id=None, pad_token_id=0
+)
 GROUPED = SHAPE | dict(num_key_value_heads=2)
 LOCAL = dict(sliding_window=WINDOW, layer_types=["sliding_attention", "full_attention"] * (LAYERS // 2))
 EXPERTS = dict(num_local_experts=4, num_experts_per_tok=2)
 MPT = dict(
     d_model=WIDTH, n_heads=4, n_layers=LAYERS, expansion_ratio=2, max_seq_len=512, vocab_size=VOCABULARY
 )
-FALCON = dict(
-    vocab_size=VOCABULARY, hidden_size=WIDTH, num_hidden_layers=LAYERS, num_attention_heads=4, max_position_embeddings=512,
-    bos_token_id=None, eos_token_id=None,
-)  # fmt: skip
+FALCON = SIZES | dict(max_position_embeddings=512, bos_token_id=None, eos_token_id=None)
 LONGROPE = dict(
     rope_type="longrope",
     rope_theta=10000.0,

@@ -36,7 +36,7 @@ def imports(file: Path) -> list[tuple[int, str]]:
         names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
         if isinstance(node, ast.ImportFrom):
             assert not node.level, f"{file}: relative import"
-            # ``from posbench.model import rope`` imports a module; ``from posbench.model.lm import LM`` a name of one.
+            # ``from posbench.model import rope`` is a module; ``from posbench.model.lm import LM`` a name.
             whole = [f"{node.module}.{alias.name}" for alias in node.names]
             names = [
                 name if (ROOT / name.replace(".", "/")).is_dir() or file_of(name) else str(node.module)
@@ -61,7 +61,7 @@ def test_every_package_has_a_layer() -> None:
 def test_imports_go_to_the_left(file: Path) -> None:
     own = layer_of(module_of(file))
     if own == "api":
-        return  # the public API stands on everything; nothing may stand on it, which the next line asserts of the others
+        return  # the public API stands on everything, and nothing on it, as the next line asserts
     wrong = [f"line {line}: {name}" for line, name in imports(file) if layer_of(name) == "api"]
     wrong += [
         f"line {line}: {name}"

@@ -174,7 +174,8 @@ def test_defaults_and_required_fields() -> None:
         ({"_target_": "posbench.methods.Nothing"}, "method._target_ = 'posbench.methods.Nothing'"),
         (
             {"_target_": "posbench.tasks.KVRetrieval"},
-            "method._target_ = 'posbench.tasks.KVRetrieval': allowed: a subclass of posbench.methods.base.Method",
+            "method._target_ = 'posbench.tasks.KVRetrieval': allowed: a subclass of "
+            "posbench.methods.base.Method",
         ),
     ],
 )

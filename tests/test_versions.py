@@ -24,7 +24,7 @@ DEPENDENCIES = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["
 
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch):
-    """Pretend that packages of that version are installed, and that the metadata are those of this checkout."""
+    """Pretend that packages of that version are installed, with the metadata of this checkout."""
 
     def pretend(number: str) -> None:
         monkeypatch.setattr(versions, "requires", lambda name: DEPENDENCIES)

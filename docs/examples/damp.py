@@ -14,8 +14,8 @@ class Damp(Method):
     """Multiply the output of the attention modules by 1 - strength.
 
     Args:
-        strength: 0 changes nothing, 1 switches the attention off. It belongs to a checkpoint, so it has no default: the
-            model's file gives it, the user types it, or a search finds it.
+        strength: 0 changes nothing, 1 switches the attention off. It belongs to a checkpoint, so it has no
+            default: the model's file gives it, the user types it, or a search finds it.
         layers: First and last layer, 0-based; None: all.
     """
 

@@ -1,10 +1,105 @@
-"""``posbench docs NAME``: pages of the documentation that are made from code or from runs."""
+"""``posbench docs NAME``: pages of the documentation that are made from code or from runs, as Markdown."""
 
 from __future__ import annotations
 
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pandas as pd
+
 from posbench.errors import UserError
+from posbench.files.atomic import write_text
+from posbench.files.markdown import markdown
+from posbench.model.families import support_table
+from posbench.report.folder import read_csv
+from posbench.report.page import read_run
+from posbench.report.tables import findings_table
 
 
 def docs(args: list[str]) -> int:
-    """Write one page."""
-    raise UserError("docs", " ".join(args), "families", "posbench docs families")
+    """Print a page; ``--out FILE`` writes it, between the marks ``<!-- NAME -->`` where the file has them.
+
+    Raises:
+        UserError: No such page, a folder that holds nothing to show, or a mark without its end.
+    """
+    out, args = None, [part for arg in args for part in (arg.split("=", 1) if arg[:6] == "--out=" else [arg])]
+    if "--out" in args[:-1]:
+        at = args.index("--out")
+        out, args = Path(args[at + 1]).expanduser(), args[:at] + args[at + 2 :]
+    name, *rest = args or [""]
+    if name not in ("families", *FROM_RUNS) or len(rest) != (name in FROM_RUNS):
+        allowed = ", ".join(["families", *(f"{name} DIR" for name in FROM_RUNS)])
+        raise UserError("docs", " ".join(args), f"{allowed}; --out FILE", "posbench docs families")
+    page = FROM_RUNS[name](Path(rest[0]).expanduser()) if rest else markdown(*support_table())
+    if out is None:
+        print(page)
+        return 0
+    write_text(out, between_marks(out, name, page))
+    print(out)
+    return 0
+
+
+def between_marks(file: Path, name: str, page: str) -> str:
+    """A file's text with ``page`` between its marks, or ``page`` alone where it has none."""
+    old = file.read_text(encoding="utf-8") if file.is_file() else ""
+    first, last = f"<!-- {name} -->", f"<!-- /{name} -->"
+    new, count = re.subn(f"{first}.*?{last}", lambda _: f"{first}\n\n{page}\n\n{last}", old, flags=re.DOTALL)
+    if count != 1 and (first in old or last in old):
+        raise UserError("--out", str(file), f"a file with {first} and {last} once", "correct the marks")
+    return new if count else f"{page}\n"
+
+
+def claims(folder: Path) -> str:
+    """The claims that studies below a folder judged, by model: an overview, then each with its numbers.
+
+    The newest run of each study on each model counts.
+    """
+    newest: dict[tuple[str, str], tuple[pd.DataFrame, str]] = {}
+    for file in sorted(folder.glob("*/v*/*/findings.csv"), key=lambda file: file.stat().st_mtime):
+        if (frame := read_csv(file)) is not None:
+            command = json.loads((file.parent / "provenance.json").read_text(encoding="utf-8"))["command"]
+            newest[file.parts[-4], str(frame["model"].iloc[0])] = frame, command
+    if not newest:
+        raise UserError("DIR", str(folder), "a folder of runs of studies", "posbench study=chain")
+    found = pd.concat([frame for frame, _ in newest.values()], ignore_index=True)
+    # The claims of a paper lie together, in the order of their studies.
+    found = found.sort_values("claim", key=lambda claims: claims.str.split(":").str[0], kind="stable")
+    models = sorted(found["model"].unique())
+    rows, parts = [], []
+    for claim, part in found.groupby("claim", sort=False):
+        rows.append([claim, *(_verdict(part.loc[part["model"] == model, "verdict"]) for model in models)])
+        header, lines = findings_table(part)
+        named = [[model, *line[1:]] for model, line in zip(part["model"], lines, strict=True)]
+        parts.append(f"## {claim}\n\n{markdown(['model', *header[1:]], named)}")
+    commands = "\n".join(f"    {command}" for _, command in newest.values())
+    overview = markdown(["claim", *models], rows)
+    return "\n\n".join([overview, *parts, f"## How\n\nThe verdicts are those of these runs:\n\n{commands}"])
+
+
+def _verdict(verdicts: pd.Series) -> str:
+    """The verdict of one model; of several statistics, how many hold."""
+    holding = int((verdicts == "holds").sum())
+    if len(verdicts) > 1 and 0 < holding < len(verdicts):
+        return f"{holding} of {len(verdicts)} hold"
+    return "" if verdicts.empty else str(verdicts.iloc[0])
+
+
+def run(folder: Path) -> str:
+    """A run's page as Markdown: its sentence, text and tables; figures stay in the run's folder."""
+    sentence, sections = read_run(folder)
+    made = json.loads((folder / "provenance.json").read_text(encoding="utf-8"))
+    versions = ", ".join(f"{name} {made['packages'][name]}" for name in ("torch", "transformers"))
+    parts = [sentence]
+    for section in sections:
+        table = markdown(section.header, section.rows) if section.rows else ""
+        block = f"```yaml\n{section.block.rstrip()}\n```" if section.block else ""
+        parts += [f"## {section.title}", section.text, table, block]
+    parts.append(
+        f"Made by `{made['command']}` on {made['hardware']}; posbench {made['posbench']}, {versions}."
+    )
+    return "\n\n".join(part for part in parts if part)
+
+
+FROM_RUNS: dict[str, Callable[[Path], str]] = {"claims": claims, "run": run}

@@ -1,9 +1,8 @@
 """lm-evaluation-harness under a posbench method; importing this module registers its model type ``posbench``.
 
-The harness's own Hugging Face model scores context and continuation in one forward, padded on the right and
-without a
-mask: a method that treats the last prompt token apart cannot know which one that is. Here every context runs
-once, padded on the left, and its continuations follow on its cache, as the tokens of a generation do.
+The harness's own Hugging Face model scores context and continuation in one forward, padded on the right,
+without a mask. A method that treats the last prompt token apart cannot know which one that is. Here every
+context runs once, padded on the left, and its continuations follow on its cache, as generated tokens do.
 """
 
 from __future__ import annotations
@@ -108,7 +107,7 @@ def configured(
     args += [f"{groups.get(key, 'method')}.{key}={_spelled(value)}" for key, value in settings.items()]
     with renamed("method.", "model_args."):
         made = composed(*args)
-        return check(made.raw, made.typed)
+        return check(made.raw, made.typed, made.folders)
 
 
 def _spelled(value: Any) -> str:

@@ -13,26 +13,27 @@ from posbench.errors import UserError, complain
 
 HELP = """posbench finds, explains and removes position bias in language models.
 
-  posbench                                            the embedded tiny model: search, intervene, evaluate, report
+  posbench                                         the embedded model: search, intervene, evaluate, report
   posbench task=kv_retrieval model=mistral7b method=scale_channel
-  posbench model=llama2_13b runtime=gpu runtime.device_map=auto    shard a big model over the GPUs of this machine
-  posbench model=hf model.path=DIR stages=[search]    find the channel of your own checkpoint
-  posbench method=[layer_scaling,scale_channel]       methods one inside the other; keys: method.parts.scale_channel.factor=0
-  posbench -m method.factor=1,0.5,0,-0.5,-1           sweep; ends with one summary table and one figure
-  posbench study=rollout                              an analysis beside the benchmark: what happens inside the model
-  posbench experiment=yu2025_fig6                     one figure or table of a paper
+  posbench model=hf model.path=DIR stages=[search] find the channel of your own checkpoint
+  posbench method=[layer_scaling,scale_channel]    one inside the other
+  posbench -m method.factor=1,0.5,0,-0.5,-1        sweep; ends with one table and one figure
+  posbench study=rollout                           what happens inside the model
+  posbench experiment=yu2025_fig6                  one table or figure of a paper
+  posbench model=llama2_13b runtime=gpu runtime.device_map=auto     over all GPUs of this machine
 
   posbench ls [models|methods|tasks|searches|studies|runtimes|experiments|families] [--config-dir DIR]
-  posbench fetch [OVERRIDES] [--dry-run]              list and download all that a config needs; later runs need no network
-  posbench validate [OVERRIDES]                       compose and check configs, run nothing
-  posbench report DIR                                 redraw the figures and report.html of a run or a sweep
-  posbench rescore DIR                                score saved outputs again, without a model
-  posbench docs NAME [ARGS]                           write a page of the documentation from code or from runs
-  posbench lm_eval FLAGS                              lm-evaluation-harness under a method; its own flags
+  posbench fetch [OVERRIDES] [--dry-run]           list and download what a config needs
+  posbench validate [OVERRIDES]                    compose and check configs, run nothing
+  posbench report DIR                              redraw the figures and report.html of a run or a sweep
+  posbench rescore DIR                             score saved outputs again, without a model
+  posbench docs families|claims|run [DIR]          documentation from code or from runs, as Markdown
+  posbench lm_eval FLAGS                           lm-evaluation-harness under a method; its own flags
 
-Every key can be set as key=value; `--cfg job` prints the whole config, `--config-dir DIR` adds your own YAML files,
-`--hydra-help` lists Hydra's own flags. Runs go to outputs/<task>/vNNN/<model>__<method>__<hash>; the same command
-resumes. Exit status: 0 done, 1 some rows failed (run again to retry them), 2 something to correct.
+Every key can be set as key=value; `--cfg job` prints the whole config, `--config-dir DIR` adds your own YAML
+files, `--hydra-help` lists Hydra's own flags. Runs go to outputs/<task>/vNNN/<model>__<method>__<hash>; the
+same command resumes. Exit status: 0 done, 1 some rows failed (run again to retry them), 2 something to
+correct.
 """
 
 
@@ -98,7 +99,7 @@ def _job(composed: Any, command: str) -> None:
     facts = {"overrides": composed.overrides, "multirun": composed.multirun}
     record: dict[str, Any] = {**facts, "folder": None, "status": 0}
     try:
-        config = check(composed.raw, composed.typed)
+        config = check(composed.raw, composed.typed, composed.folders)
         record["folder"] = str(execute(config, command=command, console=Console()))
     except IncompleteRun as error:
         print(f"posbench: {error}", file=sys.stderr)

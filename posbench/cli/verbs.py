@@ -109,7 +109,7 @@ def validate(args: list[str]) -> int:
 
         def look(composed: Composed, problems: list[UserError] = problems) -> None:
             try:
-                check(composed.raw, composed.typed)
+                check(composed.raw, composed.typed, composed.folders)
             except UserError as error:
                 problems.append(error)
 

@@ -24,24 +24,19 @@ ENTRIES = 1 << 24  # attention weights held at once
 
 
 @torch.inference_mode()
-def flow(lm: LM, ids: Sequence[int], parts: int = 10, tokens: int = 64) -> dict[str, Array]:
+def flow(lm: LM, ids: Sequence[int], parts: int, tokens: int) -> dict[str, Array]:
     """Rollout and sinks of one prompt, from one forward whose attention rows are reduced block by block.
 
-    The rollout after t layers is A(t) ... A(1), A being the attention averaged over heads, mixed with the layer's
-    own input as :data:`KINDS` says. Only its product with the parts of the prompt is carried from layer to layer,
-    so memory is linear in the tokens. Families that compute whole maps themselves (MPT, Falcon) hold one layer's.
-
-    Args:
-        lm: The model, inside a method's block where one is meant. Where a method runs several rows for a prompt
-            (attention_buckets), these are averaged; where it attends several times in a layer (moice), the last
-            time counts.
-        ids: The prompt.
-        parts: Equal parts of the prompt.
-        tokens: First tokens among which sinks are looked for.
+    The rollout after t layers is A(t) ... A(1), A being the attention averaged over heads, mixed with the
+    layer's own input as :data:`KINDS` says. Only its product with equal parts of the prompt is carried from
+    layer to layer, so memory is linear in the tokens. Families that compute whole maps themselves (MPT,
+    Falcon) hold one layer's. Where a method runs several rows for a prompt (attention_buckets), these are
+    averaged; where it attends several times in a layer (moice), the last time counts.
 
     Returns:
-        ``rollout`` [2, L, parts]: weight of the last token on each part after 1, 2, ... layers, as :data:`KINDS`.
-        ``by_head`` and ``by_entry`` [tokens]: see :mod:`posbench.theory.masks`; not there for a shorter prompt.
+        ``rollout`` [2, L, parts]: weight of the last token on each part after 1, 2, ... layers, by kind;
+        ``by_head`` and ``by_entry`` [tokens], of the prompt's first tokens: see :mod:`posbench.theory.masks`;
+        not there for a shorter prompt.
     """
     length, seen = len(ids), np.arange(tokens, 0, -1)
     own = torch.tensor(list(KINDS.values()), dtype=torch.float64).view(-1, 1, 1)
@@ -49,7 +44,7 @@ def flow(lm: LM, ids: Sequence[int], parts: int = 10, tokens: int = 64) -> dict[
     for part, rows in enumerate(np.array_split(np.arange(length), parts)):
         leaving[:, rows, part] = 1
     entering, current = leaving, -1
-    last, heads, entries = dict[int, Array](), dict[int, Array](), dict[int, Array]()
+    last, heads, entries = (dict[int, Array]() for _ in range(3))
 
     def reduce(layer: int, blocks: Iterable[tuple[int, Tensor]]) -> None:
         nonlocal entering, leaving, current
@@ -69,15 +64,8 @@ def flow(lm: LM, ids: Sequence[int], parts: int = 10, tokens: int = 64) -> dict[
             heads[layer] = (torch.as_tensor(sums).cpu().numpy() / seen > masks.HEAD).mean((0, 1))
             entries[layer] = torch.as_tensor(above).cpu().numpy().mean((0, 1)) / seen
 
-    def read(
-        module: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Tensor | None,
-        following: Any,
-        **rest: Any,
-    ) -> Any:
+    def read(module: Any, query: Tensor, key: Tensor, value: Any, mask: Any, **rest: Any) -> Any:
+        following = rest.pop("following")
         reduce(module.layer_idx, attention_rows(query, key, mask, **rest))
         return following(module, query, key, value, mask, **rest)
 
@@ -99,22 +87,15 @@ def flow(lm: LM, ids: Sequence[int], parts: int = 10, tokens: int = 64) -> dict[
 
 
 def attention_rows(
-    query: Tensor, key: Tensor, mask: Tensor | None, *, entries: int = ENTRIES, **settings: Any
+    query: Tensor, key: Tensor, mask: Tensor | None, **settings: Any
 ) -> Iterator[tuple[int, Tensor]]:
-    """Attention weights of all queries of a prompt, a block of rows at a time.
+    """Attention weights of all queries of a prompt, a block of at most `ENTRIES` weights at a time.
 
-    Args:
-        query: [B, H, n, d].
-        key: [B, G, n, d].
-        mask: See :func:`posbench.model.lm.attention_weights`, also for ``settings``.
-        entries: Weights of a block at most.
-        settings: Further arguments of an attention function.
-
-    Yields:
-        The first row of a block, and its weights [B, H, rows, n], in float32 or better.
+    Takes what :func:`posbench.model.attention.attention_weights` takes; yields the first row of a block, and
+    its weights [B, H, rows, T] in float32 or better.
     """
     # Once for all blocks.
     keys = repeat_kv(key, query.shape[1] // key.shape[1]).to(torch.promote_types(query.dtype, torch.float32))
-    step = max(entries // (query.shape[0] * query.shape[1] * keys.shape[2]), 1)
+    step = max(ENTRIES // (query.shape[0] * query.shape[1] * keys.shape[2]), 1)
     for start in range(0, query.shape[2], step):
         yield start, attention_weights(query, keys, mask, slice(start, start + step), **settings)

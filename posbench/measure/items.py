@@ -32,24 +32,15 @@ def item_tokens(encoded: Encoded, example: Example) -> list[tuple[int, int]]:
 def attention_to_items(
     lm: LM, encoded: Sequence[Encoded], examples: Sequence[Example], *, heads: bool = False
 ) -> Tensor:
-    """Mean attention weight of the last token to each token of each item.
+    """Attention weight of the last token to each item, mean over heads and over the item's tokens.
 
-    Args:
-        lm: The model, inside a method's block where one is meant.
-        encoded: The tokenised prompts.
-        examples: Their examples, with equally many items each.
-        heads: Keep the heads apart.
-
-    Returns:
-        [B, L, N] for B prompts, L layers and N items: averaged over heads and over each item's tokens; [B, L,
-        H, N] with ``heads``.
+    [B, L, N] for B prompts with N items each and L layers; with ``heads`` [B, L, H, N], the heads kept apart.
     """
     inputs = lm.pad([e.ids for e in encoded])
     pool = item_pool(encoded, examples, inputs["input_ids"].shape[1])
     with lm.last_attention() as weights:
         lm.model(**inputs, use_cache=False, logits_to_keep=1)
-        # A method may run a prompt as several rows next to each other; their weights are averaged as heads
-        # are.
+        # A method may run a prompt as several rows next to each other, which are averaged as heads are.
         rows = [weights[layer].unflatten(0, (len(examples), -1)).mean(1) for layer in range(lm.layers)]
         kept = [(row if heads else row.mean(1, keepdim=True)).float().cpu() for row in rows]
     found = pooled(kept, pool)
@@ -57,8 +48,8 @@ def attention_to_items(
 
 
 def item_pool(encoded: Sequence[Encoded], examples: Sequence[Example], width: int) -> Tensor:
-    """One over an item's number of tokens at its tokens, 0 elsewhere, [B, N, width], for prompts padded on
-    the left."""
+    """One over an item's number of tokens at its tokens, else 0, [B, N, width]; prompts are padded on the
+    left."""
     pool = torch.zeros(len(examples), len(examples[0].items), width)
     for row, (code, example) in enumerate(zip(encoded, examples, strict=True)):
         for item, (first, last) in enumerate(item_tokens(code, example)):
@@ -68,8 +59,8 @@ def item_pool(encoded: Sequence[Encoded], examples: Sequence[Example], width: in
 
 
 def pooled(weights: Sequence[Tensor], pool: Tensor) -> Tensor:
-    """Weights [B, H, T'] of each layer, averaged over the tokens of each item: [B, L, H, N] from the pool [B,
-    N, T]."""
+    """Weights [B, H, T'] of each layer, averaged over the tokens of each item by :func:`item_pool`, [B, L, H,
+    N]."""
     # A sliding-window layer may hold the newest keys only: the others have no weight.
     layers = [F.pad(row, (pool.shape[-1] - row.shape[-1], 0)) for row in weights]
     return torch.einsum("lbht,bit->blhi", torch.stack(layers), pool)
@@ -81,10 +72,7 @@ def attention_to_thirds(
 ) -> NDArray[np.float64]:
     """Share of the last token's attention on each third of its prompt, mean over heads, [N, L, 3].
 
-    Args:
-        lm: A model with rotary embedding, inside a method's block where one is meant.
-        prompts: Token ids of N prompts.
-        plan: Numbers of the prompts in each batch.
+    The model has rotary embedding; ``plan`` has the numbers of the N prompts in each batch.
     """
     found = np.zeros((len(prompts), lm.layers, 3))
     for batch in plan:

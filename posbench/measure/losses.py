@@ -17,16 +17,10 @@ from posbench.model.lm import LM
 def candidate_losses(
     lm: LM, pairs: Sequence[tuple[list[int], list[int]]], candidates: Sequence[ScaleChannel]
 ) -> NDArray[np.float64]:
-    """Answer loss of the unmodified model and of every candidate, from one prefill.
+    """Nats per answer token of the unmodified model and of C candidates, each of one channel, [1 + C, B].
 
-    Args:
-        lm: The model.
-        pairs: Prompt and answer token ids, B of them (:meth:`LM.answer_ids`).
-        candidates: C settings, each of one channel.
-
-    Returns:
-        [1 + C, B] nats per answer token, the unmodified model first; each equals what the candidate gives on
-        its own.
+    From one prefill of B pairs of prompt and answer (:meth:`LM.answer_ids`); each row equals what the
+    candidate gives on its own.
     """
     model, forward = lm.model, lm.model.forward
     inputs, targets = lm.pad_with_answers(pairs)

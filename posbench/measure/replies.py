@@ -30,7 +30,7 @@ def encode(lm: LM, task: Task, example: Example) -> Encoded:
 
 
 def encode_longest(lm: LM, task: Task) -> tuple[Example, Encoded]:
-    """The evaluation example with the longest prompt (in characters): one that fails to fit shows it at
+    """The evaluation example with the longest prompt in characters: one that does not fit shows it at
     once."""
     longest = max(task.evaluation(), key=lambda e: len(e.prompt))
     return longest, encode(lm, task, longest)
@@ -39,14 +39,9 @@ def encode_longest(lm: LM, task: Task) -> tuple[Example, Encoded]:
 def plan(
     task: Task, examples: Sequence[Example], encoded: Mapping[str, Encoded], size: int, tokens: int | None
 ) -> list[list[Example]]:
-    """Batches of examples that are decoded alike, the largest first.
+    """Batches of examples that are decoded alike, the largest first; ``encoded`` has their prompts by id.
 
-    Args:
-        task: Their task.
-        examples: The examples.
-        encoded: Their prompts by id.
-        size: Prompts per batch at most.
-        tokens: Tokens per batch at most, padding and reply counted; None: no such limit.
+    At most ``size`` prompts each, and ``tokens`` tokens, padding and reply counted (None: any number).
     """
     alike: dict[tuple[Any, ...], list[Example]] = {}
     for e in examples:
@@ -62,8 +57,8 @@ def plan(
 def replies(
     lm: LM, task: Task, batch: Sequence[Example], encoded: Mapping[str, Encoded]
 ) -> list[dict[str, Any]]:
-    """``output`` of each example of a batch; where it is chosen, with the ``loglikelihoods`` (nats) of the
-    choices."""
+    """``output`` of each example of a batch, and the ``loglikelihoods`` (nats) of its choices where it has
+    some."""
     tokens, first = [encoded[e.id].ids for e in batch], batch[0]
     if first.choices:
         asked = [[lm.continuation_ids(encoded[e.id], choice) for choice in e.choices] for e in batch]

@@ -21,11 +21,9 @@ from posbench.theory.causal_mask import diagonal_normalised
 
 
 class MeanMap:
-    """Inner products of queries and keys, averaged over heads and samples as these come; no map of one sample
-    is made.
+    """Inner products of queries and keys, averaged over heads and samples as these come, in linear memory.
 
-    Attributes:
-        each: ``near`` and ``shift`` of every sample; see :func:`contrasts`.
+    ``each`` has ``near`` and ``shift`` of every sample; see :func:`contrasts`.
     """
 
     def __init__(self, tokens: int) -> None:
@@ -48,23 +46,21 @@ class MeanMap:
     @property
     def mean(self) -> Array:
         """The mean map [n, n], not a number above the diagonal."""
-        return self._lower(self._halves.sum(0), len(self.each))
+        return _lower(self._halves.sum(0), len(self.each))
 
     @property
     def halves(self) -> tuple[Array, Array]:
         """The means over every other sample."""
         count = len(self.each)
-        return self._lower(self._halves[0], (count + 1) // 2), self._lower(self._halves[1], count // 2)
+        return _lower(self._halves[0], (count + 1) // 2), _lower(self._halves[1], count // 2)
 
     def facts(self) -> dict[str, Any]:
         """What the map says in numbers, token 1 left out throughout.
 
-        Returns:
-            near and shift (see :func:`contrasts`; means over samples) with their normal 95 % intervals;
-            score_low and score_high (1 % and 99 % quantile below the diagonal); repeat (correlation of the
-            scores of two halves of the samples; noise gives 0) and beyond (share of the variance that both
-            halves have in common which is left without each diagonal's mean; not a number where they have
-            none); n samples.
+        near and shift (:func:`contrasts`, means over samples) with normal 95 % intervals; score_low,
+        score_high (1 % and 99 % quantile below the diagonal); repeat (correlation of the scores of two halves
+        of the samples) and beyond (share of the variance that both halves have in common which is left
+        without each diagonal's mean; not a number where they have none); n samples.
         """
         row: dict[str, Any] = {}
         for name, values in zip(("near", "shift"), np.array(self.each).T, strict=True):
@@ -78,10 +74,10 @@ class MeanMap:
         row["beyond"] = max(left[0, 1], 0) / raw[0, 1] if raw[0, 1] > 0 else np.nan
         return {**row, "n": len(self.each)}
 
-    @staticmethod
-    def _lower(total: Tensor, count: int) -> Array:
-        found = (total / count).numpy()
-        return np.where(np.tri(len(found), dtype=bool), found, np.nan)
+
+def _lower(total: Tensor, count: int) -> Array:
+    """A mean from its sum, not a number above the diagonal."""
+    return np.where(np.tri(len(total), dtype=bool), (total / count).numpy(), np.nan)
 
 
 @functools.lru_cache(maxsize=2)
@@ -110,13 +106,7 @@ def score_maps(
 ) -> list[MeanMap]:
     """Mean score of every pair of tokens, a map for each layer; see :func:`read_scores`.
 
-    Args:
-        lm: The model, inside a method's block where one is meant.
-        plan: Batches of token rows, all of one length. Memory is linear in it but for two maps of each layer.
-        advance: Told the size of each batch that is done.
-
-    Raises:
-        UserError: Attention of this family does not run through the library's functions.
+    ``plan`` has batches of token rows, all of one length, and ``advance`` is told the size of each one done.
     """
     found = [MeanMap(len(plan[0][0])) for _ in range(lm.layers)]
     for batch in plan:
@@ -128,17 +118,12 @@ def score_maps(
 def read_scores(
     lm: LM, batch: Sequence[Sequence[int]], add: Callable[[int, Tensor, Tensor, float], None]
 ) -> None:
-    """Run token rows of one length, and give each layer, queries and keys [B, H, n, d] and the factor of
-    their products.
+    """Run token rows of one length; add each layer, its queries and keys [B, H, n, d] and the scores' factor.
 
     Queries and keys are rotated; soft-caps are left out. Where a method runs several rows for a sample
     (attention_buckets), these count as heads; where it attends several times in a layer (moice), the last
-    time counts.
-
-    Raises:
-        UserError: Attention of this family does not run through the library's functions.
+    time counts. The family must pass :func:`check_interface`.
     """
-    check_interface(lm)
     pending: dict[int, tuple[Tensor, Tensor, float]] = {}
 
     def give() -> None:
@@ -166,11 +151,7 @@ def by_sample(states: Tensor, count: int) -> Tensor:
 
 
 def check_interface(lm: LM) -> None:
-    """Refuse a model whose attention cannot be listened to.
-
-    Raises:
-        UserError: Attention of this family does not run through the library's functions.
-    """
+    """Raise UserError unless a model's attention runs through the library's functions."""
     family = families.family_of(lm.model)
     if not family.interface:
         allowed = f"a family whose attention runs through the library; {family.name} does not"

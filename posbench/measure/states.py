@@ -7,7 +7,7 @@ import string
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -23,21 +23,13 @@ from posbench.model.lm import LM
 Array = NDArray[np.floating]
 Alphabet = Literal["characters", "tokens"]
 
-SAVE_EVERY = 200
-"""Strings between two calls of ``keep``."""
+SAVE_EVERY = 200  # strings between two calls of ``keep``
+GROUPS = 20  # groups of strings whose means are kept apart
 
 
 @dataclass(frozen=True, kw_only=True)
 class Strings:
-    """Random strings.
-
-    Attributes:
-        count: How many.
-        length: Tokens of each.
-        alphabet: ``characters`` draws letters and digits and tokenises them; ``tokens`` draws token ids.
-        seed: Seed of the draws.
-        batch_size: Strings per forward.
-    """
+    """Random strings of letters and digits, tokenised (``characters``), or of token ids (``tokens``)."""
 
     count: int
     length: int
@@ -59,8 +51,8 @@ class Strings:
             special = set(tokenizer.all_special_ids)
             usable = [i for i in range(len(tokenizer)) if i not in special]
             return [rng.choices(usable, k=self.length) for _ in range(self.count)]
-        rows: list[list[int]] = []
-        while len(rows) < self.count:
+        rows = list[list[int]]()
+        for _ in range(self.count):
             ids, letters = list[int](), self.length * 4
             while len(ids) < self.length:
                 text = "".join(rng.choices(string.ascii_letters + string.digits, k=letters))
@@ -87,19 +79,14 @@ def average_states(
     keep: Callable[[Sums], None] = lambda sums: None,
     advance: Callable[[int], None] = lambda n: None,
 ) -> dict[str, Array]:
-    """Hidden states averaged over random strings.
+    """Hidden states averaged over random strings, float32.
 
-    Args:
-        lm: The model.
-        strings: The strings.
-        start: Sums to go on from.
-        keep: Called with the sums from time to time, to save them.
-        advance: Told how many strings are done.
+    Goes on from the sums of ``start`` and calls ``keep`` with them every `SAVE_EVERY` strings; ``advance`` is
+    told how many strings are done.
 
     Returns:
         ``attention_input`` [L, P, D]: the tensor after each layer's first norm; ``residual`` [L + 1, P, D]:
         embedding, block outputs, the last after the final norm, as in transformers' ``hidden_states``.
-        float32.
     """
     rows, state = strings.draw(lm), start or Sums()
     captured: dict[Site, dict[int, Tensor]] = {"attention_input": {}, "residual": {}}
@@ -128,24 +115,18 @@ def average_states(
 
 
 def reading(lm: LM, site: Site, see: Callable[[int, Tensor], None]) -> AbstractContextManager[None]:
-    """Show the input [B, T, D] of every layer to a function, with the layer, in each forward inside the
-    block."""
-
-    def of_layer(layer: int) -> Callable[..., None]:
-        return lambda module, args, kwargs: see(layer, families.attention_input(args, kwargs))
-
-    return before_each(families.site_modules(lm.model, site), None, of_layer)
+    """Show a function every layer and its input [B, T, D], in each forward inside the block."""
+    modules, given = families.site_modules(lm.model, site), families.attention_input
+    return before_each(modules, None, lambda layer: lambda _, args, kwargs: see(layer, given(args, kwargs)))
 
 
 @contextmanager
 def channel_input(
     lm: LM, channels: Sequence[int], site: Site = "attention_input"
 ) -> Iterator[dict[int, Tensor]]:
-    """Collect some channels of every layer's input in each forward inside the block, as the outer blocks
-    leave them.
+    """Yield a dict that holds C channels of every layer's input in the latest forward, layer -> [B, T, C].
 
-    Yields:
-        Dict layer -> [B, T, C] of the latest forward, for C channels.
+    Outer blocks have changed them already.
     """
     found: dict[int, Tensor] = {}
     with reading(lm, site, lambda layer, hidden: found.update({layer: hidden[..., list(channels)]})):
@@ -161,31 +142,14 @@ def stacked(found: Mapping[int, Tensor], prompts: int) -> NDArray[np.float64]:
     return every.reshape(prompts, -1, *every.shape[1:]).mean(1)
 
 
-GROUPS = 20
-"""Groups of strings whose means :class:`Moments` keeps apart."""
+class Moments(NamedTuple):
+    """Hidden states of one site over random strings; L layers, P positions, D channels, C chosen ones."""
 
-
-@dataclass(frozen=True)
-class Moments:
-    """Hidden states of one site over random strings.
-
-    Letters: L layers, P positions, D channels, C chosen ones, G groups of strings.
-
-    Attributes:
-        mean: Averages, [L, P, D].
-        shuffled: Averages with the positions behind the first ``skip`` shuffled within each string, [L, P,
-            D].
-        groups: Averages of each group of strings at the chosen channels, [G, L, P, C].
-        sizes: Strings in each group, [G].
-        variance: Variance over strings and positions behind the first ``skip``, [L, C].
-        strings: Number of strings.
-    """
-
-    mean: Array
-    shuffled: Array
-    groups: Array
-    sizes: Array
-    variance: Array
+    mean: Array  # averages, [L, P, D]
+    shuffled: Array  # the same, positions behind the first ``skip`` shuffled within each string
+    groups: Array  # averages of each group of strings at the chosen channels, [GROUPS, L, P, C]
+    sizes: Array  # strings in each group, [GROUPS]
+    variance: Array  # over strings and positions behind the first ``skip``, [L, C]
     strings: int
 
 
@@ -200,39 +164,26 @@ def moments(
 ) -> Moments:
     """Run random strings and keep sums alone: memory is linear in the length of a string.
 
-    Args:
-        lm: The model.
-        strings: The strings.
-        site: Where the states are read; ``residual``: block outputs, the last after the final norm.
-        channels: Channels whose groups and variance are kept.
-        skip: First positions that are left where they are, and out of the variance.
-        advance: Told how many strings are done.
+    At the site ``residual`` the states are block outputs, the last after the final norm. ``channels`` have
+    their groups and variance kept; the first ``skip`` positions are not shuffled, nor in the variance.
     """
     rows, rng = strings.draw(lm), np.random.default_rng(strings.seed)
-    (n, width), shape = (len(rows), families.text_config(lm.model).hidden_size), (lm.layers, strings.length)
-    mean, shuffled, squares, groups = (
-        torch.zeros(*size, dtype=torch.float32, device=lm.device)
-        for size in (
-            (*shape, width),
-            (*shape, width),
-            (*shape, len(channels)),
-            (GROUPS, *shape, len(channels)),
-        )
-    )
+    n, width, shape = len(rows), families.text_config(lm.model).hidden_size, (lm.layers, strings.length)
+    mean, shuffled = torch.zeros(2, *shape, width, device=lm.device)
+    squares = torch.zeros(*shape, len(channels), device=lm.device)
+    groups = torch.zeros(GROUPS, *shape, len(channels), device=lm.device)
     order = group = torch.empty(0)
 
-    def add(layer: int, hidden: Tensor) -> None:
+    def see(layer: int, hidden: Tensor) -> None:
+        layer -= site == "residual"  # the output of a block is the input of the next one
+        if layer < 0:
+            return
         states = hidden.float().to(lm.device)
         part = states[..., channels]
         mean[layer] += states.sum(0)
         squares[layer] += (part**2).sum(0)
         groups[:, layer].index_add_(0, group, part)
         shuffled[layer] += states[torch.arange(len(states), device=lm.device)[:, None], order].sum(0)
-
-    def see(layer: int, hidden: Tensor) -> None:
-        # The output of a block is the input of the next one.
-        if site == "attention_input" or layer:
-            add(layer - (site == "residual"), hidden)
 
     with reading(lm, site, see):
         for start in range(0, n, strings.batch_size):
@@ -243,7 +194,7 @@ def moments(
             group = torch.arange(start, start + len(ids), device=lm.device) % GROUPS
             out = lm.model.base_model(input_ids=torch.tensor(ids, device=lm.device), use_cache=False)
             if site == "residual":
-                add(lm.layers - 1, out.last_hidden_state)
+                see(lm.layers, out.last_hidden_state)
             advance(len(ids))
     sizes = np.bincount(np.arange(n) % GROUPS, minlength=GROUPS).astype(np.float64)
     kept, squared = (part.cpu().numpy().astype(np.float64) for part in (groups, squares))

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import yaml
 
-from posbench import paths
 from posbench.errors import UserError, renamed
 from posbench.methods.base import Method
 from posbench.methods.composed import Composed
-from posbench.schema import build, required, target
+from posbench.schema import build, defaults, required, target
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +97,15 @@ class MethodChoice:
             return build(self.cls, values, "method")
 
 
-def known() -> dict[str, type[Method]]:
-    """The classes of the methods in ``conf/method``, by the names of their files."""
-    nodes = {f.stem: yaml.safe_load(f.read_text()) for f in sorted((paths.CONF / "method").glob("*.yaml"))}
-    return {name: target(node, Method, "method")[0] for name, node in nodes.items()}  # type: ignore[type-abstract]
+def every(folders: Sequence[Path], blocks: Mapping[str, dict[str, Any]]) -> dict[str, MethodChoice]:
+    """Every method of config folders by its file's name, valued as in the file and the model's block."""
+    files = {file.stem: file for folder in reversed(folders) for file in (folder / "method").glob("*.yaml")}
+    found = {}
+    for name, file in sorted(files.items()):
+        cls, given = target(yaml.safe_load(file.read_text()), Method, "method")  # type: ignore[type-abstract]
+        fields = defaults(cls)
+        values = {
+            key: value for key, value in (fields | given | blocks.get(name, {})).items() if key in fields
+        }
+        found[name] = MethodChoice(name=name, cls=cls, values=values)
+    return found

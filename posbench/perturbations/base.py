@@ -1,8 +1,9 @@
 """What changes of spans of tokens share: where the spans lie in a batch, and how far its cache has come.
 
 A batch is padded on the left to its longest prompt, as :meth:`posbench.model.lm.LM.pad` and ``generate`` do.
-Each block serves one batch: its prompts in their order, then any number of calls on their caches. Leaving a
-block, also by an exception, restores the model.
+Each block serves one batch: its prompts in their order, then any number of calls on their caches. It gets the
+tokens of each prompt (``lengths``, [B]) and one span of each (``spans``, [B]); layers and channels are
+0-based. Leaving a block, also by an exception, restores the model.
 
 Letters: B prompts, T columns of the batch, S keys that a layer holds, G key heads, d their size.
 """
@@ -23,13 +24,11 @@ from posbench.model.hooks import before_each
 from posbench.model.lm import LM
 
 Span = tuple[int, int]
-"""First token of a span in its prompt, padding not counted, and the token behind its last one; (0, 0) holds
-none."""
+"""First token in the prompt, padding not counted, and the one behind the last; (0, 0) holds none."""
 
 
 def columns(lengths: Sequence[int], spans: Sequence[Span]) -> tuple[Tensor, Tensor, Tensor]:
-    """Columns of the first token of each prompt, of the first token of its span and of the token behind it,
-    each [B, 1]."""
+    """Columns of the first token of each prompt, of its span and of what is behind the span, each [B, 1]."""
     if len(lengths) != len(spans):
         raise ValueError(f"{len(spans)} spans for {len(lengths)} prompts")
     for length, (start, stop) in zip(lengths, spans, strict=True):
@@ -64,11 +63,7 @@ def past(model: PreTrainedModel) -> Iterator[Callable[[], int]]:
 
 
 def need_own_mask(lm: LM, what: str) -> None:
-    """Refuse kernels that take no mask of ours.
-
-    Raises:
-        UserError: The kernel is FlashAttention.
-    """
+    """Raise UserError for FlashAttention, which takes no mask of ours."""
     if "flash" in str(families.text_config(lm.model)._attn_implementation):
         allowed = f"sdpa or eager: {what} needs a mask of its own"
         raise UserError("model.attention", "flash_attention_2", allowed, "set model.attention=sdpa")

@@ -19,18 +19,11 @@ from posbench.perturbations.base import Span, columns, for_rows, need_own_mask, 
 def crop_mask(
     lm: LM, lengths: Sequence[int], spans: Sequence[Span], layers: Collection[int], *, keep_first: bool = True
 ) -> Iterator[None]:
-    """Let the tokens of a span attend, causally, to the span alone and to the first token.
+    """Let the tokens of a span attend, causally, to the span alone and, with ``keep_first``, to the sink.
 
-    Whatever else the model's own mask shuts (padding, a window) stays shut. In the cropped layers the kernel
-    gets a mask of booleans [B, 1, T, T], one layer at a time, where it would otherwise know causality by
-    itself: a byte per pair of tokens.
-
-    Args:
-        lm: The model.
-        lengths: Tokens of each prompt of the batch, [B].
-        spans: The cropped span of each prompt, [B].
-        layers: Layers whose mask is cropped, 0-based.
-        keep_first: Whether the first token stays visible, which keeps the attention sink in place.
+    That is the prompt's first token. Whatever else the model's own mask shuts (padding, a window) stays shut.
+    In the cropped layers the kernel gets a mask of booleans [B, 1, T, T], one layer at a time, where it would
+    otherwise know causality by itself: a byte per pair of tokens.
 
     Raises:
         UserError: The kernel takes no such mask (FlashAttention).

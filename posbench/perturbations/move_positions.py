@@ -18,8 +18,7 @@ from posbench.perturbations.base import Span, columns, for_rows, need_own_mask, 
 
 
 def can_move(lm: LM) -> bool:
-    """Whether :func:`move_positions` knows the model: it rotates, in attention that runs through the
-    library's functions."""
+    """Whether the model rotates, in attention that runs through the library's functions."""
     return bool(rope.rotated_layers(lm.model)) and families.family_of(lm.model).interface
 
 
@@ -33,31 +32,20 @@ def move_positions(
 ) -> Iterator[None]:
     """Let the last token see the tokens of a span at the positions of another one.
 
-    Token i of the span stands where token i of the target stands, or its last token where the target is
+    Token i of the span stands where token i of the target [B] stands, or its last token where the target is
     shorter. This concerns the rows of the last prompt token and of all tokens behind it (generated ones: each
     is the last one when it is read). Earlier rows see every key at its own position, and masks stay as they
-    are.
-
-    Args:
-        lm: The model.
-        lengths: Tokens of each prompt of the batch, [B].
-        spans: The moved span of each prompt, [B].
-        targets: The span whose positions it takes, [B].
-        layers: Layers, 0-based; None is all. Those without rotary embedding stay as they are.
+    are, as do layers without rotary embedding; None is all layers.
 
     Raises:
         UserError: The model has no rotary embedding (ALiBi, NoPE), its attention does not run through the
             library's functions, or a method rotates head by head (ms_poe, moice).
 
-    Source: Yu et al. 2025, Section 2.2, Appendix D.3 and Figure 9. The rule for spans of unequal length is
-        ours.
+    Source: Yu et al. 2025, Section 2.2, Appendix D.3, Figure 9. The rule for unequal lengths is ours.
     """
     if not can_move(lm):
-        allowed = (
-            "a model with rotary position embedding (RoPE), with attention through the library's functions"
-        )
-        hint = "crop the mask instead, or take model=tiny"
-        raise UserError("position ids of a span", lm.name, allowed, hint)
+        allowed = "a model with rotary position embedding (RoPE) in attention through the library's functions"
+        raise UserError("position ids of a span", lm.name, allowed, "crop the mask, or take model=tiny")
     rope.check(lm, "position ids of a span", by_hand=True)
     need_own_mask(lm, "moved position ids")
     width = max(lengths)
@@ -75,9 +63,7 @@ def move_positions(
                 if table is None or held():
                     return
                 if table[0].shape[1] < needed:
-                    raise ValueError(
-                        "spans and targets have to lie in the part of the prompt that comes first"
-                    )
+                    raise ValueError("spans and targets have to lie in the prompt's part that comes first")
                 turns[layer] = _turn(table, for_rows(source, families.attention_input(args, kwargs)), low)
 
             return hook
@@ -109,8 +95,7 @@ def move_positions(
 
 
 def _sources(lengths: Sequence[int], spans: Sequence[Span], targets: Sequence[Span]) -> tuple[Tensor, int]:
-    """For the columns that hold a span, [B, C], the column whose position each takes; and the first of these
-    columns."""
+    """The columns, [B, C], whose positions those that hold a span take; and the first of the latter."""
     _, start, stop = columns(lengths, spans)
     _, to, to_stop = columns(lengths, targets)
     every = torch.arange(max(lengths))
@@ -122,8 +107,10 @@ def _sources(lengths: Sequence[int], spans: Sequence[Span], targets: Sequence[Sp
 
 
 def _turn(table: rope.Table, source: Tensor, low: int) -> rope.Table:
-    """cos and sin, each [B, C, r] in float32, that turn keys of the C columns from ``low`` on to the
-    positions of the columns ``source`` [B, C]; exactly 1 and 0 where a column is its own source."""
+    """cos and sin [B, C, r] in float32 that turn keys of the C columns from ``low`` on to those of a source.
+
+    They are exactly 1 and 0 where a column is its own source.
+    """
     exact = (part.to(torch.promote_types(part.dtype, torch.float32)) for part in table)
     cos, sin = (part.expand(len(source), -1, -1) for part in exact)
     at = source[..., None].expand(-1, -1, cos.shape[-1])
@@ -135,8 +122,7 @@ def _turn(table: rope.Table, source: Tensor, low: int) -> rope.Table:
 
 
 def _turned(model: PreTrainedModel, layer: int, key: Tensor, turn: rope.Table, low: int) -> Tensor:
-    """A copy of rotated keys [B, G, S, d], those from column ``low`` on turned further; columns below 0 are
-    gone."""
+    """A copy of rotated keys [B, G, S, d], turned further from column ``low`` on; those below 0 are gone."""
     skip, out = max(-low, 0), key.clone()
     cos, sin = (part[:, skip:].to(key.device) for part in turn)
     at = slice(max(low, 0), max(low, 0) + cos.shape[1])

@@ -27,8 +27,7 @@ def scale_attention(
     renormalise: bool = True,
     generated: bool = False,
 ) -> Iterator[dict[int, Tensor]]:
-    """Multiply the last prompt token's attention weights on some tokens, for one batch: a forward, or a
-    generation.
+    """Multiply the last prompt token's attention weights on some tokens, for a forward or a generation.
 
     With a the weights of the row, v the values, o = sum a_j v_j and S the tokens, the head's output becomes o
     + (factor - 1) sum_S a_j v_j; with ``renormalise`` divided by 1 + (factor - 1) sum_S a_j, which equals
@@ -45,8 +44,7 @@ def scale_attention(
         generated: Whether rows of generated tokens, one at a time, are changed too.
 
     Yields:
-        Dict layer -> weights of the last prompt token after the change, [B, H, T'], for all layers, as in
-        :meth:`LM.last_attention`.
+        The last prompt token's weights after the change, [B, H, T'], by layer, as :meth:`LM.last_attention`.
 
     Raises:
         ValueError: Families outside the library's attention functions ran without a cache, which holds their
@@ -59,8 +57,7 @@ def scale_attention(
     seen: dict[int, int] = {}
 
     def gain(layer: int, row: Tensor, value: Tensor, queries: int) -> Tensor | None:
-        """What the output of the last row gains, [B, H, d], from its weights [B, H, T'] and values [B, G, T',
-        d]."""
+        """What the last row's output gains, [B, H, d]; from its weights [B, H, T'], values [B, G, T', d]."""
         seen[layer] = seen.get(layer, 0) + queries
         if seen[layer] < prompt or (seen[layer] > prompt and not generated):
             return None
@@ -73,8 +70,9 @@ def scale_attention(
         part = part.repeat_interleave(len(row) // len(part), dim=0)[:, None]
         values = repeat_kv(value, row.shape[1] // value.shape[1]).to(row)
         before, more = row[:, :, None] @ values, extra * (row * part)[:, :, None] @ values
-        held = extra * (row * part).sum(-1, keepdim=True) if renormalise else torch.zeros_like(row[..., :1])
-        total = 1 + held
+        total = torch.ones_like(row[..., :1])
+        if renormalise:
+            total = 1 + extra * (row * part).sum(-1, keepdim=True)
         weights.setdefault(layer, row * (1 + extra * part) / total)
         return ((before + more) / total[..., None] - before)[:, :, 0]
 

@@ -26,19 +26,13 @@ def subtract_channel(
     *,
     site: Site = "attention_input",
 ) -> Iterator[None]:
-    """Subtract a value from one channel of the hidden states of a span's tokens.
+    """Subtract a value, by layer, from one channel of the hidden states of a span's tokens.
 
-    Args:
-        lm: The model.
-        lengths: Tokens of each prompt of the batch, [B].
-        spans: The changed span of each prompt, [B].
-        channel: Channel, 0-based.
-        values: What to subtract, by 0-based layer.
-        site: ``attention_input`` changes each layer on its own; ``residual`` changes the stream before the
-            layer, so that it adds up over the layers.
+    At the site ``attention_input`` each layer changes on its own; ``residual`` changes the stream before the
+    layer, so that it adds up over the layers.
 
-    Source: Yu et al. 2025, Appendix D.5 and Figure 10, which does not say which of the two "hidden states"
-        are.
+    Source: Yu et al. 2025, Appendix D.5, Figure 10, which does not say which of the two its "hidden states"
+    are.
     """
     _, start, stop = columns(lengths, spans)
 

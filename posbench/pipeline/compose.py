@@ -46,7 +46,7 @@ RESULTS = "POSBENCH_SWEEP"
 """Environment variable with the folder in which the jobs of a sweep leave their records."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Composed:
     """One composed config.
 
@@ -54,6 +54,7 @@ class Composed:
         raw: The config as plain data, every default filled in, nothing left to resolve.
         typed: Dotted keys that the user set.
         overrides: The arguments of this job as typed.
+        folders: posbench's config folder, and the user's own.
         number: Number of the job in a sweep.
         multirun: Whether it is one of a sweep.
     """
@@ -61,6 +62,7 @@ class Composed:
     raw: dict[str, Any]
     typed: tuple[str, ...]
     overrides: tuple[str, ...]
+    folders: tuple[Path, ...]
     number: int = 0
     multirun: bool = False
 
@@ -251,10 +253,10 @@ def _leaves(node: Any, where: str) -> Iterator[str]:
 def _check(override: Override, folders: Sequence[Path], multirun: bool) -> None:
     """Refuse what names nothing, before Hydra would in its own words."""
     key, first = override.key_or_group, override.key_or_group.split(".")[0].split("@")[0]
+    value = str(override.input_line).partition("=")[2]
     if first not in (*TOP, "hydra") and not first.startswith("hydra/"):
-        raise UserError(key, override.input_line, f"keys {', '.join(TOP)}", near(first, TOP, "remove it"))
+        raise UserError(key, value, f"keys {', '.join(TOP)}", near(first, TOP, "remove it"))
     if override.is_sweep_override() and not multirun:
-        value = str(override.input_line).partition("=")[2]
         raise UserError(key, value, "one value; a list as [a,b]", "sweep with -m (--multirun)")
     if key in GROUPS and not override.is_delete():
         there = choices(*(folder / key for folder in folders))
@@ -326,7 +328,7 @@ def _filled(
             _fill(raw[group], group, blocks, kept)
     parts = [override.partition("=") for override in typed]
     spelled = tuple(request.spelled.get(key, key) + sign + value for key, sign, value in parts)
-    return Composed(raw=_resolved(raw), typed=keys, overrides=spelled, number=number, multirun=multirun)
+    return Composed(_resolved(raw), keys, spelled, tuple(folders), number, multirun)
 
 
 def _blocks(model: Mapping[str, Any], folders: Sequence[Path]) -> dict[str, dict[str, Any]]:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Literal, get_args
 
+from posbench import paths
 from posbench.errors import Faults, UserError
 from posbench.files import sources
 from posbench.files.sources import Source
 from posbench.methods import Method
-from posbench.methods.choice import MethodChoice
+from posbench.methods.choice import MethodChoice, every
 from posbench.model.load import ModelConfig, with_blocks
 from posbench.pipeline.compose import GROUPS, TOP
 from posbench.run.runtime import Runtime
@@ -62,6 +64,7 @@ class Config:
         experiment: The experiment this run belongs to.
         study: The study of the stage of that name.
         raw: The plain data, for the record: the groups that take part.
+        every: Every method there is, by name; empty unless the study measures them all.
     """
 
     model: ModelConfig
@@ -74,6 +77,7 @@ class Config:
     experiment: Experiment | None
     study: Study | None
     raw: dict[str, Any] = field(repr=False)
+    every: Mapping[str, MethodChoice] = field(default_factory=dict)
 
     @property
     def study_name(self) -> str:
@@ -117,12 +121,15 @@ class Config:
         return [row for row in reference.rows() if row["task"] == self.task.name], ""
 
 
-def check(raw: Mapping[str, Any], typed: Sequence[str] = ()) -> Config:
+def check(
+    raw: Mapping[str, Any], typed: Sequence[str] = (), folders: Sequence[Path] = (paths.CONF,)
+) -> Config:
     """Check a composed config.
 
     Args:
         raw: Plain data; see :class:`posbench.pipeline.compose.Composed`.
         typed: Dotted keys that the user set.
+        folders: The config folders, whose methods some studies measure.
 
     Raises:
         UserError: What is wrong, all of it.
@@ -147,11 +154,13 @@ def check(raw: Mapping[str, Any], typed: Sequence[str] = ()) -> Config:
         with faults.collecting():
             made[name] = make()
     config = None
-    if {"model", "choice", "search"} <= set(made):
+    if {"study", "model", "choice", "search"} <= set(made):  # the study sets stages and method
         with faults.collecting():
             stages, target = _stages(data, made, typed)
-            every = {**dict.fromkeys(parts), **made}
-            config = Config(**every, stages=stages, target=target, raw=_record(data, every, stages, typed))
+            made = {**dict.fromkeys(parts), **made}
+            config = Config(**made, stages=stages, target=target, raw=_record(data, made, stages, typed))
+            if config.study and config.study.all_methods:
+                config = replace(config, every=every(folders, config.model.blocks))
             trial(config)
     faults.raise_any()
     assert config is not None, "it is made unless there is a fault"
@@ -201,7 +210,7 @@ def _study(data: dict[str, Any], typed: Sequence[str]) -> Study | None:
             raise UserError("stages", list(stages), "stages with study in them", "set stages=[study,report]")
         data["stages"] = ["study", "report"]
     unused = [g for g, used in (("model", study.needs_model), ("task", study.needs_task)) if not used]
-    unused += ["method"] if not study.needs_model else []
+    unused += ["method"] if not study.needs_model or study.all_methods else []
     given = [key for key in typed if key.split(".")[0] in unused]
     if given:
         group, name = given[0].split(".")[0], data["study"].get("name")
@@ -216,7 +225,7 @@ def _stages(
     data: Mapping[str, Any], made: Mapping[str, Any], typed: Sequence[str]
 ) -> tuple[tuple[Stage, ...], MethodChoice | None]:
     """The stages to run, and what the search would find the parameters of."""
-    given = data.get("stages") or made["model"].stages
+    given = made["model"].stages if data.get("stages") is None else data["stages"]
     stages = tuple(given) if not isinstance(given, str) else (given,)
     if isinstance(given, str) or not stages or list(stages) != [s for s in STAGES if s in stages]:
         allowed = f"some of {', '.join(STAGES)}, each once, in this order"

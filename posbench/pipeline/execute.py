@@ -81,7 +81,7 @@ def execute(config: Config, *, command: str, console: Console) -> Path:
 
 def prepared(config: Config, who: Mapping[str, Any], console: Console) -> Run:
     """The run that stages receive, without its folder."""
-    same = ("model", "task", "choice", "target", "runtime", "raw", "stages", "missing", "standins")
+    same = ("model", "task", "choice", "target", "runtime", "raw", "stages", "missing", "standins", "every")
     given: dict[str, Any] = {name: getattr(config, name) for name in same}
     return Run(**given, reference=config.reference()[0], console=console, identity=who)
 

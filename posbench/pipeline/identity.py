@@ -59,6 +59,8 @@ def run_name(config: Config, who: Mapping[str, Any]) -> str:
     measured = [runtime.intervene_examples, runtime.resamples]
     moves = {"identity": who, "measured": measured, "typed": config.raw["typed"]}
     moves |= {key: config.raw[key] for key in ("method", "study", "search") if key in config.raw}
+    if config.every:
+        moves["every"] = {name: choice.values for name, choice in config.every.items()}
     if config.study and (files := config.study.reads()):
         moves["reads"] = [hashlib.sha256(file.read_bytes()).hexdigest() for file in files]
     parts = [config.study_name]
@@ -91,7 +93,8 @@ def source_digest(config: Config) -> str:
     total = hashlib.sha256()
     searching = "search" in config.stages
     parts = [*[config.task] * config.uses_task, *[config.search] * searching, *filter(None, [config.study])]
-    own = {inspect.getsourcefile(cls) for cls in (*config.choice.classes, *map(type, parts))}
+    classes = [*config.choice.classes, *(choice.cls for choice in config.every.values()), *map(type, parts)]
+    own = {inspect.getsourcefile(cls) for cls in classes}
     files = {Path(file).resolve() for file in own if file}
     for name in NUMBERS.split():
         part = paths.PACKAGE / name

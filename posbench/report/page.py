@@ -33,6 +33,17 @@ def render_run(folder: Path) -> Path:
     """Draw every figure that a run folder's files allow, and write report.html, whose path it returns.
 
     Raises:
+        UserError: See :func:`read_run`.
+    """
+    sentence, sections = read_run(folder)
+    facts = {name: read_json(folder / f"{name}.json") or {} for name in ("prompts", "provenance", "status")}
+    return write_page(folder, sentence, sections, config=read_text(folder / "config.yaml"), **facts)
+
+
+def read_run(folder: Path) -> tuple[str, list[Section]]:
+    """The result of a run in one sentence, and the sections of its page.
+
+    Raises:
         UserError: The folder is missing, is no run folder, or holds a file that cannot be read.
     """
     names = ("config.yaml", "study.json", "metrics.csv", "search.csv", "attention.csv")
@@ -58,9 +69,7 @@ def render_run(folder: Path) -> Path:
         sections += search.sections(lambda name: read_csv(folder / f"{name}.csv"))
     if (folder / "found.yaml").is_file():
         sections.append(Section("Found constants", block=read_text(folder / "found.yaml")))
-    sentence = headline(metrics) if findings is None or metrics is not None else verdicts(findings)
-    facts = {name: read_json(folder / f"{name}.json") or {} for name in ("prompts", "provenance", "status")}
-    return write_page(folder, sentence, sections, config=read_text(folder / "config.yaml"), **facts)
+    return headline(metrics) if findings is None or metrics is not None else verdicts(findings), sections
 
 
 def cut_prompts(folder: Path) -> str:

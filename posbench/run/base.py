@@ -56,6 +56,7 @@ class Run:
         missing: What to do where a parameter of the method is missing.
         standins: What stands for parameters that the search stage will find, by name.
         found: What the search found.
+        every: Every method there is, by name; empty unless the study measures them all.
     """
 
     model: ModelConfig
@@ -72,6 +73,7 @@ class Run:
     missing: str = ""
     standins: Mapping[str, Any] = field(default_factory=dict)
     found: dict[str, Any] | None = None
+    every: Mapping[str, MethodChoice] = field(default_factory=dict)
 
     @cached_property
     def lm(self) -> LM:

@@ -1,4 +1,4 @@
-"""What every search is: plain data that says which method it serves, what it finds, how, and how it is told."""
+"""What every search is: plain data that says which method it serves, what it finds, and how."""
 
 from __future__ import annotations
 
@@ -20,15 +20,14 @@ from posbench.methods.choice import MethodChoice
 from posbench.plots.section import Section
 from posbench.run.base import Run
 
-FOUND, STATE = "found.yaml", "search_state.pt"
+FOUND, ROWS, STATE = "found.yaml", "search.jsonl", "search_state.pt"
 Read = Callable[[str], pd.DataFrame | None]
 """A table of the run folder by its name, None where it has none."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Search(ABC):
-    """A search for parameters of a method. The dataclass fields are the keys of ``search.*``; a default
-    stands here alone.
+    """A search for parameters of a method; the dataclass fields are the keys of ``search.*``.
 
     Attributes:
         serves: The method whose parameters it finds.
@@ -48,11 +47,7 @@ class Search(ABC):
         return next((part for part in parts if issubclass(part.cls, self.serves)), None)
 
     def check(self, run: Run) -> None:
-        """Refuse typed values of what it finds, before anything runs.
-
-        Raises:
-            UserError: Something does not fit the model, the task or the method.
-        """
+        """Raise `UserError` where a value of what it finds is typed, or model or task do not fit."""
         assert run.target is not None
         for name in sorted(set(run.target.pinned) & set(self.finds)):
             allowed = "nothing typed, with the search stage: it finds this"
@@ -90,9 +85,10 @@ class Search(ABC):
             if other is None:
                 self.search(run)
                 (run.out.path / STATE).unlink(missing_ok=True)
-            for name in (*self.results, FOUND) if other else ():
-                if (other.path / name).is_file():
-                    write_bytes(run.out.path / name, (other.path / name).read_bytes())
+            else:
+                for file in [other.path / name for name in (*self.results, FOUND)]:
+                    if file.is_file():
+                        write_bytes(run.out.path / file.name, file.read_bytes())
             run.out.mark("search", key=key, done=True, copied_from=other.path.name if other else None)
         text = (run.out.path / FOUND).read_text()
         block = yaml.safe_load(text)[run.target.name]
@@ -112,8 +108,7 @@ class Search(ABC):
 
 def save(run: Run, state: Mapping[str, Any]) -> None:
     """Keep tensors and plain data in the run folder, so that a killed search goes on where it was."""
-    buffer = BytesIO()
-    torch.save(dict(state), buffer)
+    torch.save(dict(state), buffer := BytesIO())
     write_bytes(run.out.path / STATE, buffer.getvalue())
 
 

@@ -1,11 +1,11 @@
-"""Which RoPE scale per layer: the genetic search of LPES over curves, on calibration questions asked at three
-gold positions."""
+"""Which RoPE scale per layer: the genetic search of LPES over curves, on calibration questions."""
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -20,13 +20,12 @@ from posbench.plots.search import convergence, curve_figure
 from posbench.plots.section import Section
 from posbench.run.base import Run
 from posbench.schema import Count, NonNegative, Positive, Several, Whole
-from posbench.search.base import Read
-from posbench.search.evolution import POSITIONS, Evolution, Genome, Scales, Scores, evolve
-from posbench.search.scales import ScaleSearch, answering, calibration
+from posbench.search.base import ROWS, Read
+from posbench.search.scales import NEUTRAL, POSITIONS, Scales, ScaleSearch, Scores, answering, calibration
 
-ROWS, STATE = "search.jsonl", "search_state.json"
-SAMPLES = 101
-"""Points at which a curve is drawn."""
+SAMPLES = 101  # points of a curve as it is drawn
+Genome = tuple[int, ...]
+"""Grid indices: x and y of every control point in turn, or one y per layer without a curve."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,12 +41,10 @@ class GeneticSearch(ScaleSearch):
     older candidate; the result is the best candidate ever scored.
 
     Args:
-        curve: ``bezier`` (paper), ``linear``, ``step`` (Table 6), or ``free``: a value per layer (brute
-            force, Table 7).
+        curve: ``bezier`` (paper), ``linear``, ``step`` (Table 6), or ``free``: a value per layer (Table 7).
         points: Control points (paper 4: a cubic).
         x: ``stretched`` (Eq. 6) or ``absolute``; see :func:`posbench.methods.curves.layer_scales`.
-        constrained: Whether x must rise strictly along the points (Eq. 10); only a Bezier curve can do
-            without.
+        constrained: Whether x must rise strictly (Eq. 10); only a Bezier curve can do without.
         population: Candidates of the first generation (32).
         parents: Best candidates that breed and survive (12).
         generations: Generations that are bred (20).
@@ -56,16 +53,13 @@ class GeneticSearch(ScaleSearch):
         crossover_tries: Pairs tried for one valid child (4).
         reach_x: Largest change of an x in one mutation, in layers (2).
         reach_y: Largest change of a y in one mutation (0.2).
-        step_x: Grid step of x in layers (1). Points on whole layers leave a model of few layers no choice of
-            x: take less there.
+        step_x: Grid step of x in layers (1); a model of few layers has no choice of x without smaller ones.
         step_y: Grid step of y (0.1).
         low: Smallest scale (1).
         high: Largest scale (2).
         start: Scale of the first candidate in every layer (1.5).
-        weights: Weights of the accuracy with the answer at the beginning, in the middle and at the end (0.2,
-            0.3, 0.5).
-        racing: Whether a candidate is given up as soon as it can no longer become a parent. Changes no parent
-            and no result.
+        weights: Of the accuracy with the answer at the beginning, in the middle, at the end (0.2, 0.3, 0.5).
+        racing: Whether what can no longer become a parent is given up, which changes no parent or result.
         patience: Generations without a better candidate after which the search stops; None runs all of them.
         batch_size: Prompts scored at once.
         seed: Seed of the draws.
@@ -97,11 +91,8 @@ class GeneticSearch(ScaleSearch):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if (
-            not self.low <= self.start <= self.high
-            or self.reach_y < self.step_y
-            or self.high - self.low < self.step_y
-        ):
+        room = min(self.reach_y, self.high - self.low) >= self.step_y
+        if not self.low <= self.start <= self.high or not room:
             allowed = "low <= start <= high, with room for a step_y between, and reach_y of a step_y or more"
             hint = "the paper takes search.low=1 search.start=1.5 search.high=2"
             raise UserError("search.low", [self.low, self.start, self.high], allowed, hint)
@@ -109,9 +100,8 @@ class GeneticSearch(ScaleSearch):
             allowed = f"at most {self.population}, the population"
             raise UserError("search.parents", self.parents, allowed, f"set search.parents={self.population}")
         if not self.constrained and self.curve in ("linear", "step"):
-            raise UserError(
-                "search.constrained", False, f"true with curve={self.curve}", "set search.curve=bezier"
-            )
+            allowed = f"true with curve={self.curve}"
+            raise UserError("search.constrained", False, allowed, "set search.curve=bezier")
 
     def check(self, run: Run) -> None:
         """Refuse more points than the grid has places, too."""
@@ -141,29 +131,24 @@ class GeneticSearch(ScaleSearch):
         if self.curve == "free":
             return (y,) * layers
         last = self._places(layers)
-        return tuple(
-            value for k in range(self.points) for value in (round(k * last / max(self.points - 1, 1)), y)
-        )
+        places = (round(k * last / max(self.points - 1, 1)) for k in range(self.points))
+        return tuple(value for place in places for value in (place, y))
 
     def mutate(self, genome: Genome, rng: random.Random, layers: int) -> Genome:
         """Another valid genome within reach (Eq. 9-10)."""
         reach_x, reach_y = int(self.reach_x / self.step_x + 1e-9), int(self.reach_y / self.step_y + 1e-9)
         top, last = int((self.high - self.low) / self.step_y + 1e-9), self._places(layers)
 
-        def draw(value: int, reach: int, low: int, high: int) -> int:
-            return rng.randint(max(low, value - reach), min(high, value + reach))
-
+        spans = []
+        for k, value in enumerate(genome):
+            low, high, reach = 0, top, reach_y
+            if self.curve != "free" and k % 2 == 0:
+                low = genome[k - 2] if self.constrained and k else 0
+                high = genome[k + 2] if self.constrained and k + 2 < len(genome) else last
+                reach = reach_x
+            spans.append((max(low, value - reach), min(high, value + reach)))
         while True:
-            if self.curve == "free":
-                child = tuple(draw(y, reach_y, 0, top) for y in genome)
-            else:
-                xs, ys = genome[::2], genome[1::2]
-                flat: list[int] = []
-                for k, (x, y) in enumerate(zip(xs, ys, strict=True)):
-                    left = xs[k - 1] if self.constrained and k else 0
-                    right = xs[k + 1] if self.constrained and k + 1 < len(xs) else last
-                    flat += [draw(x, reach_x, left, right), draw(y, reach_y, 0, top)]
-                child = tuple(flat)
+            child = tuple(rng.randint(*span) for span in spans)
             if child != genome and self.valid(child):
                 return child
 
@@ -186,52 +171,47 @@ class GeneticSearch(ScaleSearch):
     # The run
 
     def search(self, run: Run) -> None:
-        """Write ``search.csv`` (candidates), ``generations.csv`` and ``curve.csv``; scores and state are kept
-        as they come."""
-        lm, out = run.lm, run.out
+        """Write ``search.csv`` (candidates), ``generations.csv`` and ``curve.csv``; scores are kept as they
+        come."""
+        lm, out, unmodified = run.lm, run.out, (1.0,) * run.lm.layers
         examples, positions = calibration(run.task, self.calibration_seed)
         measure = answering(lm, run.task, examples, run.whole)
 
-        def answer(scales: Scales, numbers: list[int]) -> list[float]:
-            found = measure(scales, numbers)
-            out.append(ROWS, [{"scales": scales, "examples": numbers, "scores": found}])
-            return found
-
-        scores = Scores(self, np.array(positions), answer)
         out.repair(ROWS)
-        for row in out.rows(ROWS):
-            scores.add(tuple(row["scales"]), row["examples"], row["scores"])
-        scores.fill((1.0,) * lm.layers)
-        evolution, saved = Evolution(self, lm.layers), out.read_json(STATE)
-        if saved:
-            evolution.restore(saved)
-        base = scores.bound((1.0,) * lm.layers)
-        with run.progress("search: generations", self.generations + 1) as advance:
-            advance(evolution.generation)
+        known = {(tuple(row["scales"]), tuple(row["examples"])): row["scores"] for row in out.rows(ROWS)}
 
-            def after(evolution: Evolution) -> None:
-                out.write_json(STATE, evolution.state())
-                write_csv(
-                    out.path / "generations.csv", pd.DataFrame(evolution.history).assign(unmodified=base)
-                )
+        # A search that was killed is repeated: it asks the same again, and what it scored is known.
+        def answer(scales: Scales, numbers: list[int]) -> list[float]:
+            key = scales, tuple(numbers)
+            if key not in known:
+                known[key] = measure(scales, numbers)
+                out.append(ROWS, [{"scales": scales, "examples": numbers, "scores": known[key]}])
+            return known[key]
+
+        scores, evolution = Scores(self, np.array(positions), answer), Evolution(self, lm.layers)
+        scores.fill(unmodified)
+        base = scores.bound(unmodified)
+        with run.progress("search: generations", self.generations + 1) as advance:
+            while not evolution.done:
+                evolution.step(scores)
+                history = pd.DataFrame(evolution.history).assign(unmodified=base)
+                write_csv(out.path / "generations.csv", history)
                 best, scales = evolution.history[-1], evolution.scales(evolution.population[0])
                 front = f"generation {best['generation']}: fitness {best['best']:.4f} ({base:.4f} unmodified)"
                 run.console.print(f"{front}, scales {' '.join(f'{s:.2f}' for s in scales)}")
                 advance(1)
-
-            winner = evolve(evolution, scores, after)
-        write_csv(out.path / "search.csv", _table(evolution, scores, winner))
-        write_csv(out.path / "curve.csv", self._curve(winner, evolution.scales(winner)))
+        winner = evolution.population[0]
+        scales = evolution.scales(winner)
+        write_csv(out.path / "search.csv", _table(scales, scores))
+        write_csv(out.path / "curve.csv", self._curve(winner, scales))
         bred = f"{len(evolution.history) - 1} generations, {len(scores.known)} candidates"
-        parameters, scales = self._parameters(winner, evolution.scales(winner)), evolution.scales(winner)
-        self.write_scales(run, parameters, scales, scores, f"genetic search ({self.curve}, {bred}")
-        (out.path / STATE).unlink(missing_ok=True)
+        how = f"genetic search ({self.curve}, {bred}"
+        self.write_scales(run, self._parameters(winner, scales), scales, scores, how)
 
     def _parameters(self, genome: Genome, scales: Scales) -> dict[str, Any]:
-        """Fields of layer_scaling; a scale per layer where the points are not those of a curve that the
-        method takes."""
+        """Fields of layer_scaling; a scale per layer where its curves do not hold the points."""
         if self.curve == "free" or not self.constrained or self.low < 1 or self.high > 2:
-            return {"points": None, "curve": "bezier", "x": "stretched", "scales": list(scales)}
+            return {**NEUTRAL, "scales": list(scales)}
         points = [list(point) for point in self.control_points(genome)]
         return {"points": points, "curve": self.curve, "x": self.x, "scales": None}
 
@@ -251,56 +231,137 @@ class GeneticSearch(ScaleSearch):
         rows += [("layer", float(layer), scale) for layer, scale in enumerate(scales)]
         return pd.DataFrame(rows, columns=["part", "x", "y"])
 
-    # The report
-
     def sections(self, read: Read) -> list[Section]:
-        """Its best candidates, its course and its curve."""
+        """Its best candidates, its generations and its curve."""
         table, generations, curve = read("search"), read("generations"), read("curve")
         if table is None:
             return []
-        scales = [column for column in table if column.startswith("scale_")]
-        full = len(table) * int(table["scored"].max())
+        asked, full = int(table["scored"].sum()), len(table) * int(table["scored"].max())
         text = (
-            f"The ten best of {len(table)} candidates, accuracy in %. {int(table['scored'].sum())} of {full} answers were "
-            "asked for: a candidate that can no longer become a parent is given up."
+            f"The ten best of {len(table)} candidates, accuracy in %. {asked} of {full} answers were asked "
         )
+        text += "for: a candidate that can no longer become a parent is given up."
+        columns, rows = [column for column in table if column.startswith("scale_")], []
         header = ["scales", "fitness", *POSITIONS, ""]
-        rows = [
-            [
-                ", ".join(f"{row[column]:.2f}" for column in scales),
-                *(f"{100 * row[column]:.1f}" for column in header[1:5]),
-                "selected" if row["selected"] else "unmodified" if row["unmodified"] else "",
-            ]
-            for _, row in table[table["complete"]].head(10).iterrows()
-        ]
+        for _, row in table[table["complete"]].head(10).iterrows():
+            named = "selected" if row["selected"] else "unmodified" if row["unmodified"] else ""
+            shares = [f"{100 * row[column]:.1f}" for column in header[1:5]]
+            rows.append([", ".join(f"{row[column]:.2f}" for column in columns), *shares, named])
         drawn = {}
         if generations is not None:
             words = "Fitness of the best candidate and of the parents on average, generation by generation."
             drawn["convergence"] = convergence(generations), words
         if curve is not None:
             words = (
-                "Left: control points and curve. Middle: the scale of every layer. Right: accuracy on the calibration "
-                "questions by the place of the answer, and their weighted mean, the fitness."
+                "Left: control points and curve. Middle: the scale of every layer. Right: accuracy on the "
             )
+            words += "calibration questions by the place of the answer, and their weighted mean, the fitness."
             drawn["curve"] = curve_figure(curve, table), words
         return [Section("Search", text, header, rows, drawn)]
 
 
-def _table(evolution: Evolution, scores: Scores, winner: Genome) -> pd.DataFrame:
-    """All candidates, best first; the accuracy of one that was given up is the highest that it could have
-    had."""
-    best, rows = evolution.scales(winner), []
+@dataclass
+class Evolution:
+    """The search itself (Algorithm 1), generation by generation.
+
+    Attributes:
+        search: The settings.
+        layers: Layers of the model.
+        population: Genomes of the generation scored last, best first.
+        history: Per generation, from 0: fitness of the best, of the parents on average and of the worst
+            parent, scores and candidates so far, and generations since the best one changed.
+    """
+
+    search: GeneticSearch
+    layers: int
+    population: list[Genome] = field(default_factory=list)
+    history: list[dict[str, Any]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._rng = random.Random(f"posbench genetic {self.search.seed}")
+
+    @property
+    def done(self) -> bool:
+        """Whether every generation is scored, or ``patience`` ran out."""
+        quiet = self.history[-1]["quiet"] if self.history else 0
+        return len(self.history) > self.search.generations or quiet >= (self.search.patience or math.inf)
+
+    @property
+    def parents(self) -> list[Genome]:
+        """The best of the generation scored last, best first."""
+        return self.population[: self.search.parents]
+
+    def scales(self, genome: Genome) -> Scales:
+        """The scale of each layer."""
+        return self.search.decode(genome, self.layers)
+
+    def bred(self) -> list[list[Genome]]:
+        """What comes next: the population, then offspring, in families of which the fittest joins."""
+        search, rng = self.search, self._rng
+        if not self.history:
+            first = search.first(self.layers)
+            return [
+                [first],
+                *([search.mutate(first, rng, self.layers)] for _ in range(search.population - 1)),
+            ]
+        families = []
+        for _ in range(search.crossovers):
+            tries = (search.cross(self.parents, rng) for _ in range(search.crossover_tries))
+            families.append(next(filter(None, tries), []) or [self._mutant()])
+        return families + [[self._mutant()] for _ in range(search.mutations)]
+
+    def _mutant(self) -> Genome:
+        return self.search.mutate(self._rng.choice(self.parents), self._rng, self.layers)
+
+    def race(self, families: Sequence[Sequence[Genome]], scores: Scores) -> None:
+        """Score candidates in turn; each stops where it falls behind the last place among the parents.
+
+        The fitness of the last parent can only rise, in this generation and in later ones. So a candidate
+        that cannot reach it is never a parent again, and whatever is skipped cannot change a parent or the
+        result. Batches do not depend on racing.
+        """
+        rivals = [self.scales(genome) for genome in self.parents]
+        ahead, scored = [scores.bound(scales) for scales in rivals], dict.fromkeys(rivals)
+        plan, known_difficulty = scores.plan([]), False
+        for family in families:
+            best: list[float] = []
+            full = len(ahead) >= self.search.parents
+            if full and not known_difficulty:
+                plan, known_difficulty = scores.plan(list(scored)), True
+            last = sorted(ahead, reverse=True)[self.search.parents - 1] if full else -1.0
+            for scales in map(self.scales, family):
+                for examples in plan:
+                    if self.search.racing and scores.bound(scales) < last:
+                        break
+                    scores.ask(scales, examples)
+                else:
+                    best.append(scores.bound(scales))
+                    scored[scales] = None
+            ahead += [max(best)] if best else []
+
+    def step(self, scores: Scores) -> None:
+        """Score a generation, and choose the fitter children, then the parents of the next one."""
+        families = self.bred()
+        self.race(families, scores)
+        ranks = {g: scores.rank(self.scales(g)) for family in [self.parents, *families] for g in family}
+        offspring = [min(family, key=ranks.__getitem__) for family in families]
+        # The sort is stable: of equals, the older one stays in front.
+        self.population = sorted([*self.parents, *offspring], key=ranks.__getitem__)
+        known = [-ranks[genome][0] for genome in self.parents]
+        better = not self.history or known[0] > self.history[-1]["best"]
+        row = {"generation": len(self.history), "best": known[0], "mean": sum(known) / len(known)}
+        row |= {"worst": known[-1], "evaluations": scores.evaluations, "candidates": len(scores.known)}
+        self.history.append({**row, "quiet": 0 if better else self.history[-1]["quiet"] + 1})
+
+
+def _table(best: Scales, scores: Scores) -> pd.DataFrame:
+    """All candidates, best first; the accuracy of one that was given up is the highest it could have had."""
+    rows = []
     for scales in sorted(scores.known, key=scores.rank):
         scored = int(np.isfinite(scores.known[scales]).sum())
-        rows.append(
-            {
-                "fitness": scores.bound(scales),
-                **dict(zip(POSITIONS, scores.accuracies(scales), strict=True)),
-                "scored": scored,
-                "complete": scored == len(scores.positions),
-                "unmodified": all(s == 1 for s in scales),
-                "selected": scales == best,
-                **{f"scale_{layer}": scale for layer, scale in enumerate(scales)},
-            }
-        )
+        accuracies = dict(zip(POSITIONS, scores.accuracies(scales), strict=True))
+        row = {"fitness": scores.bound(scales), **accuracies, "scored": scored}
+        row |= {"complete": scored == len(scores.positions), "unmodified": all(s == 1 for s in scales)}
+        named = {f"scale_{layer}": scale for layer, scale in enumerate(scales)}
+        rows.append({**row, "selected": scales == best, **named})
     return pd.DataFrame(rows)

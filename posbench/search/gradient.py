@@ -18,12 +18,8 @@ from posbench.model.lm import LM
 from posbench.plots.section import Section
 from posbench.run.base import Run
 from posbench.schema import Count, Positive
-from posbench.search.base import Read
-from posbench.search.evolution import POSITIONS, Scores
-from posbench.search.genetic import GeneticSearch
-from posbench.search.scales import ScaleSearch, answering, calibration
-
-STATE = "search_state.json"
+from posbench.search.base import Read, save, saved, steps_section
+from posbench.search.scales import NEUTRAL, POSITIONS, ScaleSearch, Scores, answering, calibration
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,8 +46,7 @@ class GradientSearch(ScaleSearch):
     samples: Count = 2000
 
     def target(self, choice: MethodChoice) -> MethodChoice | None:
-        """See :class:`Search`; alone: a method inside the scales would stand between them and their
-        gradients."""
+        """Alone: a method inside the scales would stand between them and their gradients."""
         return None if choice.parts else super().target(choice)
 
     def search(self, run: Run) -> None:
@@ -62,9 +57,11 @@ class GradientSearch(ScaleSearch):
         pools = [[i for i, position in enumerate(positions) if position == p] for p in range(len(POSITIONS))]
         scales = torch.full((lm.layers,), float(self.start), device=lm.device, requires_grad=True)
         optimizer = torch.optim.Adam([scales], lr=self.learning_rate)
-        history: list[dict[str, float]] = out.read_json(STATE).get("history", [])
-        if history:
-            _restore(scales, optimizer, out.read_json(STATE))
+        known = saved(run)
+        history: list[dict[str, float]] = known.get("history", [])
+        if known:
+            scales.data.copy_(known["scales"])
+            optimizer.load_state_dict(known["optimizer"])
         with run.progress("search: epochs", self.epochs) as advance:
             advance(len(history))
             for epoch in range(len(history), self.epochs):
@@ -78,39 +75,26 @@ class GradientSearch(ScaleSearch):
                     losses.append(loss.item())
                 named = {f"scale_{layer}": scale for layer, scale in enumerate(scales.tolist())}
                 history.append({"epoch": epoch + 1, "loss": float(np.mean(losses)), **named})
-                out.write_json(STATE, {"history": history, **_state(scales, optimizer)})
+                state = {"scales": scales.detach(), "optimizer": optimizer.state_dict()}
+                save(run, {"history": history, **state})
                 advance(1)
         write_csv(out.path / "search.csv", pd.DataFrame(history))
         final = tuple(scales.tolist())
-        settings = GeneticSearch(weights=self.weights, batch_size=self.batch_size)
-        scores = Scores(settings, np.array(positions), answering(lm, run.task, examples))
+        scores = Scores(self, np.array(positions), answering(lm, run.task, examples))
         for candidate in dict.fromkeys(((1.0,) * lm.layers, final)):
             scores.fill(candidate)
-        parameters = {"points": None, "curve": "bezier", "x": "stretched", "scales": list(final)}
-        how = (
-            f"gradient baseline ({self.epochs} epochs of {self.samples}, learning rate {self.learning_rate:g}"
-        )
-        self.write_scales(run, parameters, final, scores, how)
-        (out.path / STATE).unlink(missing_ok=True)
+        speed = f"{self.epochs} epochs of {self.samples}, learning rate {self.learning_rate:g}"
+        parameters = {**NEUTRAL, "scales": list(final)}
+        self.write_scales(run, parameters, final, scores, f"gradient baseline ({speed}")
 
     def sections(self, read: Read) -> list[Section]:
         """Loss and scales epoch by epoch."""
-        table = read("search")
-        if table is None:
-            return []
-        rows = [[f"{value:.4g}" for value in row] for row in table.itertuples(index=False)]
-        text = "Mean loss and the scales at the end of every epoch."
-        return [Section("Search", text, list(table), rows, folded=True)]
+        return steps_section(read, "Mean loss and the scales at the end of every epoch.", 4)
 
 
 def answer_loss(lm: LM, scales: Tensor, pairs: Sequence[tuple[list[int], list[int]]]) -> Tensor:
-    """Mean cross-entropy in nats per answer token, a scalar that can be differentiated by the scales.
-
-    Args:
-        lm: The model.
-        scales: One per layer, [L].
-        pairs: Prompt and answer token ids.
-    """
+    """Mean cross-entropy in nats per answer token of prompts and answers (token ids), a scalar that can be
+    differentiated by the scales [L]."""
     inputs, targets = lm.pad_with_answers(pairs)
     changes = {layer: _divided(scales[layer]) for layer in rope.rotated_layers(lm.model)}
     with rope.tables(lm.model, changes, _with_gradients):
@@ -126,18 +110,3 @@ def _with_gradients(call: rope.Call) -> rope.Table:
     # The library computes its tables without gradients; below that decorator is the same function with them.
     forward = type(call.module).forward.__wrapped__  # type: ignore[attr-defined]
     return forward(call.module, call.hidden, call.positions, **call.options)
-
-
-def _state(scales: Tensor, optimizer: torch.optim.Adam) -> dict[str, object]:
-    """Scales and Adam's moments; a float32 survives JSON to the bit."""
-    moments = optimizer.state[scales]
-    return {"scales": scales.tolist()} | {
-        name: moments[name].tolist() for name in ("step", "exp_avg", "exp_avg_sq")
-    }
-
-
-def _restore(scales: Tensor, optimizer: torch.optim.Adam, state: dict[str, list[float]]) -> None:
-    with torch.no_grad():
-        scales.copy_(torch.tensor(state["scales"]))
-    moments = {name: torch.tensor(state[name], device=scales.device) for name in ("exp_avg", "exp_avg_sq")}
-    optimizer.state[scales] = {"step": torch.tensor(state["step"]), **moments}

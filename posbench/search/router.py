@@ -21,21 +21,19 @@ from posbench.model.lm import LM
 from posbench.plots.section import Section
 from posbench.run.base import Run
 from posbench.schema import Count, Positive, Several
-from posbench.search.base import Read, Search
+from posbench.search.base import Read, Search, steps_section
 
 FILE = "router.safetensors"
 
 
 @dataclass(frozen=True, kw_only=True)
 class RouterSearch(Search):
-    """Training of the router on texts: the calibration prompts of the task with their answers, or the lines
-    of a file.
+    """Training of the router on texts: the task's calibration prompts with their answers, or a file's lines.
 
     The loss is the next-token cross-entropy of all tokens, the prompt's included, plus ``aux`` times the
     auxiliary loss of balanced experts. The defaults are those of the released program (p1nksnow/MoICE,
-    e14b5a3). With all 7 bases kept the auxiliary loss is the constant 7 and has no gradient
-    (:func:`posbench.methods.moice.auxiliary_loss`): the coefficient then changes nothing but the printed
-    loss.
+    e14b5a3). With all 7 bases kept the auxiliary loss is the constant 7 without a gradient
+    (:func:`posbench.methods.moice.auxiliary_loss`).
 
     Args:
         steps: Updates, by AdamW without weight decay (7).
@@ -74,13 +72,9 @@ class RouterSearch(Search):
             routers, steps = self.train(run.lm, rows[part:], method.bases, method.top_k, advance)
         write_csv(run.out.path / "search.csv", pd.DataFrame(steps))
         held = self.held_out(run.lm, rows[:part], routers, method)
-        losses = {name: sum(values) / part for name, values in held.items()}
-        save_routers(routers, run.out.path / FILE, {"search": run.raw["search"], "held_out": losses})
-        block = {
-            "weights": str((run.out.path / FILE).absolute()),
-            "texts": len(rows) - part,
-            "held_out": losses,
-        }
+        losses, file = {name: sum(values) / part for name, values in held.items()}, run.out.path / FILE
+        save_routers(routers, file, {"search": run.raw["search"], "held_out": losses})
+        block = {"weights": str(file.absolute()), "texts": len(rows) - part, "held_out": losses}
         self.write_found(run, block, f"router ({self.steps} steps of {self.batch} at {self.learning_rate:g})")
 
     def train(
@@ -91,18 +85,11 @@ class RouterSearch(Search):
         top_k: int,
         advance: Callable[[int], None] = lambda n: None,
     ) -> tuple[dict[int, Router], list[dict[str, float]]]:
-        """Train routers on texts.
-
-        Args:
-            lm: The model, which is left as it is.
-            rows: Token ids of each text; they come again in another order when all were used.
-            bases: The N bases theta.
-            top_k: Bases that a token and head keeps.
-            advance: Told of each step.
+        """Train routers on texts (token ids, in another order when all were used); the model stays as it is.
 
         Returns:
-            The routers, and per step the mean loss, auxiliary loss and largest weight of a mixture (1 / N: an
-            even one).
+            The routers by layer, and per step the mean loss, auxiliary loss and largest weight of a mixture
+            (1 / N for N bases: an even one).
         """
         torch.manual_seed(self.seed)
         shuffle, order = random.Random(self.seed), list[Sequence[int]]()
@@ -153,26 +140,24 @@ class RouterSearch(Search):
         Raises:
             UserError: A line of the file is not of its form, or there are too few texts.
         """
-        pairs = []
         if self.data is None:
-            pairs = [(example.prompt, example.answers[0]) for example in run.task.examples("calibration")]
+            pairs = [(e.prompt, e.answers[0]) for e in run.task.examples("calibration")]
         else:
-            for number, line in enumerate(Path(self.data).expanduser().read_text().splitlines(), 1):
-                try:
-                    row = json.loads(line)
-                    pairs.append((str(row["prompt"]), str(row["answer"])))
-                except (ValueError, KeyError, TypeError) as error:
-                    allowed, hint = (
-                        "a JSON object with prompt and answer",
-                        f"correct line {number} of {self.data}",
-                    )
-                    raise UserError(f"search.data, line {number}", line[:60], allowed, hint) from error
-        rows = [
-            (prompt + answer)[: self.longest] for prompt, answer in (run.lm.answer_ids(*p) for p in pairs)
-        ]
+            lines = Path(self.data).expanduser().read_text().splitlines()
+            pairs = [self._pair(number, line) for number, line in enumerate(lines, 1)]
+        ids = (run.lm.answer_ids(*pair) for pair in pairs)
+        rows = [(prompt + answer)[: self.longest] for prompt, answer in ids]
         if len(rows) < 4:
             raise UserError("search.data", len(rows), "4 texts or more", "give more lines or examples")
         return rows
+
+    def _pair(self, number: int, line: str) -> tuple[str, str]:
+        try:
+            row = json.loads(line)
+            return str(row["prompt"]), str(row["answer"])
+        except (ValueError, KeyError, TypeError) as error:
+            hint, where = f"correct line {number} of {self.data}", f"search.data, line {number}"
+            raise UserError(where, line[:60], "a JSON object with prompt and answer", hint) from error
 
     def told(self, block: Mapping[str, Any]) -> str:
         """Losses on the texts that were held out."""
@@ -181,12 +166,8 @@ class RouterSearch(Search):
 
     def sections(self, read: Read) -> list[Section]:
         """The steps of the training."""
-        table = read("search")
-        if table is None:
-            return []
-        rows = [[f"{value:.5g}" for value in row] for row in table.itertuples(index=False)]
         text = "Per step: mean loss of the texts, auxiliary loss, and the largest weight of a mixture."
-        return [Section("Search", text, list(table), rows, folded=True)]
+        return steps_section(read, text, 5)
 
 
 def text_loss(lm: LM, ids: Sequence[int]) -> Tensor:

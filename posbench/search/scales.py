@@ -1,47 +1,46 @@
-"""What searches for the scales of layer_scaling share: calibration questions at three gold positions, and the
-found block."""
+"""What searches for the scales of layer_scaling share: calibration questions at three gold positions, and
+the found block."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from posbench.errors import UserError
 from posbench.measure.replies import encode
 from posbench.methods import Method
 from posbench.methods.layer_scaling import LayerScaling
 from posbench.model.lm import LM
+from posbench.plots.search import POSITIONS
 from posbench.run.base import Run
 from posbench.schema import Count, NonNegative
 from posbench.search.base import Search
-from posbench.search.evolution import POSITIONS, Scales, Scores
 from posbench.tasks import Example, Task
 
-Weights = tuple[NonNegative, NonNegative, NonNegative]
+Scales = tuple[float, ...]
+"""One factor per layer: what a candidate is scored by, and the key of everything that is remembered of it."""
+
+NEUTRAL = {"points": None, "curve": "bezier", "x": "stretched", "scales": None}
+"""Fields of layer_scaling without points or scales."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScaleSearch(Search):
-    """What searches for the scales of layer_scaling share: three gold positions with weights, and the found
-    block.
+    """A search for the scales of layer_scaling.
 
     Attributes:
         calibration_seed: Of the calibration questions; None: the task's, which also draws the evaluation.
     """
 
     serves: ClassVar[type[LayerScaling]] = LayerScaling
-    finds: ClassVar[Mapping[str, Any]] = {
-        "points": ((0.0, 1.0),),
-        "scales": None,
-        "curve": "bezier",
-        "x": "stretched",
-    }
+    finds: ClassVar[Mapping[str, Any]] = {**NEUTRAL, "points": ((0.0, 1.0),)}
 
-    weights: Weights = (0.2, 0.3, 0.5)
+    weights: tuple[NonNegative, NonNegative, NonNegative] = (0.2, 0.3, 0.5)
     batch_size: Count = 32
     seed: int = 0
     calibration_seed: int | None = None
@@ -61,50 +60,109 @@ class ScaleSearch(Search):
         self, run: Run, parameters: Mapping[str, Any], scales: Scales, scores: Scores, how: str
     ) -> None:
         """Write the found block, with its mean scale (LPES' uniform baseline)."""
-        ends = {"lowest": min(scales), "highest": max(scales), "mean": float(np.mean(scales))}
-        fitness = {"fitness": scales, "fitness_unmodified": (1.0,) * len(scales)}
-        measured = {name: round(scores.bound(which), 6) for name, which in fitness.items()}
+        facts = {"lowest": min(scales), "highest": max(scales), "mean": float(np.mean(scales))}
+        facts["fitness"] = round(scores.bound(scales), 6)
+        facts["fitness_unmodified"] = round(scores.bound((1.0,) * len(scales)), 6)
         among = f"{len(scores.positions)} calibration prompts of {run.task.name}, seed {self.seed}"
-        self.write_found(run, {**parameters, **ends, **measured}, f"{how}, {among})")
+        self.write_found(run, {**parameters, **facts}, f"{how}, {among})")
 
     def told(self, block: Mapping[str, Any]) -> str:
         """Range of the scales, and fitness."""
         worse = block["fitness"] <= block["fitness_unmodified"]
         remark = "; not better than the unmodified model" if worse else ""
-        return (
-            f"scales {block['lowest']:.3g} to {block['highest']:.3g}: fitness {block['fitness']:.4f}, "
-            f"unmodified {block['fitness_unmodified']:.4f}{remark}"
-        )
+        text = f"scales {block['lowest']:.3g} to {block['highest']:.3g}: fitness {block['fitness']:.4f}"
+        return f"{text}, unmodified {block['fitness_unmodified']:.4f}{remark}"
+
+
+@dataclass
+class Scores:
+    """What each candidate scores on each of N examples.
+
+    Attributes:
+        search: Weights and batch size.
+        positions: [N], 0 where an example's answer stands at the beginning, 1 in the middle, 2 at the end.
+        answer: Scores a candidate on some examples: one number in 0..1 for each, in order.
+        known: Candidate to scores [N], NaN where there is none yet.
+    """
+
+    search: ScaleSearch
+    positions: NDArray[np.int64]
+    answer: Callable[[Scales, list[int]], Sequence[float]]
+    known: dict[Scales, NDArray[np.float64]] = field(default_factory=dict)
+
+    @property
+    def evaluations(self) -> int:
+        """Pairs of candidate and example that have been scored."""
+        return sum(int(np.isfinite(row).sum()) for row in self.known.values())
+
+    def add(self, scales: Scales, examples: Sequence[int], scores: Sequence[float]) -> None:
+        """Remember scores of a candidate."""
+        self.known.setdefault(scales, np.full(len(self.positions), np.nan))[list(examples)] = scores
+
+    def ask(self, scales: Scales, examples: list[int]) -> None:
+        """Score a candidate on some examples, unless it was."""
+        if scales not in self.known or np.isnan(self.known[scales][examples]).any():
+            self.add(scales, examples, self.answer(scales, examples))
+
+    def fill(self, scales: Scales) -> None:
+        """Score a candidate on every example that it was not scored on, in batches in order."""
+        for batch in self._batches(list(range(len(self.positions)))):
+            self.ask(scales, batch)
+
+    def _batches(self, order: list[int]) -> list[list[int]]:
+        size = self.search.batch_size
+        return [order[i : i + size] for i in range(0, len(order), size)]
+
+    def accuracies(self, scales: Scales) -> list[float]:
+        """Accuracy at beginning, middle and end. What is not scored counts as right: this bounds what it can
+        be, and falls from score to score, also in floating point."""
+        right = np.nan_to_num(self.known.get(scales, np.ones(len(self.positions))), nan=1.0)
+        parts = (right[self.positions == p] for p in range(len(POSITIONS)))
+        return [float(part.mean()) if len(part) else 0.0 for part in parts]
+
+    def bound(self, scales: Scales) -> float:
+        """Fitness (weighted accuracy) of a candidate that is scored on everything; of any other, the highest
+        it can have."""
+        pairs = zip(self.search.weights, self.accuracies(scales), strict=True)
+        return sum(weight * accuracy for weight, accuracy in pairs)
+
+    def rank(self, scales: Scales) -> tuple[float, float, float]:
+        """Sorts candidates, best first; ties as :class:`posbench.search.genetic.GeneticSearch` says."""
+        return -self.bound(scales), -min(self.accuracies(scales)), sum(abs(s - 1) for s in scales)
+
+    def plan(self, scored: Sequence[Scales]) -> list[list[int]]:
+        """Batches of examples, those on which candidates lost most first: a bad one is found out early."""
+        asked = np.bincount(self.positions, minlength=len(POSITIONS))
+        loss = (np.array(self.search.weights) / np.maximum(asked, 1))[self.positions]
+        if scored:
+            loss = loss * np.mean([1 - self.known[scales] for scales in scored], axis=0)
+        return self._batches(np.argsort(-loss, kind="stable").tolist())
 
 
 def calibration(task: Task, seed: int | None = None) -> tuple[list[Example], list[int]]:
-    """Every calibration question three times, with the answer at the beginning, in the middle and at the end.
+    """Every calibration question three times, with the answer at the beginning, in the middle and at the end:
+    the examples, and for each 0, 1 or 2.
 
-    Args:
-        task: A task with gold positions. Three ``calibration_positions`` replace the first, the middle
-            (n // 2) and the last.
-        seed: Of the questions; None: the task's.
-
-    Returns:
-        The examples, and for each 0, 1 or 2.
+    The first, the middle (n // 2) and the last gold position, or three ``calibration_positions`` of the task.
+    The seed is that of the questions; None: the task's.
 
     Raises:
         UserError: The task has no such positions.
     """
-    count, given = task.calibration_items, getattr(task, "calibration_positions", None)
+    count, places = task.calibration_items, getattr(task, "calibration_positions", None)
     if count is None or getattr(task, "calibration_path", None):
         allowed = "a task that puts the answers of calibration questions anywhere: kv_retrieval, nq_multidoc"
         hint = "search there, then set the method's parameters here and stages=[evaluate,report]"
         raise UserError("task", task.name, allowed, hint)
-    places = given or (0, count // 2, count - 1)
+    places = places or (0, count // 2, count - 1)
     if len(places) != len(POSITIONS):
         allowed = "null, or the beginning, the middle and the end: three of them"
         hint = 'set task.calibration_positions=["0%","50%","100%"]'
         raise UserError("task.calibration_positions", list(places), allowed, hint)
-    task = task if seed is None else replace(task, seed=seed)  # type: ignore[call-arg]
+    changed: dict[str, Any] = {} if seed is None else {"seed": seed}
     examples, positions = list[Example](), list[int]()
     for number, place in enumerate(places):
-        asked = replace(task, calibration_positions=(place,)).examples("calibration")  # type: ignore[call-arg]
+        asked = replace(task, **changed, calibration_positions=(place,)).examples("calibration")  # type: ignore[call-arg]
         examples += [replace(example, id=f"{POSITIONS[number]}-{example.id}") for example in asked]
         positions += [number] * len(asked)
     return examples, positions
@@ -113,17 +171,12 @@ def calibration(task: Task, seed: int | None = None) -> tuple[list[Example], lis
 def answering(
     lm: LM, task: Task, examples: Sequence[Example], whole: Callable[[Method], Method] = lambda method: method
 ) -> Callable[[Scales, list[int]], list[float]]:
-    """The function that scores scales on some of the examples, by the task's own metric.
-
-    Args:
-        lm: The model.
-        task: Its task.
-        examples: What is asked.
-        whole: Puts other methods around the scales or inside them.
-    """
+    """The function that scores scales on some of the examples, by the task's own metric; ``whole`` puts other
+    methods around the scales or inside them."""
     encoded = [encode(lm, task, example) for example in examples]
 
     def answer(scales: Scales, numbers: list[int]) -> list[float]:
+        texts, half = list[str](), len(numbers) // 2
         try:
             with whole(LayerScaling(scales=scales)).applied(lm):
                 texts = lm.generate(
@@ -133,13 +186,11 @@ def answering(
                     batch_size=len(numbers),
                 )
         except torch.OutOfMemoryError:
-            if len(numbers) == 1:
+            if not half:
                 raise
-            texts = []
         if not texts:
             # Only behind the handler are the tensors of the failed forward free.
             torch.cuda.empty_cache()
-            half = len(numbers) // 2
             return answer(scales, numbers[:half]) + answer(scales, numbers[half:])
         return [task.score(examples[i], text)[task.metric] for i, text in zip(numbers, texts, strict=True)]
 

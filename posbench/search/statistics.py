@@ -51,22 +51,16 @@ def paper(
         curves: Averaged hidden states, [L, P, D].
         window: Positions in the sliding mean.
         skip: Positions dropped at the start.
-        aggregate: Over layers: ``sum`` (Algorithm 1, line 7) or ``mean`` (Section 3.2, "averaged across
-            layers").
-        monotone_only: Without it every channel passes and every layer counts: the ablation "w/o monotonicity"
-            of Table 6.
+        aggregate: Over layers: ``sum`` (Algorithm 1, line 7) or ``mean`` (Section 3.2).
+        monotone_only: Without it every channel passes and every layer counts ("w/o monotonicity", Table 6).
 
     Raises:
         UserError: Fewer than 8 positions are left.
     """
     layers, positions, _ = curves.shape
     if positions - window + 1 - skip < 8:
-        raise UserError(
-            "search.length",
-            positions,
-            f"at least search.window + search.skip + 7 = {window + skip + 7}",
-            "lengthen the strings or shorten the window",
-        )
+        allowed = f"at least search.window + search.skip + 7 = {window + skip + 7}"
+        raise UserError("search.length", positions, allowed, "lengthen the strings or shorten the window")
     mean = sliding_mean(curves, window)[:, skip:]
     x = np.linspace(-1, 1, mean.shape[1])
     coefficients = np.einsum("cp,lpd->lcd", np.linalg.pinv(np.vander(x, 4, increasing=True)), mean)
@@ -88,7 +82,7 @@ def sliding_mean(curves: Array, window: int) -> Array:
 
 
 def official(hidden: Array) -> ChannelStatistics:
-    """The filter as the authors released it (PositionalHidden, commit f3bcd55).
+    """The filter as the authors released it (PositionalHidden, commit f3bcd55), over the rows that it keeps.
 
     Differs from the paper: residual stream instead of the tensor that is scaled; the embedding row is dropped
     only when the number of rows is odd; the two rows at either end are ignored; no sliding mean; curves are
@@ -100,17 +94,13 @@ def official(hidden: Array) -> ChannelStatistics:
         hidden: Averaged ``hidden_states`` of transformers: embedding, block outputs, the last after the final
             norm, [L, P, D].
 
-    Returns:
-        Statistics over the rows that remain after the optional drop.
-
     Raises:
         UserError: 300 positions or fewer.
     """
     rows, positions, channels = hidden.shape
     if positions <= 300:
-        raise UserError(
-            "search.length", positions, "more than 300 with variant=official", "set search.length=1000"
-        )
+        allowed = "more than 300 with variant=official"
+        raise UserError("search.length", positions, allowed, "set search.length=1000")
     if rows % 2:
         hidden, rows = hidden[1:], rows - 1
     curves = hidden.astype(np.float32)
@@ -122,9 +112,8 @@ def official(hidden: Array) -> ChannelStatistics:
         fitted = design @ (np.linalg.pinv(design) @ _unit(curves[row, 300:]))
         steps = np.diff(fitted, axis=0)
         moves = np.isfinite(steps).all(0) & (np.abs(steps).max(0) > 0)
-        direction[row] = np.where(
-            moves & (steps >= 0).all(0), 1, np.where(moves & (steps <= 0).all(0), -1, 0)
-        )
+        rises, falls = (steps >= 0).all(0), (steps <= 0).all(0)
+        direction[row] = moves * (rises.astype(np.int8) - falls)
         unit = _unit(curves[row, 200:])
         usable = np.isfinite(unit).all(0)
         if usable.any():

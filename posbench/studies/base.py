@@ -1,4 +1,4 @@
-"""What every study is: a measurement beside the benchmark that ends in tables, figures and verdicts on a paper's claims."""
+"""What every study is: a measurement that ends in tables, figures and verdicts on a paper's claims."""
 
 from __future__ import annotations
 
@@ -19,18 +19,20 @@ Tables = Mapping[str, pd.DataFrame]
 
 @dataclass(frozen=True, kw_only=True)
 class Study(ABC):
-    """An analysis that is not "score a task". The dataclass fields are the keys of ``study.*``; a default stands here alone.
+    """An analysis other than "score a task"; its fields are the keys of ``study.*``, with their defaults.
 
     Attributes:
         needs_model: Whether it measures on a model; without one ``run.lm`` stays untouched.
         needs_task: Whether it asks the task's prompts.
-        uses_method: Whether it applies the method itself. Otherwise all of it runs inside the method that the user
-            typed, and on the unmodified model where none was typed.
+        uses_method: Whether it applies the method itself. Otherwise all of it runs inside the method that the
+            user typed, and on the unmodified model where none was typed.
+        all_methods: Whether it measures every method of the config folders, ``run.every``, and takes none.
     """
 
     needs_model: ClassVar[bool] = True
     needs_task: ClassVar[bool] = True
     uses_method: ClassVar[bool] = False
+    all_methods: ClassVar[bool] = False
 
     def check(self, run: Run) -> None:  # noqa: B027
         """Compare the fields with model and task, before anything is written.
@@ -40,7 +42,7 @@ class Study(ABC):
         """
 
     def reads(self) -> Sequence[Path]:
-        """Files, beside model and task, that the numbers come from; what they hold is part of a run's identity."""
+        """Further files that the numbers come from; what they hold is part of a run's identity."""
         return ()
 
     @abstractmethod
@@ -48,7 +50,7 @@ class Study(ABC):
         """Measure; each table becomes ``<name>.csv`` in the run folder."""
 
     def figures(self, tables: Tables) -> Drawn:
-        """Figures with their captions, from the tables as read back: ``posbench report DIR`` draws them again."""
+        """Figures with captions, from the tables as read back: ``posbench report DIR`` draws them again."""
         return {}
 
     def findings(self, tables: Tables) -> Sequence[Finding]:

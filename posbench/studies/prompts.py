@@ -1,5 +1,4 @@
-"""What studies of gold positions share: prompts ready to run, the layers that are looked at, tables of
-effects."""
+"""What studies of gold positions share: prompts ready to run, layers to look at, tables of effects."""
 
 from __future__ import annotations
 
@@ -30,9 +29,9 @@ from posbench.tasks.items import placed
 
 Range = tuple[int, int]
 Block = Callable[[Sequence[Example]], AbstractContextManager[object]]
+Compute = Callable[[Sequence[Example]], list[Row]]
 CROP, RETRIEVAL = (1, 7), (15, 20)
-"""Yu et al. 2025, layers of 32, 0-based and inclusive: "2 to 8" of Section 2.2, counted from 1, and 15 to
-20."""
+"""Yu et al. 2025, of 32 layers, 0-based and inclusive: 2 to 8 (Section 2.2, counted from 1), 15 to 20."""
 NO_ROPE = "the model has no rotary embedding in attention that runs through the library's functions"
 
 
@@ -51,11 +50,7 @@ def need_items(task: Task) -> list[Example]:
 
 
 def need_whole_maps(run: Run) -> None:
-    """Refuse a method that computes the last row apart from the others: no forward then has whole maps.
-
-    Raises:
-        UserError: The method is one of these.
-    """
+    """Raise UserError for a method that runs the last token apart: no forward then has whole maps."""
     if run.trial().needs_prompt:
         name = run.choice.name
         allowed = f"a method that leaves whole attention maps; {name} runs the last token apart"
@@ -63,34 +58,24 @@ def need_whole_maps(run: Run) -> None:
 
 
 def check_prompts(run: Run, task: Task | None = None) -> None:
-    """Refuse a task without gold items, and prompts that do not fit the model: the longest one is tokenised.
-
-    Raises:
-        UserError: See :func:`need_items`; or the prompt does not fit.
-    """
+    """Raise UserError for a task without gold items (:func:`need_items`), or with prompts that do not fit."""
     task = task or run.task
     need_items(task)
     encode_longest(run.lm, task)
 
 
 def check_each_layer(lm: LM, name: str, layers: Sequence[int] | None) -> None:
-    """Raise UserError unless a list of layers names some, and all of them are the model's; None is for a
-    default."""
+    """Raise UserError unless a list names some layers, all of them the model's; None is for a default."""
     if layers is not None and (not layers or any(not 0 <= layer < lm.layers for layer in layers)):
         allowed = f"layers from 0 to {lm.layers - 1}, or null"
         raise UserError(name, list(layers), allowed, f"set {name}=null")
 
 
 def retrieval_layers(given: Range | None, unmodified: Sequence[float] | Array) -> Range:
-    """The layers whose attention is looked at: those given, else the paper's 15 to 20 of 32, or that share of
-    another depth.
+    """The layers to look at: those given, else the paper's 15 to 20 of 32 or that share of another depth.
 
-    A share says little about a model of fewer than 16 layers: there it is the one with the strongest
-    attention to the gold item.
-
-    Args:
-        given: First and last layer, or None.
-        unmodified: Attention to the gold item in every layer of the unmodified model, [L].
+    A share says little below 16 layers: there it is the one with the strongest attention to the gold item in
+    the unmodified model, given for each layer, [L].
     """
     if given is None and len(unmodified) < 16:
         return (int(np.argmax(unmodified)),) * 2
@@ -108,11 +93,7 @@ def named(first: int, last: int) -> str:
 
 
 def positional_channel(run: Run, channel: int | None) -> int:
-    """The channel of a study: a given one, else that of the model's scale_channel block, checked.
-
-    Raises:
-        UserError: There is none, or the model has no such channel.
-    """
+    """A study's channel: the given one, else that of the model's scale_channel block; UserError without."""
     found = run.model.blocks.get("scale_channel", {}).get("channel") if channel is None else channel
     if found is None:
         allowed = f"a channel (model {run.lm.name} has no scale_channel block with one)"
@@ -123,11 +104,7 @@ def positional_channel(run: Run, channel: int | None) -> int:
 
 
 def random_channels(lm: LM, channel: int, count: int, seed: int) -> list[int]:
-    """``count`` channels other than the positional one, for a control.
-
-    Raises:
-        UserError: The model has fewer.
-    """
+    """Channels other than the positional one, for a control; UserError where the model has fewer."""
     others = [c for c in range(families.text_config(lm.model).hidden_size) if c != channel]
     if count > len(others):
         allowed = f"at most {len(others)}, the other channels of {lm.name}"
@@ -162,8 +139,7 @@ class Prompts:
         examples: The examples, sorted by gold position.
         encoded: Tokens by example id.
         tokens: Spans of tokens of every item, by example id.
-        batches: All examples, those of a batch decoded alike and the longest first, as ``generate`` orders
-            them too.
+        batches: All of them, those of a batch decoded alike, the longest first as in :meth:`LM.generate`.
     """
 
     run: Run
@@ -175,22 +151,11 @@ class Prompts:
 
     @classmethod
     def of(
-        cls,
-        run: Run,
-        most: int | None = None,
-        examples: Sequence[Example] | None = None,
-        task: Task | None = None,
+        cls, run: Run, most: int | None = None, examples: Sequence[Example] = (), task: Task | None = None
     ) -> Prompts:
-        """Tokenise examples and plan their batches.
-
-        Args:
-            run: The run.
-            most: Examples of each gold position at most; None: all.
-            examples: These instead of the task's.
-            task: Another task than the run's.
-        """
+        """Tokenise the task's examples, or those given, at most so many per gold position; plan batches."""
         task = task or run.task
-        chosen = placed(need_items(task) if examples is None else examples, most)
+        chosen = placed(examples or need_items(task), most)
         encoded = run.encode(chosen, task)
         tokens = {e.id: item_tokens(encoded[e.id], e) for e in chosen}
         return cls(run, task, chosen, encoded, tokens, run.plan(chosen, encoded, task))
@@ -204,41 +169,23 @@ class Prompts:
         return [self.tokens[e.id][item(e)] for e in batch]
 
     def frame(self) -> pd.DataFrame:
-        """Rows of items (per prompt), id, cluster, gold_position and depth (0..1), in the order of the
-        examples."""
-        count = len(self.examples[0].items)
-        rows = [
-            (count, e.id, e.cluster or e.id, e.gold_position, gold(e) / max(count - 1, 1))
-            for e in self.examples
-        ]
-        return pd.DataFrame(rows, columns=["items", "id", "cluster", "gold_position", "depth"])
+        """Rows of items (per prompt), id, cluster, gold_position, depth (0..1), in the examples' order."""
+        count, every = len(self.examples[0].items), self.examples
+        frame = pd.DataFrame({"items": count, "id": [e.id for e in every]})
+        frame["cluster"] = [e.cluster or e.id for e in every]
+        frame["gold_position"] = [e.gold_position for e in every]
+        return frame.assign(depth=frame["gold_position"] / max(count - 1, 1))
 
     def results(self, rows: Mapping[str, Row], layers: Range | None = None) -> pd.DataFrame:
-        """:meth:`frame` with ``attention`` and ``score`` of measured rows by id.
-
-        Args:
-            rows: The rows; their attention is a number, or one for each layer.
-            layers: In the latter case the layers that are averaged.
-        """
+        """:meth:`frame` with attention and score of rows by id; attention by layer is averaged over some."""
         found = [rows[e.id] for e in self.examples]
-        seen = [row["attention"] if layers is None else _mean(row["attention"], layers) for row in found]
+        seen = [row["attention"] for row in found]
+        if layers is not None:
+            seen = [float(np.mean(by_layer[layers[0] : layers[1] + 1])) for by_layer in seen]
         return self.frame().assign(attention=seen, score=[float(row["score"]) for row in found])
 
-    def complete(
-        self,
-        file: str,
-        label: str,
-        key: Mapping[str, object],
-        compute: Callable[[Sequence[Example]], list[Row]],
-    ) -> dict[str, Row]:
-        """A row of each example by its id; resumed from a JSON-lines file.
-
-        Args:
-            file: JSON-lines file in the run folder.
-            label: Text of the progress bar.
-            key: Fields that tell these rows from others of the file.
-            compute: Rows of one batch.
-        """
+    def complete(self, file: str, label: str, key: Mapping[str, object], compute: Compute) -> dict[str, Row]:
+        """A row of each example by id, resumed from a JSON-lines file; the key tells them from its others."""
         rows = self.run.complete(file, label, self.batches, lambda e: {**key, "id": e.id}, compute)
         return {row["id"]: row for row in rows}
 
@@ -256,16 +203,9 @@ class Prompts:
     def under(
         self, variant: str, block: Block, keep: Callable[[Sequence[Example], Array], list[Row]]
     ) -> dict[str, Row]:
-        """Score and attention of every prompt inside a block; kept in ``rows.jsonl``, so that a killed run
-        goes on.
+        """Rows by id, resumed from ``rows.jsonl``: the score of every prompt inside its batch's block.
 
-        Args:
-            variant: Name of what is done.
-            block: The block of one batch.
-            keep: From a batch and the attention to its items, [B, L, N], what to keep of each prompt.
-
-        Returns:
-            Rows by id: score (the task's metric), and what ``keep`` kept.
+        And what ``keep`` keeps of each, from the batch and the attention to its items, [B, L, N].
         """
 
         def compute(batch: Sequence[Example]) -> list[Row]:
@@ -276,16 +216,8 @@ class Prompts:
         return self.complete("rows.jsonl", variant.replace("_", " "), {"variant": variant}, compute)
 
 
-def _mean(by_layer: Sequence[float], layers: Range) -> float:
-    return float(np.mean(by_layer[layers[0] : layers[1] + 1]))
-
-
 def means_by_position(frame: pd.DataFrame, columns: Sequence[str]) -> pd.DataFrame:
-    """Means at each gold position and number of items, with 95 % intervals.
-
-    Args:
-        frame: Rows as :meth:`Prompts.frame` gives them, with the columns.
-        columns: Columns to average.
+    """Means of columns at each gold position and number of items, from rows as of :meth:`Prompts.frame`.
 
     Returns:
         Rows of items, gold_position, depth, n, and each column with its _ci_low and _ci_high.
@@ -300,13 +232,9 @@ def means_by_position(frame: pd.DataFrame, columns: Sequence[str]) -> pd.DataFra
 
 
 def contrasts(scores: pd.DataFrame, method: str, base: str, resamples: int) -> dict[str, float]:
-    """Columns of a method's row: its score (value) and n, and two paired differences with their intervals.
+    """Columns of a method's row, from the scores of :func:`posbench.run.answers.compared`.
 
-    Args:
-        scores: See :func:`posbench.run.answers.compared`.
-        method: The method.
-        base: The method that ``difference`` is taken from; ``gain`` is that to the unmodified model.
-        resamples: Bootstrap draws.
+    Its score (value) and n; paired, the ``difference`` from a base and the ``gain`` on the unmodified model.
     """
     own = scores[scores["method"] == method]
     value = bootstrap.mean(own["score"].to_numpy(), list(own["cluster"]), resamples=resamples)
@@ -342,7 +270,7 @@ class Claim(NamedTuple):
 
     Attributes:
         effect: Its name.
-        claim: The claim with its source.
+        claim: The claim without its source; a control has none.
         statistic: What the number is.
         bound: What the interval must lie above.
         quoted: Further effects that the note quotes.
@@ -357,21 +285,19 @@ class Claim(NamedTuple):
     also: str = ""
 
 
-def judged(
-    table: pd.DataFrame, claims: Sequence[Claim], note: str = "", absent: str = NO_ROPE
-) -> list[Finding]:
-    """The verdicts on claims, from a table of effects; a claim without its effect is not testable."""
+def judged(table: pd.DataFrame, source: str, claims: Sequence[Claim], note: str = "") -> list[Finding]:
+    """The verdicts on claims of a source, from a table of effects; one without its effect is not testable."""
     effects = {row["effect"]: estimate(row) for row in table.to_dict("records")}
     found = []
     for each in claims:
+        claim = each.claim if each.claim.startswith("Control") else f"{each.claim} ({source})"
         if each.effect not in effects:
-            found.append(Finding.untestable(each.claim, each.statistic, absent))
+            found.append(Finding.untestable(claim, each.statistic, NO_ROPE))
             continue
-        told = [
-            f"{name.replace('_', ' ')} {effects[name].value:.3g}" for name in each.quoted if name in effects
-        ]
+        quoted = [name for name in each.quoted if name in effects]
+        told = [f"{name.replace('_', ' ')} {effects[name].value:.3g}" for name in quoted]
         text = "; ".join(filter(None, [note, *told]))
         at = effects[each.effect]
         holds = min(at.ci_low, effects[each.also or each.effect].ci_low) > each.bound
-        found.append(Finding.that(holds, each.claim, each.statistic, at, text))
+        found.append(Finding.that(holds, claim, each.statistic, at, text))
     return found

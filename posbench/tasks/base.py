@@ -12,53 +12,32 @@ from numpy.typing import NDArray
 
 from posbench.errors import UserError
 from posbench.files.sources import Source, local
-from posbench.schema import Count, Positive, Several
+from posbench.schema import Count, Positive, Several, Truncation
 
 Split = Literal["evaluation", "calibration"]
-Truncation = Literal["refuse", "middle", "document", "words"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Example:
-    """One prompt with its gold answers.
+    """One prompt with its gold answers."""
 
-    Attributes:
-        id: Unique within the task and split, stable across runs.
-        prompt: What the model is asked, before any chat template.
-        answers: Accepted answers; the first one is the target of a calibration loss.
-        gold_position: 0-based place of the gold item among the items; None without positions.
-        items: Character span (start, end) in the prompt of every item (document, key-value pair), in order.
-        cluster: Examples that share a question, which intervals resample; empty: this one alone.
-        subset: Data set or subject, in a benchmark of several; also scored apart, in ``subsets.csv``.
-        choices: Continuations of which the most likely one is the reply; empty: the model generates.
-        chat: Whether a chat template may surround the prompt.
-        system: System message, where a chat template surrounds the prompt.
-        prefill: Text after the prompt and its template with which the reply begins (such as ``Answer:``).
-        max_new_tokens: Tokens to generate at most, instead of the task's.
-        min_new_tokens: Tokens before which neither the end of sequence nor a stop text of one token may come.
-        stop: Texts that end the reply; they are cut off with what follows.
-        document: Character span of the prompt from whose end ``truncation=document`` and ``words`` cut.
-        separator: Text put where the document was cut.
-        meta: Anything else that scoring needs.
-    """
-
-    id: str
-    prompt: str
-    answers: tuple[str, ...]
-    gold_position: int | None = None
-    items: tuple[tuple[int, int], ...] = ()
-    cluster: str = ""
-    subset: str = ""
-    choices: tuple[str, ...] = ()
-    chat: bool = True
-    system: str = ""
-    prefill: str = ""
-    max_new_tokens: int | None = None
-    min_new_tokens: int = 0
-    stop: tuple[str, ...] = ()
-    document: tuple[int, int] | None = None
-    separator: str = ""
-    meta: Mapping[str, Any] = field(default_factory=dict)
+    id: str  # unique within the task and split, stable across runs
+    prompt: str  # what the model is asked, before any chat template
+    answers: tuple[str, ...]  # accepted ones; the first is the target of a calibration loss
+    gold_position: int | None = None  # 0-based place of the gold item among the items; None without positions
+    items: tuple[tuple[int, int], ...] = ()  # span in the prompt of every item, in characters (start, end)
+    cluster: str = ""  # examples that share a question, which intervals resample; empty: this one alone
+    subset: str = ""  # data set or subject, in a benchmark of several; also scored apart, in subsets.csv
+    choices: tuple[str, ...] = ()  # continuations, the likeliest of which is the reply; empty: it generates
+    chat: bool = True  # whether a chat template may surround the prompt
+    system: str = ""  # system message, where a chat template surrounds the prompt
+    prefill: str = ""  # with which the reply begins (such as "Answer:"), after the prompt and its template
+    max_new_tokens: int | None = None  # to generate at most, instead of the task's
+    min_new_tokens: int = 0  # before which neither the end of sequence nor a stop text of one token may come
+    stop: tuple[str, ...] = ()  # texts that end the reply; they are cut off with what follows
+    document: tuple[int, int] | None = None  # span from whose end truncation=document and words cut
+    separator: str = ""  # put where the document was cut
+    meta: Mapping[str, Any] = field(default_factory=dict)  # anything else that scoring needs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,13 +45,6 @@ class Task(ABC):
     """A benchmark. The dataclass fields are the keys of ``task.*``; a default stands here alone.
 
     Attributes:
-        version: Increases when a number can move.
-        metric: The score, in 0..1, that tables and "best" refer to.
-        source, licence, size: Of its data, in a few words.
-        average: Whether means over several subsets weight every example or every subset the same.
-        items: Items (documents, pairs) per prompt, where gold positions count them.
-        calibration_items: The same of calibration prompts, with a field ``calibration_positions``.
-        chance: Score of a guess, where that means something.
         name: Short name, used in folders and tables.
         max_new_tokens: Tokens to generate at most; an example may say otherwise.
         truncation: Prompts over the context window: ``refuse``; ``middle`` removes tokens from the middle of
@@ -83,15 +55,15 @@ class Task(ABC):
         repetition_penalty: Divisor of the positive logits of tokens that occurred before; 1: greedy decoding.
     """
 
-    version: ClassVar[str] = "1"
-    metric: ClassVar[str]
-    source: ClassVar[str]
+    version: ClassVar[str] = "1"  # increases when a number can move
+    metric: ClassVar[str]  # the score, in 0..1, that tables and "best" refer to
+    source: ClassVar[str]  # of the data, as the next two
     licence: ClassVar[str]
     size: ClassVar[str]
-    average: ClassVar[Literal["examples", "subsets"]] = "examples"
-    items: ClassVar[int | None] = None
-    calibration_items: ClassVar[int | None] = None
-    chance: ClassVar[float | None] = None
+    average: ClassVar[Literal["examples", "subsets"]] = "examples"  # what a mean over subsets weights alike
+    items: ClassVar[int | None] = None  # documents or pairs per prompt, where gold positions count them
+    calibration_items: ClassVar[int | None] = None  # those per calibration prompt
+    chance: ClassVar[float | None] = None  # score of a guess, where that means something
 
     name: str
     max_new_tokens: Count
@@ -104,8 +76,7 @@ class Task(ABC):
     def examples(self, split: Split) -> list[Example]:
         """All examples of a split. No calibration question ever appears in the evaluation.
 
-        Raises:
-            UserError: A file is missing or malformed, a position does not exist, or there is no such split.
+        Raises UserError where a file is missing or malformed, or there is no such position or split.
         """
 
     @abstractmethod
@@ -117,11 +88,7 @@ class Task(ABC):
         return ()
 
     def place(self) -> Path:
-        """The first of :meth:`files` on this machine.
-
-        Raises:
-            UserError: It is not here and cannot be downloaded.
-        """
+        """The first of :meth:`files` on this machine; UserError if it is not here nor can be downloaded."""
         first = self.files()[0]
         if first.kind == "path" and not Path(first.id).expanduser().exists():
             hint = f"get it from {self.source}, or set {first.field}=null"
@@ -141,20 +108,22 @@ class Task(ABC):
         return {}
 
     def evaluation(self) -> list[Example]:
-        """The evaluation examples that ``limit`` leaves.
+        """The evaluation examples that ``limit`` leaves; UserError also for an id that occurs twice."""
+        examples = self.examples("evaluation")
+        for name, count in Counter(e.id for e in examples).items():
+            if count > 1:
+                raise UserError("task", f"id {name}", "ids that occur once", "fix the data")
+        return first(examples, self.limit)
 
-        Raises:
-            UserError: See :meth:`examples`; also for an id that occurs twice.
-        """
-        seen, ids, kept = Counter[tuple[str, int | None]](), set[str](), []
-        for example in self.examples("evaluation"):
-            if example.id in ids:
-                raise UserError("task", f"id {example.id}", "ids that occur once", "fix the data")
-            ids.add(example.id)
-            seen[example.subset, example.gold_position] += 1
-            if self.limit is None or seen[example.subset, example.gold_position] <= self.limit:
-                kept.append(example)
-        return kept
+
+def first(examples: Iterable[Example], most: int | None) -> list[Example]:
+    """The examples, at most ``most`` of each subset and gold position."""
+    seen, kept = Counter[tuple[str, int | None]](), []
+    for example in examples:
+        seen[example.subset, example.gold_position] += 1
+        if most is None or seen[example.subset, example.gold_position] <= most:
+            kept.append(example)
+    return kept
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,7 +149,6 @@ class EvaluationOnly(Task):
         """See :meth:`Task.examples`; there are no calibration questions."""
         if split == "calibration":
             allowed = f"no search on task {self.name}: it has no calibration questions"
-            then = "set method.channel=... here and stages=[evaluate,report]"
-            hint = f"search with task=kv_retrieval, then {then}"
+            hint = "search with task=kv_retrieval, then set method.channel=... and stages=[evaluate,report]"
             raise UserError("stages", "search", allowed, hint)
         return list(self.questions())

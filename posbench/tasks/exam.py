@@ -17,11 +17,10 @@ LETTERS = ("A", "B", "C", "D")
 
 
 class Question(NamedTuple):
-    """A question: its number in the file, text, four options, right letter (empty where not published)."""
+    """A question: its number in the file, text with options, right letter (empty where not published)."""
 
     id: str
     text: str
-    options: list[str]
     answer: str
 
 
@@ -30,13 +29,6 @@ class Exam(EvaluationOnly):
     """Questions with four options, after demonstrations from the subject's dev file.
 
     Attributes:
-        categories: Subject to category; the order is that of the examples.
-        hub: Data set of the hub with ``<subject>/<part>-00000-of-00001.parquet``.
-        columns: Columns of the CSV files, where these have no header line.
-        parts: Parts that can be evaluated, the first one by default, and how many questions each holds.
-        unlabelled: The part whose questions need no answer.
-        cue: Last line of a question, which the letter follows.
-        stop: Texts that end a generated reply.
         path: Folder or .zip with the benchmark's own CSV files (``dev/<subject>_dev.csv`` and so on, also
             under ``data/``); None: the hub's parquet files.
         revision: Commit of the hub's data set; None: its default branch.
@@ -53,13 +45,15 @@ class Exam(EvaluationOnly):
 
     metric: ClassVar[str] = "accuracy"
     chance: ClassVar[float | None] = 1 / len(LETTERS)
-    categories: ClassVar[Mapping[str, str]]
-    hub: ClassVar[str]
-    columns: ClassVar[tuple[str, ...]] = ()
-    parts: ClassVar[Mapping[str, int]]
-    unlabelled: ClassVar[str] = ""
-    cue: ClassVar[str]
-    stop: ClassVar[tuple[str, ...]] = ()
+    categories: ClassVar[Mapping[str, str]]  # of the subjects, in the order of the examples
+    hub: ClassVar[str]  # data set of the hub with parquet files
+    columns: ClassVar[tuple[str, ...]] = ()  # of the CSV files, where these have no header line
+    parts: ClassVar[Mapping[str, int]]  # that can be evaluated, and how many questions each holds
+    split: ClassVar[str] = "test"  # the part that is evaluated
+    unlabelled: ClassVar[str] = ""  # the part whose questions need no answer
+    cue: ClassVar[str]  # last line of a question, which the letter follows
+    gap: ClassVar[str] = " "  # what stands between the two
+    stop: ClassVar[tuple[str, ...]] = ()  # texts that end a generated reply
 
     revision: str | None = None
     subjects: Literal["all"] | tuple[str, ...] = "all"
@@ -83,16 +77,6 @@ class Exam(EvaluationOnly):
         """See :class:`Task`."""
         return "examples" if self.mean == "questions" else "subsets"
 
-    @property
-    def part(self) -> str:
-        """The part that is evaluated."""
-        return next(iter(self.parts))
-
-    @property
-    def gap(self) -> str:
-        """What stands between the cue and the letter."""
-        return " "
-
     @abstractmethod
     def header(self, subject: str) -> str:
         """First line of a prompt."""
@@ -101,21 +85,16 @@ class Exam(EvaluationOnly):
     def letter(self, text: str) -> str:
         """The letter that a reply gives; anything else where it gives none."""
 
-    def unpacked(self, row: Line) -> Mapping[str, object]:
-        """A row of the hub's files in the columns of the CSV files: question, A, B, C, D, answer."""
-        return row
-
     def official(self) -> tuple[Source, ...]:
         """The hub's files of the subjects that are asked."""
-        parts = [(subject, part) for subject in self.chosen for part in ("dev", self.part)]
-        names = tuple(f"{subject}/{part}-00000-of-00001.parquet" for subject, part in parts)
+        names = tuple(_parquet(subject, part) for subject in self.chosen for part in ("dev", self.split))
         return (Source(kind="dataset", id=self.hub, field="task.path", files=names, revision=self.revision),)
 
     def questions(self) -> list[Example]:
         """See :meth:`EvaluationOnly.questions`."""
         folder = self.place()
         out = [example for subject in self.chosen for example in self._of(folder, subject)]
-        whole = self.parts[self.part]
+        whole = self.parts[self.split]
         if not self.path and self.subjects == "all" and len(out) != whole:
             asked = f"{len(out)} questions of {self.hub}"
             refuse("path", asked, f"{whole}, as in the benchmark", "posbench fetch, once more")
@@ -123,10 +102,8 @@ class Exam(EvaluationOnly):
 
     def averages(self) -> Mapping[str, tuple[str, ...]]:
         """The categories, as far as their subjects are asked."""
-        named: dict[str, tuple[str, ...]] = {}
-        for subject in self.chosen:
-            named[self.categories[subject]] = (*named.get(self.categories[subject], ()), subject)
-        return named
+        kinds = dict.fromkeys(self.categories[subject] for subject in self.chosen)
+        return {kind: tuple(s for s in self.chosen if self.categories[s] == kind) for kind in kinds}
 
     def score(self, example: Example, text: str) -> dict[str, float]:
         """1 if the reply gives the right letter; nothing where the right one is not published."""
@@ -137,13 +114,13 @@ class Exam(EvaluationOnly):
         if len(shown) < self.shots:
             allowed = f"at most {len(shown)}, the dev questions of {subject}"
             refuse("shots", self.shots, allowed, f"set task.shots={len(shown)}")
-        solved = [f"{self._ask(question)}{self.gap}{question.answer}" for question in shown]
+        solved = [f"{question.text}{self.gap}{question.answer}" for question in shown]
         choices = tuple(letter if self.chat_format else self.gap + letter for letter in LETTERS)
         generate = self.answer == "generate"
-        for question in self._read(folder, subject, self.part):
+        for question in self._read(folder, subject, self.split):
             yield Example(
                 id=f"{subject}-{question.id}",
-                prompt="\n\n".join([self.header(subject), *solved, self._ask(question)]),
+                prompt="\n\n".join([self.header(subject), *solved, question.text]),
                 answers=(question.answer,) if question.answer else (),
                 subset=subject,
                 choices=() if generate else choices,
@@ -151,39 +128,33 @@ class Exam(EvaluationOnly):
                 stop=self.stop if generate else (),
             )
 
-    def _ask(self, question: Question) -> str:
-        text = question.text.strip() if self.prompt == "lm_eval" else question.text
-        options = [f"{a}. {b}" for a, b in zip(LETTERS, question.options, strict=True)]
-        return "\n".join([text, *options, self.cue])
-
     def _read(self, folder: Path, subject: str, part: str) -> list[Question]:
-        if self.path:
-            name = f"{part}/{subject}_{part}.csv"
-            hint = f"get it from {self.source}, or leave that subject out: task.subjects=[...]"
-            file, member = pick(folder, (name, f"data/{name}"), hint)
-            lines = rows("path", file, member=member, names=self.columns)
-        else:
-            file = folder / subject / f"{part}-00000-of-00001.parquet"
-            lines = rows("path", file, count=5 if part == "dev" else None)
-        seen, labelled = set[str](), part != self.unlabelled
-        found = [self._question(row, number, labelled, seen) for number, (_, row) in enumerate(lines)]
+        name = f"{part}/{subject}_{part}.csv"
+        hint = f"get it from {self.source}, or leave that subject out: task.subjects=[...]"
+        file, member = pick(folder, (name, f"data/{name}", _parquet(subject, part)), hint)
+        count = 5 if part == "dev" and not self.path else 0
+        lines = rows("path", file, member, names=self.columns, unique="id", count=count)
+        found = [self._question(row, number, part) for number, (_, row) in enumerate(lines)]
         if not found:
             refuse("path", str(file), "at least one question", f"get it again from {self.source}")
         return found
 
-    def _question(self, row: Line, number: int, labelled: bool, seen: set[str]) -> Question:
+    def _question(self, row: Line, number: int, part: str) -> Question:
         """A row as a question. A wrong option may be blank, the right one not."""
         name = str(row.take("id", (str, int))) if "id" in row else str(number)
-        row.new("id", name, seen)
-        if not self.path:
-            row.update(self.unpacked(row))
-        text, options = row.take("question"), [row.get(letter) for letter in LETTERS]
-        for letter, option in zip(LETTERS, options, strict=True):
-            if not isinstance(option, str):
+        text: str = row.take("question")
+        lines = [text.strip() if self.prompt == "lm_eval" else text]
+        for letter in LETTERS:
+            if not isinstance(row.get(letter), str):
                 row.refuse(f'a field "{letter}" with the text of that option')
+            lines.append(f"{letter}. {row[letter]}")
         answer = str(row.get("answer") or "").strip()
-        if (labelled or answer) and answer not in LETTERS:
+        if (answer or part != self.unlabelled) and answer not in LETTERS:
             row.refuse(f'a field "answer" with a letter from A to D (not "{answer}")')
         if answer:
             row.take(answer)
-        return Question(name, text, options, answer)
+        return Question(name, "\n".join([*lines, self.cue]), answer)
+
+
+def _parquet(subject: str, part: str) -> str:
+    return f"{subject}/{part}-00000-of-00001.parquet"

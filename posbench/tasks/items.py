@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
@@ -10,7 +9,7 @@ from typing import Annotated, ClassVar
 from annotated_types import MinLen
 
 from posbench.schema import Count
-from posbench.tasks.base import Example, Task
+from posbench.tasks.base import Example, Task, first
 from posbench.tasks.reading import refuse
 
 Positions = Annotated[tuple[int | str, ...], MinLen(1)]
@@ -22,7 +21,6 @@ class Placed(Task):
     """A task whose gold item is moved over positions among others.
 
     Attributes:
-        sizes: Fields with the items per prompt, and per calibration prompt.
         path: File of the benchmark; see the task.
         positions: Gold positions; ``"50%"`` is index floor(0.5 * (items - 1)), which gives the benchmarks'
             0/4/9/14/19 of 20 documents and 0/34/69/104/139 of 140 pairs; or explicit 0-based indices.
@@ -32,7 +30,7 @@ class Placed(Task):
         seed: Seed of what is drawn.
     """
 
-    sizes: ClassVar[tuple[str, str]]
+    sizes: ClassVar[tuple[str, str]]  # fields with the items per prompt, and per calibration prompt
 
     path: str | None = None
     positions: Positions = ("0%", "25%", "50%", "75%", "100%")
@@ -71,8 +69,7 @@ class Placed(Task):
 
 def joined(head: str, items: Iterable[str], between: str, tail: str) -> tuple[str, Spans]:
     """``head``, the items with ``between`` in between, ``tail``; and the character span of every item."""
-    items = list(items)
-    spans, at = [], len(head)
+    items, spans, at = list(items), [], len(head)
     for item in items:
         spans.append((at, at + len(item)))
         at += len(item) + len(between)
@@ -82,38 +79,31 @@ def joined(head: str, items: Iterable[str], between: str, tail: str) -> tuple[st
 def gold_indices(field: str, positions: Sequence[int | str], size_field: str, size: int) -> list[int]:
     """Gold positions (of the key ``field``) as 0-based indices into a list whose size is another key.
 
-    Raises:
-        UserError: One lies outside the list, or two are the same.
+    Raises UserError where one lies outside the list, or two are the same.
     """
-    found = [_index(field, position, size_field, size) for position in positions]
+    found = []
+    for position in positions:
+        try:
+            if str(position).endswith("%"):
+                share = float(str(position)[:-1]) / 100
+                index = int(share * (size - 1)) if 0 <= share <= 1 else -1
+            else:
+                index = int(position)
+        except ValueError:
+            index = -1
+        if not 0 <= index < size:
+            allowed = (
+                f'an index from 0 to {size - 1} (task.{size_field}={size}) or a share from "0%" to "100%"'
+            )
+            refuse(field, position, allowed, "put the gold item inside the list")
+        found.append(index)
     if len(set(found)) != len(found):
         places = f"different gold positions (task.{size_field}={size} puts these at {found})"
         refuse(field, list(positions), places, f"set task.{field}=[...] or raise task.{size_field}")
     return found
 
 
-def _index(field: str, position: int | str, size_field: str, size: int) -> int:
-    try:
-        if isinstance(position, str) and position.endswith("%"):
-            share = float(position[:-1]) / 100
-            index = int(share * (size - 1)) if 0 <= share <= 1 else -1
-        else:
-            index = int(position)
-    except ValueError:
-        index = -1
-    if not 0 <= index < size:
-        allowed = f'an index from 0 to {size - 1} (task.{size_field}={size}) or a share from "0%" to "100%"'
-        refuse(field, position, allowed, "put the gold item inside the list")
-    return index
-
-
 def placed(examples: Sequence[Example], most: int | None = None) -> list[Example]:
     """The examples with a gold item among items, sorted by gold position; at most ``most`` of each."""
     there = [e for e in examples if e.gold_position is not None and e.items]
-    seen: Counter[int | None] = Counter()
-    kept = []
-    for example in sorted(there, key=lambda e: e.gold_position or 0):
-        seen[example.gold_position] += 1
-        if most is None or seen[example.gold_position] <= most:
-            kept.append(example)
-    return kept
+    return first(sorted(there, key=lambda e: e.gold_position or 0), most)

@@ -4,8 +4,9 @@ import random
 import re
 import uuid
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
+from pathlib import Path
 from typing import ClassVar, Literal
 
 from posbench.files.sources import Source
@@ -13,8 +14,6 @@ from posbench.schema import Count, Several
 from posbench.tasks.base import Example, Split
 from posbench.tasks.items import Placed, Spans, joined
 from posbench.tasks.reading import Line, refuse, rows
-
-Record = tuple[str, str]
 
 COMMIT = "04cbd0df78d3260600fd04e524a29bd1404ef86b"
 OFFICIAL = f"https://raw.githubusercontent.com/nelson-liu/lost-in-the-middle/{COMMIT}/kv_retrieval_data"
@@ -25,11 +24,11 @@ WORDS = tuple("".join(letters) for letters in product("bdgkmnrt", "aeio", "lp"))
 """The 64 words that the embedded models read; none contains another, which would confuse the scoring."""
 
 
-def official_prompt(records: list[Record], key: str) -> tuple[str, Spans]:
-    """The benchmark's prompt, and the character span of every pair.
+Record = tuple[str, str]
 
-    Source: nelson-liu/lost-in-the-middle, ``kv_retrieval.prompt`` (MIT).
-    """
+
+def official_prompt(records: list[Record], key: str) -> tuple[str, Spans]:
+    """The benchmark's prompt (``kv_retrieval.prompt``, MIT), and the character span of every pair."""
     head = "Extract the value corresponding to the specified key in the JSON object below.\n\nJSON data:\n{"
     tail = f'}}\n\nKey: "{key}"\nCorresponding value:'
     return joined(head, [f'"{k}": "{v}"' for k, v in records], ",\n ", tail)
@@ -49,13 +48,12 @@ class KVRetrieval(Placed):
     """Key-value retrieval over gold positions.
 
     Args:
-        pairs: Pairs per prompt.
+        pairs, calibration_pairs: Pairs per prompt, and per calibration prompt.
         prompt: ``official`` or ``compact``.
         records: Where no file is given: random ``uuid`` pairs, or the embedded models' ``words``.
         path: An official file (``*.jsonl`` or ``*.jsonl.gz``), or ``official``: the smallest one with enough
             pairs, downloaded. Each question is asked at every position. A file may hold more pairs than
             ``pairs``: the gold pair is moved first, then the list is cut.
-        calibration_pairs: Pairs per calibration prompt.
         calibration_path: Finished calibration prompts instead (JSON lines with ``input`` and ``output``).
         calibration_positions: None: spread evenly over the inner ones (Yu et al. 2025 never put the gold pair
             first or last either).
@@ -78,8 +76,8 @@ class KVRetrieval(Placed):
     calibration_path: str | None = None
 
     def __post_init__(self) -> None:
-        for name in ("pairs", "calibration_pairs"):
-            if self.records == "words" and not self.path and getattr(self, name) > len(WORDS):
+        for name in self.sizes if self.records == "words" and not self.path else ():
+            if getattr(self, name) > len(WORDS):
                 allowed = f"at most {len(WORDS)} with records=words"
                 refuse(name, getattr(self, name), allowed, f"set task.{name}={len(WORDS)}")
         if self.path == "official" and self.pairs > SIZES[-1]:
@@ -96,30 +94,23 @@ class KVRetrieval(Placed):
         """See :meth:`Task.examples`; a file's questions are asked at every position, generated ones once."""
         if split == "calibration":
             return list(self._finished_prompts() if self.calibration_path else self._calibration())
-        return list(self._from_file() if self.path else self._generated())
+        if self.path:
+            return list(self._from_file())
+        asked = [(at, f"{at}-{n}") for at in self.gold_positions for n in range(self.examples_per_position)]
+        return [self._draw(name, f"evaluation/{name}", self.pairs, at) for at, name in asked]
 
     def files(self) -> tuple[Source, ...]:
         """The official file and the calibration prompts, where they are given."""
-        found = []
+        given = {"task.path": self.path, "task.calibration_path": self.calibration_path}
+        found = [Source(kind="path", id=path, field=field) for field, path in given.items() if path]
         if self.path == "official":
             size = next(size for size in SIZES if size >= self.pairs)
-            url = f"{OFFICIAL}/kv-retrieval-{size}_keys.jsonl.gz"
-            found.append(Source(kind="url", id=url, field="task.path"))
-        elif self.path:
-            found.append(Source(kind="path", id=self.path, field="task.path"))
-        if self.calibration_path:
-            found.append(Source(kind="path", id=self.calibration_path, field="task.calibration_path"))
+            found[0] = replace(found[0], kind="url", id=f"{OFFICIAL}/kv-retrieval-{size}_keys.jsonl.gz")
         return tuple(found)
 
     def score(self, example: Example, text: str) -> dict[str, float]:
         """1 if the value occurs in the reply, letter case ignored."""
         return {"accuracy": float(any(answer.lower() in text.lower() for answer in example.answers))}
-
-    def _generated(self) -> Iterator[Example]:
-        for position in self.gold_positions:
-            for number in range(self.examples_per_position):
-                name = f"{position}-{number}"
-                yield self._draw(name, f"{self.seed}/evaluation/{name}", self.pairs, position)
 
     def _calibration(self) -> Iterator[Example]:
         inner = list(range(1, self.calibration_pairs - 1)) or [0, 1]
@@ -127,11 +118,10 @@ class KVRetrieval(Placed):
         for number in range(count):
             spread = inner[number * len(inner) // count % len(inner)]
             position = given[number % len(given)] if given else spread
-            stream = f"{self.seed}/calibration/{number}"
-            yield self._draw(f"c{number}", stream, self.calibration_pairs, position)
+            yield self._draw(f"c{number}", f"calibration/{number}", self.calibration_pairs, position)
 
     def _draw(self, name: str, stream: str, pairs: int, position: int) -> Example:
-        rng = random.Random(f"posbench kv_retrieval {stream}")
+        rng = random.Random(f"posbench kv_retrieval {self.seed}/{stream}")
         if self.records == "words":
             keys, values = rng.sample(WORDS, pairs), rng.sample(WORDS, pairs)
         else:
@@ -141,7 +131,7 @@ class KVRetrieval(Placed):
 
     def _from_file(self) -> Iterator[Example]:
         path = self.place()
-        lines = list(rows("path", path, count=QUESTIONS if self.path == "official" else None))
+        lines = list(rows("path", path, count=QUESTIONS if self.path == "official" else 0))
         self.need(len(lines), path)
         for number, (_, row) in enumerate(lines[: self.examples_per_position]):
             records, gold = _records(row)
@@ -153,26 +143,23 @@ class KVRetrieval(Placed):
                 moved = [*others[:position], gold, *others[position:]][: self.pairs]
                 yield self._example(f"{position}-{number}", moved, position, str(number))
 
-    def _example(self, name: str, records: list[Record], position: int, cluster: str) -> Example:
-        key, value = records[position]
+    def _example(self, name: str, records: list[Record], at: int, cluster: str) -> Example:
+        key, value = records[at]
         prompt, spans = PROMPTS[self.prompt](records, key)
         return Example(
-            id=name, prompt=prompt, answers=(value,), gold_position=position, items=spans, cluster=cluster
+            id=name, prompt=prompt, answers=(value,), gold_position=at, items=spans, cluster=cluster
         )
 
     def _finished_prompts(self) -> Iterator[Example]:
-        given = list(rows("calibration_path", str(self.calibration_path)))[: self.calibration_examples]
+        given = list(rows("calibration_path", Path(str(self.calibration_path))))[: self.calibration_examples]
         if not given:
             refuse("calibration_path", self.calibration_path, "at least one prompt", "fill the file")
-        evaluation = {example.prompt for example in self.examples("evaluation")} if self.path else set()
-        questions = {_question(prompt) for prompt in evaluation}
+        questions = {_question(e.prompt) for e in self.examples("evaluation")} if self.path else set()
         for number, row in given:
-            if not isinstance(row.get("input"), str) or not isinstance(row.get("output"), str):
-                row.refuse('text fields "input" and "output"')
-            if _question(row["input"]) in questions:
+            prompt, answer = row.take("input"), row.take("output")
+            if _question(prompt) in questions:
                 row.refuse("questions that the evaluation does not ask")
-            name = f"c{number}"
-            yield Example(id=name, prompt=row["input"], answers=(row["output"],), cluster=name)
+            yield Example(id=f"c{number}", prompt=prompt, answers=(answer,), cluster=f"c{number}")
 
 
 def _question(prompt: str) -> str:

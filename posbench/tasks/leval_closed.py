@@ -6,41 +6,23 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from posbench.files.sources import Source, local
-from posbench.schema import Count
-from posbench.tasks.base import EvaluationOnly, Example, Truncation
-from posbench.tasks.reading import Row, check_names, pick, rows
+from posbench.schema import Count, Truncation
+from posbench.tasks.base import EvaluationOnly, Example
+from posbench.tasks.reading import beside, check_names, pick, rows
 
 Benchmark = Literal["coursera", "quality", "tpo", "sci_fi"]
 
-FILES: dict[Benchmark, tuple[int, str]] = {
-    "coursera": (15, "03ef77fcbd191545ee9f750487d1e6b209352e6440cadc6671f0c9f4fcb753a5"),
-    "quality": (15, "e12593a3da249dc1f769d10e07da896a524917f278900a6f6ef42e7fd4daa67b"),
-    "tpo": (15, "7596d085ddc8e11418d53e956b492f9cba7087c2fc1b516508a26257eed1a57e"),
-    "sci_fi": (7, "eb704ffaacb8c84df4b9d70a8557066de25798b9af1332fd1f2dee77a8112d06"),
-}
-"""Documents in each of the benchmark's own files, and the file's sha256."""
+FILES: dict[str, dict[str, Any]] = beside(__file__)["files"]
+"""Of each benchmark: documents in its own file, that file's sha256, and the system message."""
 REPOSITORY = "https://raw.githubusercontent.com/OpenLMLab/LEval/main/LEval-data/Closed-ended-tasks"
-
-_LONG = "Now you are given a very long document. Please follow the instruction based on this document. "
-_LETTER = "Please only provide the letter corresponding to the answer (like A or {}) when answering. "
-_ONE = "For multi-choice questions, there is only a sinlge correct option. "
-_SEVERAL = "For multi-choice questions, there could be a sinlge correct option or multiple correct options. "
-_OTHERS = "For other questions, please directly give the concise and accurate answer. "
-SYSTEM = dict.fromkeys(("quality", "tpo"), _LONG + _ONE + _LETTER.format("B") + _OTHERS) | {
-    "coursera": _LONG + _SEVERAL + _LETTER.format("AB"),
-    "sci_fi": "Now you are given a scientific fiction. I will ask you some questions and the answer should "
-    'be "True" or "False". Notice that you should answer the question based on the evidence in the document '
-    "instead of your background knowledge.",
-}
-"""The benchmark's system messages, its spelling included."""
 
 LETTERS = "ABCD"
 _STORY = re.compile(r"based on the world described in the document\.?")
 _WORLD = "based on the real-world knowledge and facts up until your last training"
-_TRUTHS = re.compile(r"\s*(true|false)\s*\[fact:\s*(true|false)\s*\]\s*", re.IGNORECASE)
+_TRUTHS = re.compile(r"\s*(true|false)\s*\[fact:\s*(true|false)\s*\]\s*")
 
 
 def letters(reply: str, *, several: bool) -> str:
@@ -76,7 +58,7 @@ def letter_score(predicted: str, gold: str) -> float:
 
 
 def truth(reply: str) -> str:
-    """``true`` or ``false``, whichever the first word holds that holds one; empty if none does."""
+    """``true`` or ``false``, whichever comes first; empty without either."""
     found = re.search("true|false", reply.lower())
     return found.group() if found else ""
 
@@ -86,13 +68,9 @@ class LEvalClosed(EvaluationOnly):
     """The four closed-ended sets of L-Eval that LPES reports.
 
     SFiction asks every question twice: by the story, with the document (subset ``sci_fi_loyalty``), and by
-    the real world, without it (``sci_fi_fact``); L-Eval's number is the mean of both (``sci_fi``). The prompt
-    without a document begins at ``Question:`` and keeps the system message. A model without chat template
-    reads that message in front of the prompt.
-
-    Args:
-        path: Folder or ``.zip`` with the benchmark's files (``coursera.jsonl``, ...); None downloads them.
-        subsets: Which of the four.
+    the real world, without it (``sci_fi_fact``); L-Eval's number is the mean of both (``sci_fi``). A model
+    without chat template reads the system message in front of the prompt. ``path`` is a folder or ``.zip``
+    with the benchmark's files (``coursera.jsonl``, ...); None downloads them.
 
     Score: Equal letters 1, a part of the gold letters 0.25 (Coursera), else 0.
     """
@@ -132,7 +110,12 @@ class LEvalClosed(EvaluationOnly):
         return {"score": letter_score(letters(text, several=example.subset == "coursera"), gold)}
 
     def _subset(self, subset: Benchmark) -> Iterator[Example]:
-        for line, row in self._rows(subset):
+        if self.path:
+            hint = f"take it from {self.source}, or set task.path=null to download it"
+            lines = rows("path", *pick(Path(self.path).expanduser(), (f"{subset}.jsonl",), hint))
+        else:
+            lines = rows("path", local(_official(subset)), count=FILES[subset]["documents"])
+        for line, row in lines:
             document, questions = row.take("input"), row.take("instructions", list)
             golds = row.take("outputs", list)
             texts = [isinstance(text, str) and text.strip() for text in (*questions, *golds)]
@@ -144,26 +127,18 @@ class LEvalClosed(EvaluationOnly):
                     if not re.match(r"\s*\S*[A-D]", gold):
                         row.refuse(f'"outputs" that begin with letters from A to D ({gold[:20]} does not)')
                     yield _example(name, subset, question, gold_letters(gold), document)
-                    continue
-                both = _TRUTHS.fullmatch(gold)
-                if both is None:
+                elif both := _TRUTHS.fullmatch(gold.lower()):
+                    yield _example(f"{name}-loyalty", "sci_fi_loyalty", question, both[1], document, name)
+                    question = _STORY.sub(_WORLD, question)
+                    yield _example(f"{name}-fact", "sci_fi_fact", question, both[2], "", name)
+                else:
                     row.refuse(f'"outputs" like "True [fact: False]" ({gold[:20]} is not)')
-                story, world = both[1].lower(), both[2].lower()
-                yield _example(f"{name}-loyalty", "sci_fi_loyalty", question, story, document, name)
-                asked = _STORY.sub(_WORLD, question)
-                yield _example(f"{name}-fact", "sci_fi_fact", asked, world, "", name)
-
-    def _rows(self, subset: Benchmark) -> Iterator[Row]:
-        name = f"{subset}.jsonl"
-        if not self.path:
-            return rows("path", local(_official(subset)), count=FILES[subset][0])
-        hint = f"take it from {self.source}, or set task.path=null to download it"
-        file, member = pick(Path(self.path).expanduser(), (name,), hint)
-        return rows("path", file, member=member)
 
 
 def _official(name: Benchmark) -> Source:
-    return Source(kind="url", id=f"{REPOSITORY}/{name}.jsonl", field="task.path", sha256=FILES[name][1])
+    return Source(
+        kind="url", id=f"{REPOSITORY}/{name}.jsonl", field="task.path", sha256=FILES[name]["sha256"]
+    )
 
 
 def _example(name: str, subset: str, question: str, gold: str, document: str, cluster: str = "") -> Example:
@@ -176,7 +151,7 @@ def _example(name: str, subset: str, question: str, gold: str, document: str, cl
         answers=(gold,),
         cluster=cluster,
         subset=subset,
-        system=SYSTEM["sci_fi" if subset.startswith("sci_fi") else subset],
+        system=FILES["sci_fi" if subset.startswith("sci_fi") else subset]["system"],
         prefill="\nAnswer:",
         document=(len(before), len(before) + len(document)) if document else None,
     )

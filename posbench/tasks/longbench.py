@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from posbench.files.sources import Source
-from posbench.schema import Count
+from posbench.schema import Count, Truncation
 from posbench.tasks import scorers
-from posbench.tasks.base import EvaluationOnly, Example, Truncation
-from posbench.tasks.reading import Line, check_names, pick, rows
+from posbench.tasks.base import EvaluationOnly, Example
+from posbench.tasks.reading import Line, beside, check_names, pick, rows
 
-_DATA = Path(__file__).with_suffix(".json").read_text(encoding="utf-8")
-PROMPTS: dict[str, dict[str, Any]] = json.loads(_DATA)["tasks"]
+PROMPTS: dict[str, Any] = beside(__file__)["tasks"]
 """Prompt and tokens to generate of every task, character by character those of the benchmark (MIT)."""
 
 CATEGORIES: dict[str, tuple[str, ...]] = {
@@ -52,8 +51,7 @@ SCORERS: dict[str, Callable[[str, str], float]] = {
     **dict.fromkeys(("lcc", "repobench-p"), scorers.code_similarity),
     "multifieldqa_zh": scorers.qa_f1_zh,
     "passage_count": scorers.count,
-    "passage_retrieval_en": scorers.retrieval,
-    "passage_retrieval_zh": scorers.retrieval_zh,
+    **dict.fromkeys(("passage_retrieval_en", "passage_retrieval_zh"), scorers.retrieval),
 }
 """The score of a reply against one gold text; trec and lsht also need the classes and are scored by name."""
 
@@ -68,15 +66,13 @@ class LongBench(EvaluationOnly):
 
     Args:
         tasks: Names of the tasks; the 16 of Yu et al. 2025 by default.
-        path: A folder with ``<task>.jsonl`` files or with ``data.zip``, or that zip; None: data.zip of the
-            hub's THUDM/LongBench, whose numbers of questions are checked.
+        path: A folder with ``<task>.jsonl`` files or with ``data.zip``, or that zip; None: that of the hub's
+            THUDM/LongBench, whose numbers of questions are checked.
         protocol: ``official``: samsum stops at a line break after at least one token, and replies are scored
             as they are. ``yu``: as the program of Yu et al. 2025: no such stop, at least one token in every
-            task, and replies stripped before they are scored, so that a leading space no longer hides the
-            first line and code loses its indent.
+            task, and replies stripped before they are scored (code loses its indent).
         extended: LongBench-E instead: the files ``<task>_e.jsonl``, without tasks that are not in it, and one
             subset for every task and range of length (under 4000 words, under 8000, more).
-        max_new_tokens: Tokens to generate at most; most tasks have a smaller number of their own.
 
     Score: 0..1, the best one over the gold texts: token F1, ROUGE-L, share of right numbers, class named, or
     similarity of code (:mod:`posbench.tasks.scorers`). Of few-shot replies the first line counts. ``all`` is
@@ -122,10 +118,8 @@ class LongBench(EvaluationOnly):
             text = text.strip()
         if task in FIRST_LINE:
             text = text.lstrip("\n").split("\n")[0]
-        if task in CLASSIFIED:
-            classes = example.meta["all_classes"]
-            return {"score": max(scorers.classification(text, gold, classes) for gold in example.answers)}
-        return {"score": max(SCORERS[task](text, gold) for gold in example.answers)}
+        scorer = SCORERS.get(task) or partial(scorers.classification, classes=example.meta["all_classes"])
+        return {"score": max(scorer(text, gold) for gold in example.answers)}
 
     def averages(self) -> Mapping[str, tuple[str, ...]]:
         """The categories and their mean, ``categories``; of LongBench-E the ranges of length."""
@@ -136,15 +130,14 @@ class LongBench(EvaluationOnly):
         return {**given, "categories": tuple(given)}
 
     def _task(self, place: Path, task: str) -> Iterator[Example]:
-        name = f"{task}_e.jsonl" if self.extended else f"{task}.jsonl"
+        name = f"{task}{'_e' if self.extended else ''}.jsonl"
         hint = "get data.zip from hf.co/datasets/THUDM/LongBench"
         file, member = pick(place, (name, f"data/{name}"), hint, archive="data.zip")
-        count = None if self.path or self.extended else COUNTS.get(task, 200)
-        seen: set[str] = set()
-        for _, row in rows("path", file, member=member, count=count):
-            yield self._example(row, task, seen)
+        count = 0 if self.path or self.extended else COUNTS.get(task, 200)
+        for _, row in rows("path", file, member, unique="_id", count=count):
+            yield self._example(row, task)
 
-    def _example(self, row: Line, task: str, seen: set[str]) -> Example:
+    def _example(self, row: Line, task: str) -> Example:
         own, context, question = PROMPTS[task], row.take("context"), row.get("input")
         # Some copies of repobench-p hold all of the prompt's text in the context; the template joins the two.
         needed = "{input}" in own["prompt"] and task != "repobench-p"
@@ -154,18 +147,16 @@ class LongBench(EvaluationOnly):
         if not all(isinstance(answer, str) and re.search(GOLD.get(task, ""), answer) for answer in answers):
             form = f" like {GOLD[task]}" if task in GOLD else ""
             row.refuse(f'a field "answers" (list of str{form})')
-        meta: dict[str, Any] = {"task": task}
-        if task in CLASSIFIED:
-            classes = meta["all_classes"] = row.take("all_classes", list)
-            if not all(isinstance(name, str) for name in classes) or not set(answers) <= set(classes):
-                row.refuse('a field "all_classes" (list of str) with all of the answers')
+        classes = row.take("all_classes", list) if task in CLASSIFIED else answers
+        if not all(isinstance(name, str) for name in classes) or not set(answers) <= set(classes):
+            row.refuse('a field "all_classes" (list of str) with all of the answers')
         subset = task
         if self.extended:
             length = row.take("length", int)
             subset += "/" + next(name for name, end in BUCKETS.items() if length < end)
         official = self.protocol == "official"
         return Example(
-            id=f"{task}-{row.new('_id', row.take('_id'), seen)}",
+            id=f"{task}-{row.take('_id')}",
             prompt=own["prompt"].format(context=context, input=question),
             answers=tuple(answers),
             subset=subset,
@@ -173,5 +164,5 @@ class LongBench(EvaluationOnly):
             max_new_tokens=min(own["max_new_tokens"], self.max_new_tokens),
             min_new_tokens=int(not official or task == "samsum"),
             stop=("\n",) if official and task == "samsum" else (),
-            meta=meta,
+            meta={"task": task} | ({"all_classes": classes} if task in CLASSIFIED else {}),
         )

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from posbench.files.sources import Source
-from posbench.schema import Count
-from posbench.tasks.base import EvaluationOnly, Example, Truncation
+from posbench.schema import Count, Truncation
+from posbench.tasks.base import EvaluationOnly, Example
 from posbench.tasks.reading import Line, refuse, rows
 
 COMMIT = "bdc356116a09a6a3d552e28a9f330878915b1696"
@@ -36,9 +36,9 @@ def deviations(order: Sequence[int]) -> dict[str, float]:
     """How far a permutation, the places from 0 in the gold order, is from 0, 1, ..., n-1 (Li et al. 2023).
 
     ``lsd`` and ``lmd`` are the mean square and mean absolute displacement; ``sd`` the swaps that sort it, n
-    minus its cycles; ``sdd`` the length of those swaps, where the pair whose displacement a swap reduces most
-    per place goes first. Some swap of places i < j always reduces it by 2 (j - i), the most there is (the
-    last item that has to move right, and one that has to pass it): half the sum of displacements.
+    minus its cycles; ``sdd`` the length of those swaps, the one that reduces displacement most per place
+    first. Some swap of places i < j always reduces it by 2 (j - i), the most there is (the last item that has
+    to move right, and one that has to pass it): half the sum of displacements.
     """
     size, seen, cycles = len(order), set[int](), 0
     for start in range(size):
@@ -52,9 +52,8 @@ def deviations(order: Sequence[int]) -> dict[str, float]:
 
 
 def worst(size: int) -> dict[str, float]:
-    """The largest deviations of any order of ``size`` items: of the reversal, and of one cycle for ``sd``."""
-    square = size**2
-    return {"lsd": (square - 1) / 3, "lmd": square // 2 / size, "sd": size - 1.0, "sdd": float(square // 4)}
+    """The largest deviations of any order of ``size`` items: the reversal's, and ``sd`` of one cycle."""
+    return {**deviations(range(size)[::-1]), "sd": size - 1.0}
 
 
 def reorder_scores(reply: str, gold: str) -> dict[str, float]:
@@ -64,8 +63,7 @@ def reorder_scores(reply: str, gold: str) -> dict[str, float]:
     once and no other numeral in that notation; ``lsd``, ``lmd``, ``sd``, ``sdd`` are its deviations, and the
     worst ones for any other reply. The same names with ``_s`` are there for standard replies alone.
     """
-    arabic = gold[0].isdigit()
-    wanted, found = numerals(gold, arabic=arabic), numerals(reply, arabic=arabic)
+    wanted, found = (numerals(text, arabic=gold[0].isdigit()) for text in (gold, reply))
     if sorted(found) != sorted(wanted):
         return {"exact_order": 0.0, "standard": 0.0, **worst(len(wanted))}
     moved = deviations([wanted.index(item) for item in found])
@@ -77,13 +75,12 @@ def reorder_scores(reply: str, gold: str) -> dict[str, float]:
 class LooGLETimelineReorder(EvaluationOnly):
     """LooGLE's timeline reorder questions.
 
-    Non-standard replies count with the worst deviation, as the paper says. The released evaluation loop has
+    Replies that are no order count with the worst deviations, as the paper says; the released evaluation has
     that test inverted (it replaces the valid values).
 
     Args:
-        path: ``longdep_qa`` as ``.jsonl``, ``.jsonl.gz``, ``.parquet`` or inside a ``.zip``, one document per
-            row with ``input`` and ``qa_pairs``; None: the hub's, downloaded once.
-        member: The file inside a ``.zip``.
+        path, member: ``longdep_qa`` as ``.jsonl``, ``.jsonl.gz``, ``.parquet``, or the file ``member`` in a
+            ``.zip``; one document per row with ``input`` and ``qa_pairs``. None: the hub's, downloaded once.
         numerals: ``roman`` renumbers events 1., 2., ... (each at the start of a line) as I., II., ..., as the
             paper asks, so that years in a reply are no items; questions numbered otherwise stay as they are.
             ``as_given``: all do.
@@ -112,13 +109,13 @@ class LooGLETimelineReorder(EvaluationOnly):
 
     def questions(self) -> list[Example]:
         """See :meth:`EvaluationOnly.questions`."""
-        place = self.place()
-        file = place if self.path else place / HUB.files[0]
-        member = self.member if file.suffix == ".zip" else None
-        found = [e for line, row in rows("path", file, member=member) for e in self._document(line, row)]
+        file = self.place() / ("" if self.path else HUB.files[0])
+        member = self.member if file.suffix == ".zip" else ""
+        found = [e for line, row in rows("path", file, member) for e in self._document(line, row)]
         if not found:
-            hint = "set task.path to the file longdep_qa of LooGLE"
-            refuse("path", str(file), f'questions with "type": "{TYPE}"', hint)
+            refuse(
+                "path", str(file), f'questions with "type": "{TYPE}"', "set task.path to LooGLE's longdep_qa"
+            )
         return found
 
     def score(self, example: Example, text: str) -> dict[str, float]:
@@ -133,7 +130,7 @@ class LooGLETimelineReorder(EvaluationOnly):
             row.refuse(f'a Python literal in "qa_pairs" ({error})')
         if not isinstance(pairs, list) or not all(isinstance(pair, dict) for pair in pairs):
             row.refuse('a list of dicts in "qa_pairs"')
-        lines = [Line(pair, row.field, row.shown, line) for pair in pairs]
+        lines = (Line(pair, row.field, row.shown, line) for pair in pairs)
         asked = [pair for pair in lines if pair.take("type") == TYPE]
         for number, pair in enumerate(asked[:1] if self.first_per_document else asked):
             question, answer = pair.take("Q"), pair.take("A")
@@ -151,5 +148,4 @@ def _in_roman(question: str, gold: list[str]) -> tuple[str, list[str]]:
     wanted = [str(number + 1) for number in range(len(gold))]
     if sorted(_EVENT.findall(question)) != sorted(wanted) or sorted(gold) != sorted(wanted):
         return question, gold
-    changed = _EVENT.sub(lambda found: f"{roman(int(found.group(1)))}. ", question)
-    return changed, [roman(int(item)) for item in gold]
+    return _EVENT.sub(lambda m: f"{roman(int(m[1]))}. ", question), [roman(int(item)) for item in gold]

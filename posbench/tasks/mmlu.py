@@ -6,36 +6,8 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from posbench.schema import Count
-from posbench.tasks.exam import LETTERS, Exam
-from posbench.tasks.reading import Line
-
-_SUBJECTS = {
-    "STEM": """
-        abstract_algebra astronomy college_biology college_chemistry college_computer_science
-        college_mathematics college_physics computer_security conceptual_physics electrical_engineering
-        elementary_mathematics high_school_biology high_school_chemistry high_school_computer_science
-        high_school_mathematics high_school_physics high_school_statistics machine_learning
-    """,
-    "humanities": """
-        formal_logic high_school_european_history high_school_us_history high_school_world_history
-        international_law jurisprudence logical_fallacies moral_disputes moral_scenarios philosophy
-        prehistory professional_law world_religions
-    """,
-    "social sciences": """
-        econometrics high_school_geography high_school_government_and_politics high_school_macroeconomics
-        high_school_microeconomics high_school_psychology human_sexuality professional_psychology
-        public_relations security_studies sociology us_foreign_policy
-    """,
-    "other": """
-        anatomy business_ethics clinical_knowledge college_medicine global_facts human_aging management
-        marketing medical_genetics miscellaneous nutrition professional_accounting professional_medicine
-        virology
-    """,
-}
-CATEGORIES = dict(
-    sorted((subject, category) for category, subjects in _SUBJECTS.items() for subject in subjects.split())
-)
-"""As in ``categories.py`` of hendrycks/test; lm-evaluation-harness counts anatomy as STEM."""
+from posbench.tasks.exam import LETTERS, Exam, Question
+from posbench.tasks.reading import Line, beside
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,12 +23,10 @@ class MMLU(Exam):
     line, exact but for letter case and punctuation.
     """
 
-    source: ClassVar[str] = (
-        "Hendrycks et al. 2021, github.com/hendrycks/test (data.tar), huggingface.co/datasets/cais/mmlu"
-    )
+    source: ClassVar[str] = "Hendrycks et al. 2021, github.com/hendrycks/test (data.tar), hub cais/mmlu"
     licence: ClassVar[str] = "MIT"
     size: ClassVar[str] = "14042 questions in 57 subjects"
-    categories: ClassVar[Mapping[str, str]] = CATEGORIES
+    categories: ClassVar[Mapping[str, str]] = beside(__file__)["subjects"]
     hub: ClassVar[str] = "cais/mmlu"
     columns: ClassVar[tuple[str, ...]] = ("question", *LETTERS, "answer")
     parts: ClassVar[Mapping[str, int]] = {"test": 14042}
@@ -76,11 +46,13 @@ class MMLU(Exam):
         """The reply without punctuation and outer blanks, in capitals."""
         return text.translate(str.maketrans("", "", string.punctuation)).strip().upper()
 
-    def unpacked(self, row: Line) -> Mapping[str, object]:
-        """See :meth:`Exam.unpacked`. The hub has the options in one list, and a number for the answer."""
-        options, answer = row.take("choices", list), row.take("answer", int)
-        if len(options) != len(LETTERS):
-            row.refuse('a field "choices" with four options')
-        if not 0 <= answer < len(LETTERS):
-            row.refuse(f'a field "answer" from 0 to 3 (not {answer})')
-        return dict(zip(LETTERS, options, strict=True)) | {"answer": LETTERS[answer]}
+    def _question(self, row: Line, number: int, part: str) -> Question:
+        if not self.path:
+            # The hub has the options in one list, and a number for the answer.
+            options, answer = row.take("choices", list), row.take("answer", int)
+            if len(options) != len(LETTERS):
+                row.refuse('a field "choices" with four options')
+            if not 0 <= answer < len(LETTERS):
+                row.refuse(f'a field "answer" from 0 to 3 (not {answer})')
+            row.update(zip(LETTERS, options, strict=True), answer=LETTERS[answer])
+        return super()._question(row, number, part)

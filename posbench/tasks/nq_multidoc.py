@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 from posbench.files.sources import Source
 from posbench.schema import Count, Several
@@ -21,11 +21,8 @@ REPOSITORY = f"https://raw.githubusercontent.com/nelson-liu/lost-in-the-middle/{
 SIZES, QUESTIONS = (10, 20, 30), 2655
 """Documents per prompt of the benchmark's own files, and questions in each."""
 
-INSTRUCTION = (
-    "Write a high-quality answer for the given question using only the provided search results "
-    "(some of which might be irrelevant)."
-)
-RANDOM_ORDER = " The search results are ordered randomly."
+INSTRUCTION = "Write a high-quality answer for the given question using only the provided search results "
+INSTRUCTION += "(some of which might be irrelevant)."
 
 Prompt = Literal["official", "query_aware", "random_order", "closed_book", "oracle"]
 
@@ -50,23 +47,15 @@ class Question(NamedTuple):
 def render(
     prompt: Prompt, question: str, documents: list[Document], *, renumber: bool = True
 ) -> tuple[str, Spans]:
-    """The benchmark's prompt, and the character span of every document, numbered from 1 or as in the file.
-
-    Source: nelson-liu/lost-in-the-middle, ``qa.prompt`` (``official`` and ``oracle``),
-    ``qa_with_query_aware_contextualization.prompt``, ``qa_ordered_randomly.prompt``,
-    ``closedbook_qa.prompt`` (MIT).
-    """
+    """The benchmark's prompt (``qa*.prompt``, ``closedbook_qa.prompt``; MIT), and every document's span."""
     ending = f"Question: {question}\nAnswer:"
     if prompt == "closed_book":
         return ending, ()
-    head = INSTRUCTION + (RANDOM_ORDER if prompt == "random_order" else "") + "\n\n"
-    if prompt == "query_aware":
-        head += f"Question: {question}\n\n"
-    shown = [
-        f"Document [{place if renumber else document.number}](Title: {document.title}) {document.text}"
-        for place, document in enumerate(documents, start=1)
-    ]
-    return joined(head, shown, "\n", f"\n\n{ending}")
+    randomly = " The search results are ordered randomly." if prompt == "random_order" else ""
+    first = f"Question: {question}\n\n" if prompt == "query_aware" else ""
+    numbers = range(1, len(documents) + 1) if renumber else [document.number for document in documents]
+    shown = [f"Document [{n}](Title: {d.title}) {d.text}" for n, d in zip(numbers, documents, strict=True)]
+    return joined(f"{INSTRUCTION}{randomly}\n\n{first}", shown, "\n", f"\n\n{ending}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,9 +63,8 @@ class NQMultiDoc(Placed):
     """Multi-document question answering over gold positions.
 
     Args:
-        path: A file of the benchmark (``*.jsonl`` or ``*.jsonl.gz``), whatever its gold position: the gold
-            document is taken out and put back at each position. It may hold more documents than
-            ``documents``: the others are cut. None: the official file, downloaded once.
+        path: A file of the benchmark (``*.jsonl`` or ``*.jsonl.gz``), whatever its gold position and with at
+            least ``documents``: the gold one is put at each position. None: the official file, downloaded.
         documents: Documents per prompt.
         examples_per_position: Questions, the first ones; each is asked at every position.
         prompt: ``official``; ``query_aware`` asks before and after the documents; ``random_order`` says that
@@ -126,11 +114,11 @@ class NQMultiDoc(Placed):
     def examples(self, split: Split) -> list[Example]:
         """See :meth:`Task.examples`. Calibration: the file's next questions, if not asked before."""
         file = self.place()
-        lines = list(rows("path", file, count=None if self.path else QUESTIONS))
+        lines = list(rows("path", file, count=0 if self.path else QUESTIONS))
         self.need(len(lines), file)
         evaluation = [self._question(row) for _, row in lines[: self.examples_per_position]]
         if split == "calibration":
-            return list(self._calibration(file, lines, {_key(question.text) for question in evaluation}))
+            return list(self._calibration(file, lines, {_key(question) for question in evaluation}))
         return [
             self._example(f"{number}" if place is None else f"{place}-{number}", number, question, place)
             for number, question in enumerate(evaluation)
@@ -148,11 +136,9 @@ class NQMultiDoc(Placed):
         start, count = self.examples_per_position, self.calibration_examples
         places = self._places(self.calibration_indices or self.gold_positions)
         later = ((number, self._question(row)) for number, (_, row) in enumerate(lines[start:], start=start))
-        fresh = list(islice(((n, q) for n, q in later if _key(q.text) not in asked), count))
+        fresh = list(islice(((n, q) for n, q in later if _key(q) not in asked), count))
         if len(fresh) < count:
-            allowed = (
-                f"at most {len(fresh)}: {file} has {len(lines)} questions, the first {start} are evaluated"
-            )
+            allowed = f"at most {len(fresh)}: {file} has {len(lines)} questions, {start} are evaluated"
             hint = "lower it or task.examples_per_position, or set task.path to a longer file"
             refuse("calibration_examples", count, allowed, hint)
         for turn, (number, question) in enumerate(fresh):
@@ -172,29 +158,21 @@ class NQMultiDoc(Placed):
             (gold if entry["isgold"] else others).append(Document(number, *texts))
         if len(gold) != 1:
             row.refuse(f'one document with "isgold": true in "ctxs" ({len(gold)} have it)')
-        if self.prompt == "oracle":
-            return Question(text, answers, gold[0], [])
-        if len(others) < self.documents - 1:
+        needed = 0 if self.prompt == "oracle" else self.documents - 1
+        if len(others) < needed:
             row.refuse(f'{self.documents} documents in "ctxs", as task.documents asks ({len(others) + 1})')
-        return Question(text, answers, gold[0], others[: self.documents - 1])
+        return Question(text, answers, gold[0], others[:needed])
 
-    def _example(self, name: str, number: int, question: Question, position: int | None) -> Example:
+    def _example(self, name: str, number: int, question: Question, place: int | None) -> Example:
         others = list(question.others)
         if self.prompt == "random_order":
             random.Random(f"posbench nq_multidoc {self.seed}/{number}").shuffle(others)
-        at = position or 0
-        documents = [*others[:at], question.gold, *others[at:]] if question.gold else []
+        documents = [*others[: place or 0], question.gold, *others[place or 0 :]] if question.gold else []
         prompt, spans = render(self.prompt, question.text, documents, renumber=self.labels == "renumbered")
-        return Example(
-            id=name,
-            prompt=prompt,
-            answers=question.answers,
-            gold_position=position,
-            items=spans,
-            cluster=str(number),
-        )
+        facts: dict[str, Any] = {"id": name, "answers": question.answers, "cluster": str(number)}
+        return Example(prompt=prompt, gold_position=place, items=spans, **facts)
 
 
-def _key(question: str) -> str:
+def _key(question: Question) -> str:
     """A question's text as far as two spellings of it agree."""
-    return " ".join(question.casefold().split())
+    return " ".join(question.text.casefold().split())

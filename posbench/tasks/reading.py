@@ -30,13 +30,6 @@ class Line(dict[str, Any]):
             self.refuse(f'a field "{name}" ({expected}, not empty)')
         return value
 
-    def new(self, name: str, value: str, seen: set[str]) -> str:
-        """The value of an id field, remembered in ``seen`` and refused if it is there."""
-        if value in seen:
-            self.refuse(f'a "{name}" that occurs once ({value} stands further up)')
-        seen.add(value)
-        return value
-
     def refuse(self, allowed: str) -> NoReturn:
         """Raise UserError for this line."""
         refuse(self.field, f"{self.shown} line {self.number}", allowed, "fix or remove that line")
@@ -51,6 +44,11 @@ def refuse(field: str, value: object, allowed: str, hint: str) -> NoReturn:
     raise UserError(f"task.{field}", value, allowed, hint)
 
 
+def beside(module: str) -> Any:
+    """What the JSON file with the name of a module holds."""
+    return json.loads(Path(module).with_suffix(".json").read_text("utf-8"))
+
+
 def check_names(field: str, names: Sequence[str], known: Sequence[str]) -> None:
     """Refuse unknown names, repeated ones, and none at all."""
     for name in names:
@@ -61,40 +59,29 @@ def check_names(field: str, names: Sequence[str], known: Sequence[str]) -> None:
         refuse(field, list(names), allowed, f"set task.{field}=[{known[0]}]")
 
 
-def pick(place: Path, names: Sequence[str], hint: str, archive: str = "") -> tuple[Path, str | None]:
+def pick(place: Path, names: Sequence[str], hint: str, archive: str = "") -> tuple[Path, str]:
     """The first file that is there of some in a folder, in a ``.zip``, or in the folder's zip ``archive``.
 
-    Returns:
-        The file, and its path in the zip.
-
-    Raises:
-        UserError: None of them is there.
+    Returns the file and, of a zip, the path in it; raises UserError if none of them is there.
     """
     for name in names:
         if (place / name).is_file():
-            return place / name, None
+            return place / name, ""
     file = place if place.suffix == ".zip" else place / archive
-    for name in names:
-        if file.is_file() and name in _held(file):
-            return file, name
+    if file.is_file():
+        try:
+            with zipfile.ZipFile(file) as packed:
+                held = packed.namelist()
+        except (OSError, zipfile.BadZipFile) as error:
+            refuse("path", str(file), "a readable .zip file", f"get it again ({error})")
+        for name in names:
+            if name in held:
+                return file, name
     refuse("path", str(place), f"a folder or .zip with {names[0]}", hint)
 
 
-def _held(file: Path) -> list[str]:
-    try:
-        with zipfile.ZipFile(file) as archive:
-            return archive.namelist()
-    except (OSError, zipfile.BadZipFile) as error:
-        refuse("path", str(file), "a readable .zip file", f"get it again ({error})")
-
-
 def rows(
-    field: str,
-    path: str | Path,
-    *,
-    member: str | None = None,
-    names: tuple[str, ...] = (),
-    count: int | None = None,
+    field: str, path: Path, member: str = "", *, names: Sequence[str] = (), unique: str = "", count: int = 0
 ) -> Iterator[Row]:
     """The rows of a file: ``.jsonl``, ``.jsonl.gz``, ``.csv``, ``.parquet``, or one of these in a ``.zip``.
 
@@ -103,24 +90,28 @@ def rows(
         path: The file.
         member: Path inside a zip.
         names: Column names of a CSV without a header line.
-        count: How many rows the benchmark's own file has, where this must be that file.
+        unique: Field whose value may occur once, where a row has it.
+        count: How many rows the benchmark's own file has, where this must be that file; 0: any number.
 
-    Raises:
-        UserError: The file cannot be read (the message names the line), or the count differs.
+    Raises UserError where the file cannot be read (the message names the line), or the count differs.
     """
-    shown, total = f"{path}:{member}" if member else str(path), 0
+    shown, total, seen = f"{path}:{member}" if member else str(path), 0, set()
     for number, row in _rows(field, Path(path).expanduser(), shown, member, names):
-        total += 1
-        yield number, Line(row, field, shown, number)
-    if count is not None and total != count:
+        total, line = total + 1, Line(row, field, shown, number)
+        if unique in row:
+            if (name := str(row[unique])) in seen:
+                line.refuse(f'a "{unique}" that occurs once ({name} stands further up)')
+            seen.add(name)
+        yield number, line
+    if count and total != count:
         told, allowed = f"{shown} with {total} rows", f"{count} rows, as in the benchmark"
         refuse(field, told, allowed, "fetch the file again: posbench fetch")
 
 
 def _rows(
-    field: str, file: Path, shown: str, member: str | None, names: tuple[str, ...]
+    field: str, file: Path, shown: str, member: str, names: Sequence[str]
 ) -> Iterator[tuple[int, dict[str, Any]]]:
-    kind, line = Path(member).suffix if member else file.suffix, 0
+    kind, line = Path(member or file).suffix, 0
     try:
         if kind == ".parquet":
             # Slow to import, and wanted by few tasks.
@@ -146,8 +137,8 @@ def _rows(
                         raise ValueError("not an object")
                     yield line, row
     except (OSError, EOFError, zipfile.BadZipFile, zlib.error, KeyError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
         allowed = "a readable .jsonl, .jsonl.gz, .csv, .parquet or .zip file"
+        reason = getattr(error, "strerror", None) or error
         refuse(field, shown, allowed, f"check the path, or the file after line {line} ({reason})")
     except UnicodeDecodeError as error:
         Line({}, field, shown, line + 1).refuse(f"UTF-8 text ({error.reason})")
@@ -160,7 +151,7 @@ def _no_constant(name: str) -> None:
     raise ValueError(f"{name} is not JSON")
 
 
-def _open(file: Path, member: str | None) -> Any:
+def _open(file: Path, member: str) -> Any:
     if member:
         return io.TextIOWrapper(zipfile.ZipFile(file).open(member), encoding="utf-8", newline="")
     if file.suffix == ".gz":

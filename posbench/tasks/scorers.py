@@ -28,12 +28,8 @@ def normalize_answer(text: str) -> str:
 def best_subspan_em(reply: str, answers: Sequence[str], *, strip_first: bool = True) -> float:
     """1 where a normalised answer is part of the reply's first line, else 0 (Liu et al. 2023): 13 is in 1300.
 
-    Args:
-        reply: The model's text.
-        answers: Accepted answers.
-        strip_first: White space goes before the reply is cut at its first line break, as in the script of Yu
-            et al. (arXiv:2406.02536). False: after the cut, as in that of Liu et al., where a reply that
-            begins with a line break scores 0.
+    ``strip_first``: white space goes before the reply is cut at its first line break, as in the script of Yu
+    et al. (arXiv:2406.02536), not after, as in that of Liu et al.: there a leading line break scores 0.
     """
     line = normalize_answer((reply.strip() if strip_first else reply).split("\n", 1)[0])
     return float(any(normalize_answer(answer) in line for answer in answers))
@@ -51,12 +47,11 @@ def qa_f1_zh(reply: str, gold: str) -> float:
     benchmark's set of Chinese punctuation lacks ``《``, so that one counts as a word.
     """
     bare = (["".join(w.lower().translate(_PUNCTUATION_ZH).split()) for w in _cut(t)] for t in (reply, gold))
-    ours, theirs = ([word for word in words if word] for words in bare)
-    return _f1(ours, theirs)
+    return _f1(*([word for word in words if word] for words in bare))
 
 
 def _f1(ours: Sequence[str], theirs: Sequence[str]) -> float:
-    common = sum((Counter(ours) & Counter(theirs)).values())
+    common = (Counter(ours) & Counter(theirs)).total()
     if not common:
         return 0.0
     precision, recall = common / len(ours), common / len(theirs)
@@ -105,25 +100,18 @@ def classification(reply: str, gold: str, classes: Sequence[str]) -> float:
     benchmark removes from the list that it walks through, and so skips the next entry.
     """
     named = [name for name in classes if name in reply]
-    at = 0
-    while at < len(named):
-        if named[at] in gold and named[at] != gold:
-            named.remove(named[at])
-        at += 1
+    for name in named:
+        if name in gold and name != gold:
+            named.remove(name)
     return 1.0 / len(named) if gold in named else 0.0
 
 
-def retrieval(reply: str, gold: str, *, label: str = "Paragraph ") -> float:
-    """:func:`count` of the number after ``label`` in the gold text, which must have one (LongBench)."""
-    found = re.search(rf"{label}(\d+)", gold)
+def retrieval(reply: str, gold: str) -> float:
+    """:func:`count` of the paragraph's number in the gold text, which must have one (LongBench)."""
+    found = re.search(r"(?:Paragraph |段落)(\d+)", gold)
     if not found:
-        raise ValueError(f"no {label!r} with a number in {gold!r}")
+        raise ValueError(f"no Paragraph with a number in {gold!r}")
     return count(reply, found[1])
-
-
-def retrieval_zh(reply: str, gold: str) -> float:
-    """:func:`retrieval` with the Chinese word for paragraph."""
-    return retrieval(reply, gold, label="段落")
 
 
 def count(reply: str, gold: str) -> float:

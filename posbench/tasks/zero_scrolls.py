@@ -12,26 +12,15 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from posbench.files.sources import Source
-from posbench.schema import Count
+from posbench.schema import Count, Truncation
 from posbench.tasks import scorers
-from posbench.tasks.base import EvaluationOnly, Example, Truncation
+from posbench.tasks.base import EvaluationOnly, Example
 from posbench.tasks.reading import Line, check_names, pick, rows
 
-NEW_TOKENS = {
-    "gov_report": 1024,
-    "summ_screen_fd": 512,
-    "qmsum": 512,
-    "squality": 512,
-    "qasper": 128,
-    "narrative_qa": 64,
-    "quality": 10,
-    "musique": 32,
-    "space_digest": 36,
-    "book_sum_sort": 256,
-}
-"""The ten tasks and the tokens that the benchmark generates at most."""
-
 SUMMARIES = ("gov_report", "summ_screen_fd", "qmsum", "squality")
+NEW_TOKENS = {"gov_report": 1024, "summ_screen_fd": 512, "qmsum": 512, "squality": 512, "qasper": 128}
+NEW_TOKENS |= {"narrative_qa": 64, "quality": 10, "musique": 32, "space_digest": 36, "book_sum_sort": 256}
+"""The ten tasks and the tokens that the benchmark generates at most."""
 ROUGES = ("rouge1", "rouge2", "rougeL")
 
 LPES = (*SUMMARIES, "qasper", "narrative_qa", "space_digest")
@@ -56,15 +45,11 @@ class ZeroSCROLLS(EvaluationOnly):
         rouge: A summary task's value: ``corpus`` averages each ROUGE over the examples and takes the
             geometric mean of the three (the code of the SCROLLS family); ``example`` averages the geometric
             means of the examples (the other reading of the paper).
-        max_new_tokens: Tokens to generate at most, 512 as in LPES; tasks whose own number is smaller keep it.
-            The benchmark alone has 1024 (gov_report).
+        max_new_tokens: 512 as in LPES; tasks whose own number is smaller keep it. Gov_report's own is 1024.
 
     Score: 0..1, the best one over the references. Summaries: geometric mean of ROUGE-1, -2 and -L, whose
-    maxima over the references are taken one by one; qasper, narrative_qa, musique: token F1; quality: the
-    right letter; space_digest: exponential similarity; book_sum_sort: concordance index. The benchmark's
-    score is the mean over tasks.
-
-    What is over ``max_prompt_tokens`` goes from the end of the document; the query stays.
+    maxima over the references are taken one by one; quality: the right letter; space_digest: exponential
+    similarity; book_sum_sort: concordance index; else token F1. The benchmark's score is the mean over tasks.
     """
 
     metric: ClassVar[str] = "score"
@@ -127,13 +112,12 @@ class ZeroSCROLLS(EvaluationOnly):
         hint = f"get {subset}.zip from hf.co/datasets/tau/zero_scrolls"
         file, member = pick(place, (f"{subset}/{self.split}.jsonl",), hint, archive=f"{subset}.zip")
         merged: dict[str, Example] = {}
-        for _, row in rows("path", file, member=member):
+        for _, row in rows("path", file, member):
             example = self._example(row, subset)
-            first = merged.setdefault(example.id, example)
+            first = merged.get(example.id, replace(example, answers=()))
             if first.prompt != example.prompt:
                 row.refuse(f'the "input" that "id" {example.meta["id"]} has further up')
-            if first is not example:
-                merged[example.id] = replace(first, answers=first.answers + example.answers)
+            merged[example.id] = replace(first, answers=first.answers + example.answers)
         return list(merged.values())
 
     def _example(self, row: Line, subset: str) -> Example:
@@ -144,14 +128,14 @@ class ZeroSCROLLS(EvaluationOnly):
         if not 0 <= start <= query <= end <= len(prompt):
             row.refuse(f"indices 0 <= {' <= '.join(keys)} <= {len(prompt)}, the length of the input")
         if self.chat_format:
-            instruction, gap, rest = prompt[:end].partition("\n\n")
+            prompt = prompt[:end]
             if subset not in SUMMARIES:
+                instruction, gap, rest = prompt.partition("\n\n")
                 if not gap or len(instruction) > start:
                     row.refuse('an "input" with an instruction and an empty line before the document')
                 asked = f"{instruction.strip()} {FORMAT_REQUEST}"
                 start, query = (at + len(asked) - len(instruction) for at in (start, query))
-                instruction = asked
-            prompt = instruction + gap + rest
+                prompt = asked + gap + rest
         return Example(
             id=f"{subset}-{name}",
             prompt=prompt,

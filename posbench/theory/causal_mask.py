@@ -16,6 +16,7 @@ from numpy.typing import ArrayLike, NDArray
 
 Array = NDArray[np.float64]
 Norm = Literal["l2", "layernorm", "layernorm_sqrt"]
+BATCH = 400  # draws at once
 
 
 def g(i: ArrayLike, alpha: float) -> Array:
@@ -31,24 +32,18 @@ def h(i: ArrayLike, alpha: float) -> Array:
     return np.sqrt(own**2 + 2 * own * rest * alpha + a * rest * (1 + (i - 2) * alpha)) / (e + (i - 1) * a)
 
 
-def g_prime(i: ArrayLike, alpha: float) -> Array:
-    """As :func:`g` without the residual stream."""
-    i, e, a = np.asarray(i, dtype=np.float64), np.e, float(np.exp(alpha))
-    return (e * alpha + a * (1 + alpha * (i - 2))) / (e + (i - 1) * a)
-
-
 def h_prime(i: ArrayLike, alpha: float) -> Array:
-    """As :func:`h` without the residual stream.
-
-    Differs from source: Appendix A.2 prints a wrong sign, see :func:`h_prime_step`.
-    """
+    """As :func:`h` without the residual stream; see :func:`h_prime_step`."""
     i, e, a = np.asarray(i, dtype=np.float64), np.e, float(np.exp(alpha))
     squared = e**2 + 2 * e * a * alpha * (i - 1) + a**2 * (i - 1) * (1 + alpha * (i - 2))
     return np.sqrt(squared) / (e + (i - 1) * a)
 
 
 def h_prime_step(i: ArrayLike, alpha: float, *, printed: bool = False) -> Array:
-    """h'(i + 1)^2 - h'(i)^2, never positive: the corrected line of Appendix A.2, or the printed one."""
+    """h'(i + 1)^2 - h'(i)^2, never positive.
+
+    Differs from source: Appendix A.2 has a wrong sign, kept with ``printed``.
+    """
     i, e, a = np.asarray(i, dtype=np.float64), np.e, float(np.exp(alpha))
     inside = 2 * e**3 + (-1 if printed else 1) * 2 * e**2 * a * (i - 1) + a**3 * i * (i - 1)
     return (alpha - 1) * a * inside / ((e + i * a) ** 2 * (e + (i - 1) * a) ** 2)
@@ -63,8 +58,7 @@ def scores_2(n: int, alpha: float) -> Array:
 
 
 def rope_kernel(n: int, dim: int = 64, base: float = 10000.0) -> Array:
-    """What RoPE multiplies the scores with in the limit, [n, n]: mean of cos((i - j) theta) over
-    frequencies."""
+    """What RoPE multiplies scores with in the limit, [n, n]: mean of cos((i - j) theta) over frequencies."""
     distance = np.subtract.outer(np.arange(n), np.arange(n))
     theta = base ** (-2 * np.arange(dim // 2) / dim)
     return np.cos(distance[..., None] * theta).mean(-1)
@@ -82,23 +76,15 @@ def limit(
     """Scores in the limit of infinitely many dimensions, exactly: one [n, n] per layer, layer 1 first.
 
     Every hidden state is a combination of the inputs; with the inputs' Gram matrix G known, a layer maps its
-    coefficients C to softmax(mask(Y G Y')) Y + C, Y being C with rows of length 1.
-
-    Args:
-        n: Tokens.
-        layers: Maps wanted.
-        alpha: Cosine between any two inputs, 0 <= alpha < 1.
-        mask: Whether attention is causal.
-        kernel: Factor of the scores, such as :func:`rope_kernel`; None is 1.
-        residual: Whether the input of a layer is added to its output.
+    coefficients C to softmax(mask(Y G Y')) Y + C, Y being C with rows of length 1. ``alpha`` is the cosine of
+    any two inputs, 0 <= alpha < 1; the scores are multiplied with the ``kernel`` [n, n].
     """
     gram = (1 - alpha) * np.eye(n) + alpha
-    kernel = np.ones((n, n)) if kernel is None else kernel
     seen = np.tri(n, dtype=bool) if mask else np.ones((n, n), dtype=bool)
     state, found = np.eye(n), []
     for _ in range(layers):
         unit = state / np.sqrt(np.einsum("ij,jk,ik->i", state, gram, state))[:, None]
-        scores = unit @ gram @ unit.T * kernel
+        scores = unit @ gram @ unit.T * (1 if kernel is None else kernel)
         found.append(scores)
         weights = np.exp(np.where(seen, scores, -np.inf))
         state = weights / weights.sum(1, keepdims=True) @ unit + (state if residual else 0)
@@ -107,53 +93,39 @@ def limit(
 
 @torch.inference_mode()
 def simulate(
-    n: int = 50,
-    layers: int = 4,
-    alpha: float = 0.0,
+    n: int,
+    layers: int,
+    alpha: float,
     *,
     dim: int = 64,
-    draws: int = 10000,
+    draws: int,
     mask: bool = True,
     rope: bool = False,
     norm: Norm = "l2",
     input_norm: float = 1.0,
     seed: int = 0,
-    batch: int = 400,
 ) -> tuple[Array, Array]:
-    """Mean scores over random inputs, and their standard errors: two arrays [layers, n, n].
+    """Mean scores over random inputs of ``dim`` dimensions, and their standard errors: both [layers, n, n].
 
     Args:
-        n: Tokens.
-        layers: Maps wanted.
         alpha: Share of a direction that all tokens of a draw have in common, 0 <= alpha < 1.
-        dim: Dimensions d.
-        draws: Random inputs.
-        mask: Whether attention is causal.
         rope: Rotate queries and keys (not values) with RoPE, halves paired, base 10000.
-        norm: ``l2`` (the paper's), or a LayerNorm without parameters whose scores are divided by d or by
-            sqrt(d).
-        input_norm: Length of the input vectors. The paper's LayerNorm runs start from length 1, at which the
-            update weighs sqrt(d) times the stream; with sqrt(d) here and ``layernorm`` the limit is that of
-            ``l2``.
-        seed: Seed of the draws.
-        batch: Draws at once.
+        norm: ``l2`` (the paper's), or a LayerNorm without parameters, scores divided by d or by sqrt(d).
+        input_norm: Length of the inputs. The paper's LayerNorm runs start from length 1, at which the update
+            weighs sqrt(d) times the stream; with sqrt(d) and ``layernorm`` the limit is that of ``l2``.
     """
     generator = torch.Generator().manual_seed(seed)
-    total = torch.zeros(layers, n, n, dtype=torch.float64)
-    square = torch.zeros_like(total)
+    total, square = torch.zeros(2, layers, n, n, dtype=torch.float64)
     angles = torch.outer(torch.arange(n).float(), 10000.0 ** (-2 * torch.arange(dim // 2) / dim)).repeat(1, 2)
     shut = torch.triu(torch.ones(n, n, dtype=torch.bool), 1)
     factor = {"l2": 1.0, "layernorm": 1 / dim, "layernorm_sqrt": dim**-0.5}[norm]
-    for done in range(0, draws, batch):
-        size = min(batch, draws - done)
-        own = torch.randn(size, n, dim, generator=generator)
-        shared = torch.randn(size, 1, dim, generator=generator)
-        states = (1 - alpha) ** 0.5 * own + alpha**0.5 * shared
-        states = F.normalize(states, dim=-1) * input_norm
+    for done in range(0, draws, BATCH):
+        size = min(BATCH, draws - done)
+        own, shared = (torch.randn(size, count, dim, generator=generator) for count in (n, 1))
+        states = F.normalize((1 - alpha) ** 0.5 * own + alpha**0.5 * shared, dim=-1) * input_norm
         for layer in range(layers):
-            unit = turned = (
-                F.normalize(states, dim=-1) if norm == "l2" else F.layer_norm(states, (dim,), eps=1e-12)
-            )
+            unit = F.layer_norm(states, (dim,), eps=1e-12) if norm != "l2" else F.normalize(states, dim=-1)
+            turned = unit
             if rope:
                 halves = torch.cat([-unit[..., dim // 2 :], unit[..., : dim // 2]], dim=-1)
                 turned = unit * angles.cos() + halves * angles.sin()
@@ -183,7 +155,8 @@ def rising_rows(scores: Array) -> int:
 
 
 def beyond_distance(scores: Array) -> float:
-    """Share of the variance below the diagonal that is left without each diagonal's mean; 0 where all are equal."""
+    """Share of the variance below the diagonal that is left without each diagonal's mean; 0 where all are
+    equal."""
     lower = np.tril_indices(len(scores), -1)
     whole = ((scores[lower] - scores[lower].mean()) ** 2).sum()
     return float((diagonal_normalised(scores)[lower] ** 2).sum() / whole) if whole > 1e-20 else 0.0

@@ -42,22 +42,6 @@ def decay(n: int, m: float) -> Array:
     return np.where(distance >= 0, -m * distance, -np.inf)
 
 
-def centre_nodes(mask: Mask) -> list[int]:
-    """Tokens whose content can reach every token through enough layers (the paper's centre nodes).
-
-    An edge runs from j to i where i sees j; the answer is computed from the graph, not from the kind of mask.
-    """
-    n, reach = len(mask), mask | np.eye(len(mask), dtype=bool)
-    for _ in range(max(n - 1, 1).bit_length()):
-        reach = (reach.astype(np.int64) @ reach.astype(np.int64)) > 0
-    return [int(j) for j in np.flatnonzero(reach.all(axis=0))]
-
-
-def path_counts(mask: Mask, layers: int) -> NDArray[np.int64]:
-    """Ways from token j to token i through that many layers, [n, n]."""
-    return np.linalg.matrix_power(mask.astype(np.int64), layers)
-
-
 def attention(scores: Array, mask: Mask) -> Array:
     """Softmax of the scores over what a token sees, [..., n, n]."""
     shut = np.where(mask, scores, -np.inf)
@@ -81,19 +65,10 @@ def rollout(layers: Sequence[Array]) -> list[Array]:
 def causal_bound(n: int, layers: int, epsilon: float) -> Array:
     """Upper bound (1 - (j - 1) epsilon)^t of the weight of token j (from 1) after t layers, [n].
 
-    Args:
-        n: Tokens.
-        layers: t.
-        epsilon: A lower bound of every allowed attention weight.
-
-    Source: Wu et al. 2025, Theorem 4.1, with C = 1 (the paper's 1 - epsilon counts a layer less).
+    Every allowed attention weight is at least epsilon. Theorem 4.1 with C = 1 (1 - epsilon there counts a
+    layer less).
     """
     return np.clip(1 - np.arange(n) * epsilon, 0, 1) ** layers
-
-
-def prefix_bound(n: int, length: int, layers: int, epsilon: float) -> Array:
-    """The same for a prefix mask: (1 - (j - K) epsilon)^t behind its K tokens, [n] (Theorem 4.3)."""
-    return np.clip(1 - np.maximum(np.arange(1, n + 1) - length, 0) * epsilon, 0, 1) ** layers
 
 
 def decay_bounds(n: int, m: float, low: float, high: float, *, printed: bool = False) -> tuple[Array, Array]:

@@ -16,14 +16,7 @@ Array = NDArray[np.float64]
 
 
 def scores(n: int, theta: float, b: ArrayLike, phi: ArrayLike = 0.0) -> Array:
-    """Scores of every query and key, [n, n].
-
-    Args:
-        n: Tokens.
-        theta: Rotation per token, in radians.
-        b: Product of the lengths of query and key, a number or [n, n].
-        phi: Angle between query and key before the rotation, in radians, a number or [n, n].
-    """
+    """Scores of every query and key, [n, n]; angles in radians, ``b`` and ``phi`` numbers or [n, n]."""
     distance = np.subtract.outer(np.arange(n), np.arange(n))
     return np.asarray(b) * np.cos(np.asarray(phi) - distance * theta)
 
@@ -32,24 +25,16 @@ def bounds(n: int, theta: float, low: float, high: float, delta: float = 0.0) ->
     """Bounds of one layer's causal attention, both [n, n], 0 above the diagonal (Lemma 4.6).
 
     They have the form C e^(-c (i - j)^2 theta^2), with c = ``high`` / 2 below and 2 ``low`` / pi^2 above:
-    from 0 to pi, 1 - cos(x) lies between 2 x^2 / pi^2 and x^2 / 2. C is a row's own, as its softmax is.
-
-    Args:
-        n: Tokens N.
-        theta: Rotation per token, in radians.
-        low: Smallest b of any pair, at least 0.
-        high: Largest b.
-        delta: Largest \\|phi\\| in units of theta.
+    from 0 to pi, 1 - cos(x) lies between 2 x^2 / pi^2 and x^2 / 2. C is a row's own, as its softmax is. Any b
+    is from ``low`` (0 or more) to ``high``, any phi within ``delta`` times theta.
 
     Raises:
-        ValueError: (delta + N - 1) theta is above pi, where the cosine rises again and the lemma says
-            nothing.
+        ValueError: (delta + n - 1) theta is above pi, where the cosine rises again and the lemma is silent.
     """
     if (delta + n - 1) * theta > np.pi:
-        raise ValueError(f"(delta + N - 1) theta = {(delta + n - 1) * theta:.3g} is above pi")
+        raise ValueError(f"(delta + n - 1) theta = {(delta + n - 1) * theta:.3g} is above pi")
     distance = np.subtract.outer(np.arange(n), np.arange(n)).astype(np.float64)
-    seen = distance >= 0
-    steep, flat = high / 2 * theta**2, 2 * low / np.pi**2 * theta**2
+    seen, steep, flat = distance >= 0, high / 2 * theta**2, 2 * low / np.pi**2 * theta**2
     least = np.where(seen, np.exp(low - steep * (distance + delta) ** 2), 0).sum(1, keepdims=True)
     most = np.where(seen, np.exp(high - flat * np.maximum(distance - delta, 0) ** 2), 0).sum(1, keepdims=True)
     lower = np.exp(low - steep * (2 * (n - 1) * delta + delta**2)) / most * np.exp(-steep * distance**2)
@@ -57,21 +42,12 @@ def bounds(n: int, theta: float, low: float, high: float, delta: float = 0.0) ->
     return np.where(seen, lower, 0), np.where(seen, np.minimum(upper, 1), 0)
 
 
-def strength(theta: float, width: float) -> float:
-    """The b whose attention falls as half a Gaussian of standard deviation ``width`` tokens."""
-    return (theta * width) ** -2
-
-
 def law(layers: int, width: float, distance: ArrayLike) -> Array:
-    """Logarithm of binom(t + x, x) e^(-c x^2 theta^2), the closed form of Theorem 4.7, at distances x.
+    """Logarithm of binom(t + x, x) e^(-c x^2 theta^2), Theorem 4.7's closed form, at distances x in tokens.
 
-    The theorem's Theta hides that c may be anything from a (t + 1)-th of one layer's up to it: t + 1 factors
-    share the distance.
-
-    Args:
-        layers: t + 1.
-        width: Standard deviation of one layer's attention in tokens: c theta^2 = 1 / (2 width^2).
-        distance: Distances x in tokens.
+    c theta^2 = 1 / (2 width^2), with the ``width`` of one layer's attention (its standard deviation in
+    tokens). The theorem's Theta hides that c may be down to a (t + 1)-th of that: t + 1 factors share the
+    distance.
     """
     x, t = np.asarray(distance, dtype=np.float64), layers - 1
     return gammaln(t + x + 1) - gammaln(x + 1) - gammaln(t + 1) - x**2 / (2 * width**2)
@@ -84,13 +60,9 @@ def peak(layers: int, width: float) -> int:
 
 
 def stationary(layers: int, width: float, printed: float | None = None) -> float:
-    """Where Stirling's L'(x) = log((t + x) / x) - 2 c theta^2 x is 0, in tokens (Appendix H).
+    """Where Stirling's L'(x) = log((t + x) / x) - 2 c theta^2 x is 0, in tokens, for 2 layers or more.
 
-    Args:
-        layers: t + 1, above 1.
-        width: See :func:`law`.
-        printed: An angle theta; L' is then the printed one, log((t + x) / x) - 2 c theta x, which is not the
-            derivative of the L that it is said to be.
+    Differs from source: Appendix H prints 2 c theta x, kept with the angle theta as ``printed``.
     """
     t, slope = layers - 1, 1 / width**2 / (printed or 1.0)
     return float(brentq(lambda x: np.log1p(t / x) - slope * x, 1e-9, np.sqrt(t / slope) + 1))

@@ -15,18 +15,11 @@ Extrema = Sequence[NDArray[np.int64]]
 
 
 def wave(distance: Array, dim: int = 128, base: float = 10000.0, scale: float = 1.0) -> Array:
-    """Attention score of two equal unit vectors at a distance in tokens, as RoPE alone makes it.
+    """Score of two equal unit vectors of ``dim`` numbers at distances m in tokens, as RoPE alone makes it,
+    [n].
 
-    Args:
-        distance: Relative distances m, [n].
-        dim: Size d of a head.
-        base: Theta of the rotary embedding.
-        scale: Divisor of the positions.
-
-    Returns:
-        (2 / sqrt(d)) sum over k < d / 2 of cos(m / scale * base^(-2k / d)), [n].
-
-    Source: Attention Buckets (Chen et al. 2023), the waveform; LPES, Figures 3 and 4.
+    (2 / sqrt(d)) sum over k < d / 2 of cos(m / scale * base^(-2k / d)). Source: Attention Buckets (Chen et
+    al. 2023), the waveform; LPES, Figures 3 and 4.
     """
     frequencies = base ** (-2 * np.arange(dim // 2) / dim)
     return 2 / np.sqrt(dim) * np.cos(np.outer(distance / scale, frequencies)).sum(1)
@@ -42,41 +35,25 @@ def decay(distance: Array, dim: int = 128, base: float = 10000.0, scale: float =
 
 
 class Step(NamedTuple):
-    """One base of the search.
+    """One base of the search."""
 
-    Attributes:
-        base: Theta of the rotary embedding.
-        coincidences: Its peaks near troughs, and troughs near peaks, that the set before it had left over.
-        offset: Mean squared distance of these pairs in tokens; not a number without any.
-    """
-
-    base: float
-    coincidences: int
-    offset: float
+    base: float  # theta of the rotary embedding
+    coincidences: int  # its peaks near troughs, and troughs near peaks, that the set before it had left over
+    offset: float  # mean squared distance of these pairs in tokens; not a number without any
 
 
 def extrema(scores: Array, reach: int) -> Extrema:
-    """Indices of peaks and troughs: the largest and smallest value within ``reach`` on both sides.
-
-    Nearer to an end of the curve a place is compared with what there is; the ends themselves are neither.
-    """
+    """Indices of peaks and troughs: the largest and smallest value within ``reach`` on both sides, ends left
+    out."""
     return argrelextrema(scores, np.greater, order=reach)[0], argrelextrema(scores, np.less, order=reach)[0]
 
 
 def choose(found: Mapping[float, Extrema], first: float, count: int, tolerance: int = 3) -> list[Step]:
     """Greedy choice of bases whose peaks stand where the chosen ones have troughs, and the other way round.
 
-    A pair within ``tolerance`` cancels: neither counts for later bases. Ties go to the smaller mean squared
-    offset, then to the smaller base.
-
-    Args:
-        found: Peaks and troughs of each candidate, in tokens.
-        first: The base to start from, one of the candidates.
-        count: Bases to choose, the first included.
-        tolerance: Largest distance of a pair in tokens.
-
-    Returns:
-        At most ``count`` steps; the first one has no coincidences.
+    ``found`` has the peaks and troughs of each candidate in tokens; at most ``count`` steps, with the
+    ``first``, which has no coincidences. A pair within ``tolerance`` tokens cancels: neither counts for later
+    bases. Ties go to the smaller mean squared offset, then to the smaller base.
 
     Source: Attention Buckets (Chen et al. 2023), base search, after its released program.
     """

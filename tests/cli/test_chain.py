@@ -33,12 +33,10 @@ def test_chain_is_made_of_its_links(posbench: Callable[..., Result], outputs: Pa
         assert (folder / f"{table}.csv").read_text() == own.read_text(), table
     assert posbench("stages=[evaluate]", *FEW).status == 0
     (metrics,) = outputs.glob("kv_retrieval/*/*/metrics.csv")
-    scores = pd.read_csv(metrics, dtype={"position": str}).query("metric == 'accuracy' and position != 'all'")
-    scores = (
-        scores.assign(position=scores["position"].astype(int))
-        .set_index(["method", "position"])["value"]
-        .sort_index()
-    )
+    scores = pd.read_csv(metrics, dtype={"gold_position": str})
+    scores = scores.query("metric == 'accuracy' and gold_position != 'all'")
+    scores = scores.assign(gold_position=scores["gold_position"].astype(int))
+    scores = scores.set_index(["method", "gold_position"])["value"].sort_index()
     bias = pd.read_csv(folder / "bias.csv", keep_default_na=False)
     bias = bias.set_index(["method", "gold_position"])["score"].sort_index()
     assert np.allclose(bias.to_numpy(), scores.to_numpy()) and list(bias.index) == list(scores.index)
@@ -46,5 +44,5 @@ def test_chain_is_made_of_its_links(posbench: Callable[..., Result], outputs: Pa
 
 def test_a_link_refuses_its_own_field(posbench: Callable[..., Result], outputs: Path) -> None:
     result = posbench("study=chain", "study.crop_mask.layers=[0,9]")
-    assert result.status == 2 and result.err.count("\n") == 1 and "study.layers" in result.err
+    assert result.status == 2 and result.err.count("\n") == 1 and "study.crop_mask.layers" in result.err
     assert not run_folders(outputs)

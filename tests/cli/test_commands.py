@@ -12,10 +12,10 @@ import pytest
 import yaml
 
 from posbench import __version__, load, paths
-from posbench.cli.main import GROUPS
+from posbench.cli.verbs import KINDS
 from posbench.errors import choices
-from posbench.report import page as report
-from posbench.report import tables
+from posbench.report import paper, sweep, text
+from posbench.report.folder import read_csv
 from posbench.schema import build
 from posbench.tasks import KVRetrieval
 from tests.conftest import Result, run_folders
@@ -36,7 +36,7 @@ def test_help_and_version(posbench: Callable[..., Result]) -> None:
 def test_ls_names_every_file(posbench: Callable[..., Result]) -> None:
     everything = posbench("ls", verb=True)
     assert everything.status == 0
-    for verb, group in GROUPS.items():
+    for verb, group in KINDS.items():
         listed = posbench("ls", verb, verb=True).out
         names = {
             line.split()[0] for line in listed.splitlines()[2:] if not line.startswith(" ") and line.strip()
@@ -53,14 +53,14 @@ def test_validate_checks_everything_and_runs_nothing(
         "posbench.pipeline.execute.execute", lambda *args, **kwargs: pytest.fail("validate ran a job")
     )
     # Two of each group: test_config.py composes all of them.
-    monkeypatch.setattr("posbench.cli.main.choices", lambda *folders: choices(*folders)[:2])
+    monkeypatch.setattr("posbench.cli.verbs.choices", lambda *folders: choices(*folders)[:2])
     result = posbench("validate", verb=True)
     assert result.status == 0, result.err
     lines = result.out.splitlines()
-    groups = [f"{g}={n}" for g in GROUPS.values() for n in choices(paths.CONF / g)[:2]]
+    groups = [f"{g}={n}" for g in KINDS.values() for n in choices(paths.CONF / g)[:2]]
     for name in [*groups, *(f"experiment={n}" for n in choices(paths.EXPERIMENTS)[:2])]:
         assert any(line.startswith("ok ") and name in line.split() for line in lines), name
-    assert len(lines) == 2 * (len(GROUPS) + 1)
+    assert len(lines) == 2 * (len(KINDS) + 1)
     assert list(tmp_path.iterdir()) == []
     result = posbench("validate", "-m", "task.pairs=16,1,65", verb=True)
     assert (
@@ -105,8 +105,8 @@ def test_the_default_run_on_the_embedded_model(posbench: Callable[..., Result], 
         "report.html",
         "DONE",
     }
-    table = pd.read_csv(folder / "metrics.csv", dtype={"position": str})
-    assert set(table["method"]) == {"none", "scale_channel"} and len(set(table["position"])) == 10
+    table = pd.read_csv(folder / "metrics.csv", dtype={"gold_position": str})
+    assert set(table["method"]) == {"none", "scale_channel"} and len(set(table["gold_position"])) == 10
     assert list((folder / "figures").iterdir())
     facts = json.loads((folder / "provenance.json").read_text())
     assert (
@@ -122,14 +122,18 @@ def test_a_sweep_over_a_task_keeps_each_runs_own_baseline(
     rest = [o for o in small if not o.startswith(("stages", "task.seed"))]
     result = posbench("-m", *rest, *FIXED, "stages=[evaluate,report]", "task.seed=0,1", "method.factor=1,0")
     assert result.status == 0, result.err
-    (sweep,) = outputs.glob("kv_retrieval/v001/sweep__*")
-    summary = report.read_csv(sweep / "summary.csv")
-    header, rows, _ = tables.sweep_table(summary, tables.swept_columns(summary))
+    (swept,) = outputs.glob("kv_retrieval/v001/sweep__*")
+    summary = read_csv(swept / "summary.csv")
+    header, rows, _ = sweep.sweep_table(summary, sweep.swept_columns(summary))
     assert len(rows) == 4
     for row in rows:
         cells = dict(zip(header[1:], row[1:], strict=True))
-        own = pd.read_csv(outputs / "kv_retrieval" / cells["run"] / "metrics.csv", dtype={"position": str})
-        own = own[(own["position"] == "all") & (own["metric"] == "accuracy")].set_index("method")["value"]
+        own = pd.read_csv(
+            outputs / "kv_retrieval" / cells["run"] / "metrics.csv", dtype={"gold_position": str}
+        )
+        own = own[(own["gold_position"] == "all") & (own["metric"] == "accuracy")].set_index("method")[
+            "value"
+        ]
         assert cells["unmodified"].startswith(f"{100 * own['none']:.1f} [")
         assert cells["accuracy"].startswith(f"{100 * own['scale_channel']:.1f} [")
 
@@ -144,16 +148,16 @@ def test_a_paper_is_compared_with_the_runs_in_its_setting_only(
         "model.name=mistral7b",
     ]
     stages = ["stages=[evaluate,report]", "task.pairs=8,12"]
-    result = posbench("experiment=yu2025_table1_kv", *rest, *FIXED, *setting, *stages)
+    result = posbench("-m", "experiment=yu2025_table1_kv", *rest, *FIXED, *setting, *stages)
     assert result.status == 0, result.err
-    (sweep,) = outputs.glob("yu2025_table1_kv/v001/sweep__*")
-    summary = report.read_csv(sweep / "summary.csv")
-    reference = json.loads((sweep / "reference.json").read_text())
-    _, rows = tables.reference_table(summary, reference)
+    (swept,) = outputs.glob("yu2025_table1_kv/v001/sweep__*")
+    summary = read_csv(swept / "summary.csv")
+    reference = json.loads((swept / "reference.json").read_text())
+    _, rows = paper.reference_table(summary, reference)
     assert len(rows) == 2 * 6, "two methods, five positions and the average, of one run"
     here = (
         (summary["task.pairs"].astype(str) == "12")
-        & (summary["position"] == "all")
+        & (summary["gold_position"] == "all")
         & (summary["metric"] == "accuracy")
     )
     fits = summary[here]
@@ -197,10 +201,10 @@ def test_shortened_prompts_are_counted(
         for method in "ab"
         for name, n in (("x", 0), ("y", 10), ("z", 20))
     ]
-    assert tables.shortened(rows).startswith(
+    assert text.shortened(rows).startswith(
         "2 of 3 prompts were shortened to the context window (mean 15 tokens"
     )
-    assert tables.shortened(rows[:1]) == ""
+    assert text.shortened(rows[:1]) == ""
 
 
 def test_a_typed_channel_is_the_only_one_searched(
@@ -266,22 +270,22 @@ def test_a_sweep_ends_with_one_table(
     result = posbench("-m", *small, *FIXED, "method.factor=1,0")
     assert result.status == 0, result.err
     assert len(run_folders(outputs)) == 2
-    (sweep,) = outputs.glob("kv_retrieval/v001/sweep__*")
-    assert sweep.name.startswith("sweep__method-factor__")
-    summary = pd.read_csv(sweep / "summary.csv", dtype={"position": str, "method.factor": str})
+    (swept,) = outputs.glob("kv_retrieval/v001/sweep__*")
+    assert swept.name.startswith("sweep__method-factor__")
+    summary = pd.read_csv(swept / "summary.csv", dtype={"gold_position": str, "method.factor": str})
     assert set(summary["method.factor"]) == {"1", "0"}
     average = summary[
-        (summary["position"] == "all") & (summary["metric"] == "accuracy_difference")
+        (summary["gold_position"] == "all") & (summary["metric"] == "accuracy_difference")
     ].set_index("method.factor")
     assert average.loc["1", "value"] == 0.0
     # Each run's own rows, unchanged, under its setting.
     for folder in run_folders(outputs):
-        own = pd.read_csv(folder / "metrics.csv", dtype={"position": str})
+        own = pd.read_csv(folder / "metrics.csv", dtype={"gold_position": str})
         part = summary[summary["run"] == f"{folder.parent.name}/{folder.name}"]
         pd.testing.assert_frame_equal(part[list(own.columns)].reset_index(drop=True), own)
-    assert (sweep / "report.html").is_file()
-    assert [job["status"] for job in json.loads((sweep / "jobs.json").read_text())] == [0, 0]
-    assert posbench("report", str(sweep), verb=True).status == 0
+    assert (swept / "report.html").is_file()
+    assert [job["status"] for job in json.loads((swept / "jobs.json").read_text())] == [0, 0]
+    assert posbench("report", str(swept), verb=True).status == 0
 
 
 def test_a_failing_job_does_not_stop_the_others(
@@ -292,8 +296,8 @@ def test_a_failing_job_does_not_stop_the_others(
     assert result.err.count("posbench: ") == 2 and "Traceback" not in result.err
     assert "method.channel = [16]" in result.err and "method.channel = [-1]" in result.err
     assert len(run_folders(outputs)) == 1
-    (sweep,) = outputs.glob("kv_retrieval/v001/sweep__*")
-    assert [job["status"] for job in json.loads((sweep / "jobs.json").read_text())] == [2, 0, 2]
+    (swept,) = outputs.glob("kv_retrieval/v001/sweep__*")
+    assert [job["status"] for job in json.loads((swept / "jobs.json").read_text())] == [2, 0, 2]
 
 
 def test_a_defect_in_one_job_does_not_stop_the_others(
@@ -327,7 +331,8 @@ def test_a_sweep_of_failures_only(posbench: Callable[..., Result], small: list[s
 def own(tmp_path: Path, checkpoint: Path) -> Path:
     """A user's own config folder with a model."""
     (tmp_path / "conf" / "model").mkdir(parents=True)
-    text = f"name: mine\npath: {checkpoint}\ndtype: float32\nscale_channel: {{channel: 3, factor: 0.0, layers: [1, 2]}}\n"
+    constants = "scale_channel: {channel: 3, factor: 0.0, layers: [1, 2]}"
+    text = f"name: mine\npath: {checkpoint}\ndtype: float32\n{constants}\n"
     (tmp_path / "conf" / "model" / "mine.yaml").write_text(text)
     return tmp_path / "conf"
 
@@ -386,9 +391,9 @@ def test_open_questions_about_published_constants_are_read_by_who_uses_them(
     assert result.status == 0, result.err
     (folder,) = run_folders(outputs)
     page = " ".join((folder / "report.html").read_text().split("<h2>Config</h2>")[0].split())
-    for text in (" ".join(result.out.split()), page):
-        assert "constants: Yu et al. 2025, Table 4" in text
-        assert all(word in text for word in words)
+    for shown in (" ".join(result.out.split()), page):
+        assert "constants: Yu et al. 2025, Table 4" in shown
+        assert all(word in shown for word in words)
     # Other constants are not the paper's, and nothing is said about them.
     other = posbench(*rest, *stand_in, "method.channel=5")
     assert other.status == 0 and "channel 5" in other.out and "constants:" not in other.out

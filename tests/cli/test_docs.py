@@ -1,23 +1,154 @@
-"""What the documentation says of the code is what the code says."""
+"""`posbench docs`: documents say what the code says, and nothing of a run is lost."""
 
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+from collections.abc import Iterator
 from pathlib import Path
 
+import pandas as pd
 import pytest
 
-from posbench.cli.families import with_support_table
+from posbench.cli import docs
+from posbench.cli.main import main
+from posbench.files.atomic import write_csv
 from posbench.model.families import FAMILIES
+from posbench.stats.findings import COLUMNS
+from tests.conftest import Result, run_folders
 
-README = Path(__file__).parents[2] / "README.md"
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "families.md"
 
 
-def test_the_support_table_is_the_family_table():
-    text = README.read_text()
-    assert with_support_table(text) == text, "run make docs"
+def commands(file: Path) -> Iterator[str]:
+    """Runs that a document shows, as lines of a block or between backticks; verbs and placeholders apart."""
+    for line in file.read_text().splitlines():
+        for found in re.findall(r"(?:`|^(?:    )?)posbench ([^`#]*=[^`#]*)", line):
+            text = re.split(r"  +", found.strip())[0]
+            if not re.match(r"(fetch|docs|lm_eval|report|validate) ", text) and not re.search(
+                r"[A-Z]{3}", text
+            ):
+                yield text
+
+
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "docs"])
+def test_the_runs_that_documents_show_compose_and_check(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    files = sorted((ROOT / page).rglob("*.md")) if (ROOT / page).is_dir() else [ROOT / page]
+    shown = dict.fromkeys(text for file in files for text in commands(file) if "my_files" not in text)
+    assert shown or page == "CONTRIBUTING.md"
+    for text in shown:
+        assert main(["validate", *shlex.split(text)]) == 0, text
+
+
+def findings(model: str, *rows: tuple[str, float, str]) -> pd.DataFrame:
+    made = [
+        (model, claim, "points", value, value - 1, value + 1, 9, verdict, "")
+        for claim, value, verdict in rows
+    ]
+    return pd.DataFrame(made, columns=list(COLUMNS))
+
+
+def write(folder: Path, runs: dict[str, pd.DataFrame]) -> None:
+    for age, (name, frame) in enumerate(runs.items()):
+        file = folder / name / "findings.csv"
+        file.parent.mkdir(parents=True)
+        write_csv(file, frame)
+        (file.parent / "provenance.json").write_text(json.dumps({"command": f"posbench study={name}"}))
+        os.utime(file, (age, age))
+
+
+def test_the_table_of_families_is_the_family_table(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["docs", "families"]) == 0
+    table = capsys.readouterr().out.strip()
+    text = PAGE.read_text()
+    assert docs.between_marks(PAGE, "families", table) == text, (
+        "posbench docs families --out docs/families.md"
+    )
+    assert len(table.splitlines()) == 2 + len(FAMILIES)
     for family in FAMILIES:
         assert family.name in text
-    assert f"| families | {len(FAMILIES)}, see" in text
 
 
-def test_a_readme_without_the_marks_is_refused():
-    with pytest.raises(ValueError, match="families"):
-        with_support_table("# posbench\n")
+def test_only_the_part_between_the_marks_is_written(tmp_path: Path) -> None:
+    file = tmp_path / "page.md"
+    file.write_text("before\n<!-- families -->\nlast year\n<!-- /families -->\nafter\n")
+    assert main(["docs", "families", f"--out={file}"]) == 0
+    text = file.read_text()
+    assert text.startswith("before\n") and text.endswith("\nafter\n")
+    assert "last year" not in text and "`llama`" in text
+
+
+@pytest.mark.parametrize("marks", ["<!-- families -->", "<!-- /families --> <!-- families -->"])
+def test_a_mark_without_its_end_is_refused(
+    marks: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "page.md"
+    file.write_text(marks)
+    assert main(["docs", "families", "--out", str(file)]) == 2
+    assert file.read_text() == marks and "--out" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("args", [[], ["nothing"], ["families", "x"], ["claims"], ["run", "a", "b"]])
+def test_the_pages_that_there_are_stand_in_the_error(
+    args: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["docs", *args]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "families, claims DIR, run DIR" in line
+
+
+def test_a_folder_without_claims_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["docs", "claims", str(tmp_path)]) == 2
+    assert str(tmp_path) in capsys.readouterr().err
+
+
+def test_only_the_newest_run_of_a_study_and_model_counts(tmp_path: Path) -> None:
+    old, new = findings("tiny", ("C1: a", 1.0, "holds")), findings("tiny", ("C1: a", 2.0, "does not hold"))
+    other = findings("tiny_b", ("C1: a", 3.0, "holds"))
+    write(tmp_path, {"chain/v001/tiny__x": old, "chain/v002/tiny__y": new, "chain/v001/tiny_b__z": other})
+    page = docs.claims(tmp_path)
+    assert "| C1: a | does not hold | holds |" in page
+    assert "chain/v002/tiny__y" in page and "chain/v001/tiny__x" not in page
+
+
+def test_the_page_holds_every_claim_once_in_the_overview_and_each_number_once(tmp_path: Path) -> None:
+    rows = ("C2: b", 1.25, "holds"), ("C1: a", 2.5, "holds"), ("C1: a", 3.75, "does not hold")
+    other = ("C2: b", 4.25, "not testable here"), ("Control: c", 5.5, "holds")
+    write(tmp_path, {"chain/v1/x": findings("tiny", *rows), "gram/v1/y": findings("tiny_b", *other)})
+    page = docs.claims(tmp_path)
+    matrix = [line for line in page.splitlines() if line.startswith(("| C", "| claim"))]
+    assert matrix[:2] == ["| claim | tiny | tiny_b |", "| C1: a | 1 of 2 hold |  |"]
+    assert matrix[2:] == ["| C2: b | holds | not testable here |", "| Control: c |  | holds |"]
+    for number in ("1.25", "2.5", "3.75", "4.25", "5.5"):
+        assert page.count(f"| {number} [") == 1, number
+    assert page.index("## C1: a") < page.index("## C2: b") < page.index("## Control: c")
+    assert "posbench study=chain" in page
+
+
+@pytest.mark.parametrize(
+    ("verdicts", "word"),
+    [(["holds"], "holds"), (["holds"] * 2, "holds"), (["does not hold", "holds"], "1 of 2 hold"), ([], "")],
+)
+def test_verdicts_of_several_statistics(verdicts: list[str], word: str) -> None:
+    assert docs._verdict(pd.Series(verdicts, dtype=object)) == word
+
+
+def test_a_run_as_markdown_has_the_numbers_of_its_tables(
+    posbench, outputs: Path, small: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    result: Result = posbench(*small)
+    assert result.status == 0, result.err
+    (folder,) = run_folders(outputs)
+    capsys.readouterr()
+    assert main(["docs", "run", str(folder)]) == 0
+    page = capsys.readouterr().out
+    metrics = pd.read_csv(folder / "metrics.csv")
+    means = metrics[(metrics["metric"] == "accuracy") & (metrics["gold_position"] == "all")]["value"]
+    assert len(means) == 2
+    for value in means:
+        assert f"{100 * value:.1f} [" in page
+    assert json.loads((folder / "provenance.json").read_text())["command"] in page

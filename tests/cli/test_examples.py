@@ -1,4 +1,4 @@
-"""A method, a task, a study, a search and an experiment of one's own: two files each, in a folder outside the package."""
+"""A method, task, study, search and experiment of one's own: two files each, outside the package."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ from posbench.errors import UserError
 from posbench.files import sources
 from posbench.files.sources import Source
 from posbench.model import load as load_module
-from posbench.pipeline.execute import fingerprint
+from posbench.pipeline.identity import fingerprint
 from tests.conftest import Result
 
 REPO = "some/model"

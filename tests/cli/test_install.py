@@ -12,6 +12,7 @@ import pytest
 
 from posbench import paths
 from posbench.errors import choices
+from tests.conftest import PROCESS
 
 ROOT = Path(__file__).parents[2]
 
@@ -34,7 +35,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _posbench(installed: Path, cwd: Path, *args: str) -> subprocess.CompletedProcess[str]:
     """The installed command line; -P and the path order keep the checkout out."""
     cwd.mkdir(exist_ok=True)
-    command = [sys.executable, "-P", "-m", "posbench.cli.main", *args]
+    command = [sys.executable, "-P", *PROCESS[1:], *args]
     environment = os.environ | {"PYTHONPATH": str(installed), "COLUMNS": "200"}
     return subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=environment, check=False)
 
@@ -48,9 +49,12 @@ def test_the_wheel_holds_configs_experiments_and_models(installed: Path) -> None
         ("embedded/models", paths.MODELS),
     ):
         wanted = {
-            p.relative_to(source) for p in source.rglob("*") if p.is_file() and "__pycache__" not in p.parts
+            p.relative_to(source)
+            for p in source.rglob("*")
+            if p.is_file() and not {"__pycache__", "results"} & {*p.parts}
         }
         assert wanted and wanted <= {p.relative_to(package / name) for p in (package / name).rglob("*")}
+    assert not (package / "experiments" / "results").exists()
     (wheel,) = installed.parent.glob("posbench-*.whl")
     assert {name.split("/")[0].split("-")[0] for name in zipfile.ZipFile(wheel).namelist()} == {"posbench"}
 

@@ -26,7 +26,7 @@ DRIVER = """
 import json, os, random, signal, sys, time
 import torch, transformers, pandas, posbench.pipeline.execute, posbench.cli.main
 from posbench.pipeline.stages import evaluate, intervene
-from posbench.search import channel_run as search
+import posbench.search.channel
 
 args, root, seed = json.loads(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 
@@ -116,8 +116,8 @@ def test_a_finished_run_repeats_no_work(
     inodes = {p: p.stat().st_ino for p in before if p.suffix == ".jsonl"}
     sizes = _count_work(monkeypatch)
     for module in (
-        "search.channel_run.average_states",
-        "search.channel_run.candidate_losses",
+        "search.channel.average_states",
+        "search.channel.candidate_losses",
         "pipeline.stages.intervene.attention_to_items",
     ):
         monkeypatch.setattr(f"posbench.{module}", lambda *args: pytest.fail("work was repeated"))

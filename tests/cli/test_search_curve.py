@@ -12,13 +12,13 @@ import pandas as pd
 import pytest
 import torch
 import yaml
-from posbench.search.gradient_run import answer_loss
 
 import posbench as package
 from posbench.methods import ScaleChannel
 from posbench.methods.layer_scaling import LayerScaling
 from posbench.model.lm import LM
-from posbench.search import curve_run as search_curve
+from posbench.search.genetic import GeneticSearch
+from posbench.search.gradient import GradientSearch, answer_loss
 from tests.conftest import Result, run_folders
 
 GENETIC = [
@@ -118,7 +118,7 @@ def test_a_killed_search_ends_with_the_same_bytes(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    names = [name for name in search_curve.RESULTS if name == "search.csv" or command is GENETIC]
+    names = (GeneticSearch if command is GENETIC else GradientSearch).results
     assert posbench(*command, "stages=[search]").status == 0
     whole = _only(outputs)
     forward, left = LM.pad, [0]
@@ -151,12 +151,12 @@ def test_a_search_is_shared_between_runs_that_differ_in_the_stages(
     posbench: Callable[..., Result], outputs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert posbench(*GENETIC, "stages=[search]").status == 0
-    monkeypatch.setattr(search_curve, "_search", lambda run: pytest.fail("searched again"))
+    monkeypatch.setattr(GeneticSearch, "search", lambda self, run: pytest.fail("searched again"))
     result = posbench(*GENETIC, "stages=[search,evaluate]", "runtime.resamples=51")
     assert result.status == 0, result.err
 
 
-def test_gradient_lowers_the_loss_and_hands_over_scales(
+def test_gradient_lowers_the_loss_and_leaves_scales_to_the_method(
     posbench: Callable[..., Result], outputs: Path
 ) -> None:
     result = posbench(*GRADIENT, "stages=[search,evaluate,report]", "task.examples_per_position=2")

@@ -18,6 +18,7 @@ from posbench.model.lm import LM
 from posbench.pipeline.stages import evaluate
 from tests.cli.task_files import TASKS, _mmlu
 from tests.conftest import Result, run_folders
+from tests.tasks import test_zero_scrolls
 
 DATA = Path(__file__).parents[1] / "data"
 METHOD = ["method.channel=3", "method.factor=-1.0", "method.layers=[0,1]"]

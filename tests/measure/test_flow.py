@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import numpy as np
 import pytest
 import torch
@@ -38,7 +36,7 @@ def test_rollout_and_sinks_are_those_of_whole_maps(family: str, monkeypatch: pyt
     ids, parts, tokens = torch.randint(5, 250, (41,)).tolist(), 6, 16
     kernel = lm.model.config._attn_implementation
     # Blocks of three rows: what is compared is the sum over blocks.
-    monkeypatch.setattr(module, "attention_rows", partial(attention_rows, entries=3 * 4 * 41))
+    monkeypatch.setattr(module, "ENTRIES", 3 * 4 * 41)
     found = flow(lm, ids, parts, tokens)
     assert lm.model.config._attn_implementation == kernel
     maps = _whole_maps(lm, ids)
@@ -53,7 +51,8 @@ def test_rollout_and_sinks_are_those_of_whole_maps(family: str, monkeypatch: pyt
     assert found["by_entry"] == pytest.approx(masks.sink_by_entry(early, masks.causal(tokens)))
 
 
-def test_attention_rows_hold_one_block_and_know_every_kind_of_mask() -> None:
+def test_attention_rows_hold_one_block_and_know_every_kind_of_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "ENTRIES", 4 * 11 * 2)
     torch.manual_seed(2)
     query, key = torch.randn(1, 4, 11, 8), torch.randn(1, 2, 11, 8)
     scores = torch.einsum("bhid,bhjd->bhij", query, key.repeat_interleave(2, 1)) * 0.3
@@ -63,12 +62,9 @@ def test_attention_rows_hold_one_block_and_know_every_kind_of_mask() -> None:
         wanted = scores.masked_fill(~seen, float("-inf")).softmax(-1)
         additive = torch.zeros(1, 1, 11, 11).masked_fill(~seen, float("-inf"))
         for mask in (None, seen[None, None], additive, torch.ones(1, 11)):
-            blocks = list(
-                attention_rows(query, key, mask, scaling=0.3, sliding_window=width, entries=4 * 11 * 2)
-            )
-            assert [start for start, _ in blocks] == [0, 2, 4, 6, 8, 10] and all(
-                w.numel() <= 88 for _, w in blocks
-            )
+            blocks = list(attention_rows(query, key, mask, scaling=0.3, sliding_window=width))
+            assert [start for start, _ in blocks] == [0, 2, 4, 6, 8, 10]
+            assert all(weights.numel() <= 88 for _, weights in blocks)
             assert torch.allclose(torch.cat([weights for _, weights in blocks], dim=2), wanted, atol=1e-6)
 
 

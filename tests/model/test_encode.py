@@ -21,16 +21,19 @@ from tests.cli import task_files
 from tests.models import BUILDERS
 
 LLAMA2 = (
-    "{% if messages[0]['role'] == 'system' %}{% set system = '<<SYS>>\n' + messages[0]['content'] + '\n<</SYS>>\n\n' %}"
+    "{% if messages[0]['role'] == 'system' %}"
+    "{% set system = '<<SYS>>\n' + messages[0]['content'] + '\n<</SYS>>\n\n' %}"
     "{% set messages = messages[1:] %}{% else %}{% set system = '' %}{% endif %}"
     "{{ bos_token + '[INST] ' + system + messages[0]['content'] + ' [/INST]' }}"
 )
 CHATML = (
-    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}"
+    "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 GEMMA = (
-    "{{ bos_token }}{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+    "{{ bos_token }}{% if messages[0]['role'] == 'system' %}"
+    "{{ raise_exception('System role not supported') }}{% endif %}"
     "{{ '<start_of_turn>user\n' + messages[0]['content'] + '<end_of_turn>\n<start_of_turn>model\n' }}"
 )
 
@@ -98,7 +101,7 @@ TEMPLATES: dict[str, tuple[str | None, str, tuple[str, str]]] = {
     "vicuna": (None, "vicuna", VICUNA),
     "vicuna over the tokenizer's own": (LLAMA2, "vicuna", VICUNA),
 }
-"""Template of the tokenizer, model.chat_template, and what they make of a prompt without and with a system message."""
+"""Template of the tokenizer, model.chat_template, and the prompt without and with a system message."""
 
 
 def wanted(patterns: tuple[str, str], prompt: str, system: str, prefill: str) -> str:

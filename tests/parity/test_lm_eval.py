@@ -297,7 +297,8 @@ def test_constants_come_from_the_model_s_file_or_from_the_user(tmp_path: Path):
 
 
 def test_several_methods_are_joined_by_plus_signs():
-    arguments = "pretrained=tiny,method=layer_scaling+scale_channel,parts.scale_channel.layers=0:2,parts.scale_channel.factor=-8"
+    arguments = "pretrained=tiny,method=layer_scaling+scale_channel,"
+    arguments += "parts.scale_channel.layers=0:2,parts.scale_channel.factor=-8"
     model, lm = PosbenchLM.create_from_arg_string(arguments), posbench.load("tiny", device="cpu")
     parts = model.method.parts
     assert list(parts) == ["layer_scaling", "scale_channel"] and parts["scale_channel"].layers == (0, 2)

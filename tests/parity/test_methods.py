@@ -1,19 +1,25 @@
-"""What every method of conf/method owes: nothing at neutral parameters, and a model left as it was."""
+"""What every method of conf/method and docs/examples owes: neutral is no change, the model stays the same."""
+
+from pathlib import Path
 
 import pytest
 import torch
 
 import posbench
-from posbench import paths
-from posbench.errors import UserError, choices
-from posbench.methods.choice import MethodChoice
+from posbench.errors import UserError
 from posbench.model import families, rope
-from posbench.pipeline.compose import compose
+from tests.conftest import config_of
 from tests.models import BUILDERS, build
 
 ROTATES = {"position_interpolation", "layer_scaling", "ms_poe", "moice", "attention_buckets"}
 BY_HAND, PLAIN = {"ms_poe", "moice"}, {"moice", "attention_buckets"}
 """Methods of rotary embeddings; those that rotate in attention, and those that need a base."""
+OWN = Path(__file__).parents[2] / "docs" / "examples"
+METHODS = config_of(f"--config-dir={OWN}", "study=precision", "model=tiny_damped").every
+
+
+def test_a_method_of_ones_own_is_among_them() -> None:
+    assert {"none", "damp", "scale_channel", *ROTATES} == set(METHODS)
 
 
 def applies(name, lm) -> bool:
@@ -25,26 +31,12 @@ def applies(name, lm) -> bool:
     )
 
 
-def all_methods():
-    """The methods as `posbench model=tiny method=NAME` builds them."""
-    found = {}
-    compose(
-        ["-m", "model=tiny", f"method={','.join(choices(paths.CONF / 'method'))}"],
-        lambda made: found.__setitem__(
-            made.raw["method"]["name"], MethodChoice.of(made.raw["method"]).build()
-        ),
-    )
-    return found
-
-
-METHODS = all_methods()
-
-
 @pytest.mark.parametrize("family", ["tiny", *BUILDERS])
 @pytest.mark.parametrize("name", METHODS)
 def test_identity_and_restoration(name, family):
     lm = posbench.load("tiny" if family == "tiny" else build(family))
-    found = METHODS[name]
+    # The embedded model's file gives its constants; the other models are random.
+    found = METHODS[name].build() if family == "tiny" else METHODS[name].cls.example(lm)
     torch.manual_seed(0)
     ids = torch.randint(6, 60, (2, 40))
     mask = torch.ones_like(ids)
@@ -59,6 +51,7 @@ def test_identity_and_restoration(name, family):
         neutral = lm.logits(ids, mask)
     assert (neutral - before)[mask.bool()].abs().max() < 1e-4
     with found.applied(lm):
+        assert torch.equal(lm.logits(ids, mask), before) == (name == "none")
         lm.model.generate(ids, attention_mask=mask, max_new_tokens=2, do_sample=False)
     assert torch.equal(lm.logits(ids, mask), before)
     for key, module in lm.model.named_modules():

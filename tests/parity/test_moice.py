@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from posbench.search.moice_train import Settings, held_out
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
@@ -15,6 +14,7 @@ import posbench
 from posbench.errors import UserError
 from posbench.methods import ScaleChannel
 from posbench.methods.moice import BASES, MoICE, auxiliary_loss, load_routers, mixing, mixture
+from posbench.search.router import RouterSearch
 from posbench.tasks import KVRetrieval
 from tests.models import build
 from tests.parity.plain import FAMILIES, attending_plainly, batch, prompt_then_steps
@@ -203,7 +203,8 @@ def test_the_router_of_the_embedded_model_helps_on_prompts_it_was_not_trained_on
     for example in task.examples("evaluation"):
         prompt, answer = lm.answer_ids(example.prompt, example.answers[0])
         rows.append(prompt + answer)
-    losses = held_out(lm, rows, load_routers(lm, "posbench://tiny/moice.safetensors", len(BASES)), Settings())
+    routers = load_routers(lm, "posbench://tiny/moice.safetensors", len(BASES))
+    losses = RouterSearch().held_out(lm, rows, routers, MoICE())
     trained, even, stock = (
         torch.tensor(losses[n]).mean() for n in ("trained router", "even mixture", "unmodified")
     )

@@ -195,7 +195,7 @@ def test_a_users_folder_adds_choices(own: Path, monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (["modle=tiny"], ["modle = 'modle=tiny'", "model, task, method", "did you mean model?"]),
+        (["modle=tiny"], ["modle = 'tiny'", "model, task, method", "did you mean model?"]),
         (["+foo.bar=1"], ["foo.bar", "remove it"]),
         (["model=mistral"], ["model = 'mistral'", "llama2_7b, ", "did you mean mistral7b?"]),
         (["study=crop"], ["did you mean crop_mask?"]),

@@ -65,7 +65,7 @@ def test_a_reader_is_told_what_cannot_be_compared() -> None:
     printed = [row(0.6, model="gpt", source="Table 1")]
     text = reference_text({"claims": ["it helps"]}, printed, compared=False)
     assert text == (
-        "The paper's reading: it helps. The paper's numbers are for gpt; none of these ran here, so nothing is "
-        "compared. Source: Table 1."
+        "The paper's reading: it helps. The paper's numbers are for gpt; none of these ran here, so nothing "
+        "is compared. Source: Table 1."
     )
     assert reference_table(metrics(), printed)[1] == []

@@ -21,7 +21,8 @@ from tests.frames import AFTER, BEFORE, metrics
             0.086,
             0.05,
             0.12,
-            "scale_channel raises the average from 84.0 % to 92.7 % (+8.6 points, 95 % interval 5.0 to 12.0, n = 300)",
+            "scale_channel raises the average from 84.0 % to 92.7 % "
+            "(+8.6 points, 95 % interval 5.0 to 12.0, n = 300)",
         ),
         (0.01, -0.02, 0.04, "makes no reliable change to the average"),
         (0.02, 0.0, 0.04, "makes no reliable change to the average"),

@@ -111,7 +111,7 @@ def test_another_method_has_no_claim_about_the_direction_and_few_numbers_make_no
         list(findings["verdict"][:2]) == ["holds", "holds"]
         and findings["value"][0] > 0 > findings["value"][1]
     )
-    # One side is preferred as strongly at 2 as at -2, so the spread over positions follows no number of the five.
+    # One side is preferred as strongly at 2 as at -2, so the spread follows no number of the five.
     assert findings["verdict"][2] == "does not hold" and findings["ci_low"][2] <= 0 <= findings["ci_high"][2]
     for few, axes in ((runs[:2], ["method.factor"]), (runs, ["task.seed"]), (runs, [])):
         rows, findings = trends(few, axes)

@@ -11,10 +11,15 @@ from posbench.errors import UserError
 from posbench.measure.states import average_states
 from posbench.search import statistics
 from posbench.search.channel import ChannelSearch
-from tests.measure.test_states import Words
-from tests.models import WIDTH, build
+from tests.models import VOCABULARY, WIDTH, build
 
 POSITIONS = 120
+
+
+class Words(list):
+    """The little of a tokenizer that random token strings need: a length, and special tokens."""
+
+    all_special_ids = (0,)
 
 
 def noisy_curves(seed: int = 0) -> np.ndarray:
@@ -82,7 +87,7 @@ def test_too_short_strings_are_refused():
 @pytest.mark.parametrize("name", ["llama-gqa", "mistral-window", "qwen2"])
 def test_a_channel_planted_in_a_model_is_found(name):
     lm = posbench.load(build(name))
-    lm.tokenizer = Words()
+    lm.tokenizer = Words(range(VOCABULARY))
     planted = 11
 
     def ramp(module, args, out):

@@ -2,7 +2,6 @@
 variants."""
 
 import itertools
-import json
 import math
 import random
 from dataclasses import replace
@@ -16,8 +15,8 @@ from hypothesis import strategies as st
 from posbench.errors import UserError
 from posbench.methods.curves import layer_scales
 from posbench.schema import build
-from posbench.search.evolution import Evolution, Scores, evolve
-from posbench.search.genetic import GeneticSearch
+from posbench.search.genetic import Evolution, GeneticSearch
+from posbench.search.scales import Scores
 from posbench.tasks import KVRetrieval
 
 LAYERS = 32
@@ -39,10 +38,16 @@ def scores_of(search, questions=60, hidden=HIDDEN, seed=0):
     return Scores(search, np.repeat([0, 1, 2], questions), answer)
 
 
+def evolve(evolution, scores, after=lambda: None):
+    while not evolution.done:
+        evolution.step(scores)
+        after()
+
+
 def found(search, **options):
     evolution, scores = Evolution(search, LAYERS), scores_of(search, **options)
-    genome = evolve(evolution, scores)
-    return evolution, scores, evolution.scales(genome)
+    evolve(evolution, scores)
+    return evolution, scores, evolution.scales(evolution.population[0])
 
 
 @pytest.fixture(scope="module")
@@ -127,28 +132,25 @@ def test_a_killed_search_ends_like_one_that_was_left_alone(moment):
     whole, scores, _ = found(search)
     taken = scores.evaluations
     for at in (1, 3, 6):
-        saved, rows, done = {}, [], 0
+        rows, done, killed = {}, 0, []
         while True:
             evolution, scores = Evolution(search, LAYERS), scores_of(search)
             plain = scores.answer
 
-            def answer(scales, examples, plain=plain, rows=rows, at=at):
-                if moment == "within one" and len(rows) == 37 * at and not any(row is None for row in rows):
-                    rows.append(None)
-                    raise Killed
-                rows.append((scales, examples, plain(scales, examples)))
-                return rows[-1][2]
+            def answer(scales, examples, plain=plain, rows=rows, at=at, killed=killed):
+                key = scales, tuple(examples)
+                if key not in rows:
+                    if moment == "within one" and len(rows) == 37 * at and not killed:
+                        killed.append(at)
+                        raise Killed
+                    rows[key] = plain(scales, examples)
+                return rows[key]
 
             scores.answer = answer
-            for row in filter(None, rows):
-                scores.add(*row)
-            if saved:
-                evolution.restore(json.loads(saved["state"]))
 
-            def after(evolution, saved=saved, at=at):
-                saved["state"] = json.dumps(evolution.state())
-                if moment == "between generations" and evolution.generation == at and not saved.get("killed"):
-                    saved["killed"] = True
+            def after(evolution=evolution, at=at, killed=killed):
+                if moment == "between generations" and len(evolution.history) == at and not killed:
+                    killed.append(at)
                     raise Killed
 
             try:
@@ -158,8 +160,8 @@ def test_a_killed_search_ends_like_one_that_was_left_alone(moment):
                 continue
             break
         assert done == 1
-        assert json.dumps(evolution.state()) == json.dumps(whole.state())
-        assert sum(len(row[1]) for row in filter(None, rows)) == taken  # nothing was scored twice
+        assert evolution.history == whole.history and evolution.population == whole.population
+        assert sum(len(examples) for _, examples in rows) == taken  # nothing was scored twice
 
 
 # The operators
@@ -227,14 +229,12 @@ def test_first_candidate_is_equation_8():
 def test_sizes_of_a_generation():
     evolution = Evolution(GeneticSearch(), LAYERS)
     scores = scores_of(evolution.search)
-    families = evolution.ask()
+    families = evolution.bred()
     assert [len(family) for family in families] == [1] * 32
-    scores.race(families, [])
-    evolution.tell(scores)
-    families = evolution.ask()
+    evolution.step(scores)
+    families = evolution.bred()
     assert len(families) == 20 and all(len(family) in (1, 2) for family in families[:4])
-    scores.race(families, [evolution.scales(genome) for genome in evolution.parents])
-    evolution.tell(scores)
+    evolution.step(scores)
     assert len(evolution.population) == 32 and len(evolution.parents) == 12
 
 
@@ -255,7 +255,7 @@ def test_patience_stops_a_search_that_stands_still():
         Scores(search, np.array([0, 1, 2]), lambda scales, examples: [1.0] * len(examples)),
     )
     evolve(evolution, scores)
-    assert evolution.generation == 4
+    assert len(evolution.history) == 4
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Training the router of MoICE: gradients against finite differences, a frozen model, what a search leaves."""
+"""Training the router of MoICE: gradients against finite differences, a frozen model, a search's files."""
 
 import json
 

@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from tokenizers import Tokenizer, decoders, models, normalizers
 from transformers import PreTrainedTokenizerFast
 
-from posbench import paths
 from posbench.errors import UserError
 from posbench.model.lm import LM
+from posbench.pipeline.compose import composed
+from posbench.schema import build
 from posbench.tasks.ceval import SUBJECTS, CEval
 from posbench.tasks.exam import Exam
 from posbench.tasks.mmlu import MMLU
@@ -265,12 +265,10 @@ def test_the_mean_is_a_choice() -> None:
 
 @pytest.mark.parametrize("task", [MMLU, CEval])
 def test_the_yaml_has_the_defaults_of_the_class(task: type[Exam]) -> None:
-    written = yaml.safe_load((paths.CONF / f"task/{task.name}.yaml").read_text())
-    assert written.pop("_target_") == f"{task.__module__}.{task.__name__}"
-    assert set(written) == {field.name for field in fields(task)}
-    for key, value in written.items():
-        default = yaml.safe_load(value[:-1].split(",")[1]) if str(value).startswith("${") else value
-        assert default == getattr(task(), key), key
+    values = composed(f"task={task.name}").raw["task"]
+    assert values.pop("_target_") == f"{task.__module__}.{task.__name__}"
+    assert set(values) == {field.name for field in fields(task)}
+    assert build(task, values, "task") == task()
 
 
 def test_calibration_is_refused() -> None:
@@ -304,7 +302,7 @@ def _hub(
 def test_the_hubs_files_read_like_the_originals(
     mmlu: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("posbench.tasks.exam.local", lambda source: tmp_path / "hub")
+    monkeypatch.setattr("posbench.tasks.base.local", lambda source: tmp_path / "hub")
     _hub(tmp_path / "hub")
     from_hub = MMLU(subjects=("us_foreign_policy",)).evaluation()
     monkeypatch.undo()
@@ -322,7 +320,7 @@ def test_the_hubs_files_read_like_the_originals(
 def test_bad_files_of_the_hub(
     change: Any, named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("posbench.tasks.exam.local", lambda source: tmp_path / "hub")
+    monkeypatch.setattr("posbench.tasks.base.local", lambda source: tmp_path / "hub")
     _hub(tmp_path / "hub", **change)
     with pytest.raises(UserError, match=named):
         MMLU(subjects=("us_foreign_policy",)).evaluation()
@@ -331,7 +329,7 @@ def test_bad_files_of_the_hub(
 def test_all_subjects_of_the_hub_must_be_all_questions(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("posbench.tasks.exam.local", lambda source: tmp_path)
+    monkeypatch.setattr("posbench.tasks.base.local", lambda source: tmp_path)
     monkeypatch.setattr(MMLU, "_of", lambda self, folder, subject: [None] * 246)
     with pytest.raises(UserError, match=r"14022 questions of cais/mmlu.*14042"):
         MMLU().examples("evaluation")
@@ -401,12 +399,12 @@ def test_bad_files(mmlu: Path, tmp_path: Path) -> None:
         ({"max_new_tokens": 0}, "task.max_new_tokens"),
         ({"subjects": ("anatomi",)}, "did you mean anatomy"),
         ({"subjects": ()}, "task.subjects"),
-        ({"subjects": ("anatomy", "anatomy")}, "different subjects"),
+        ({"subjects": ("anatomy", "anatomy")}, "each once"),
     ],
 )
 def test_bad_fields(given: dict[str, Any], named: str) -> None:
     with pytest.raises(UserError, match=named):
-        MMLU(**given)
+        build(MMLU, given, "task")
 
 
 def test_the_ceval_test_files_make_a_submission(ceval: Path) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from posbench.errors import UserError
-from posbench.tasks import Example, KVRetrieval, kv_retrieval
+from posbench.tasks import Example, KVRetrieval
 from posbench.tasks.kv_retrieval import WORDS, compact_prompt, official_prompt
 
 DATA = Path(__file__).parents[1] / "data/kv_retrieval"
@@ -198,7 +198,7 @@ def test_the_official_files_are_fetched_by_size(
     )
     file = tmp_path / "kv.jsonl.gz"
     line = (DATA / "kv-retrieval-75_keys.first3.jsonl").read_text().splitlines()[0]
-    monkeypatch.setattr(kv_retrieval, "local", lambda _: file)
+    monkeypatch.setattr("posbench.tasks.base.local", lambda _: file)
     with gzip.open(file, "wt") as stream:
         stream.write(f"{line}\n" * 499)
     with pytest.raises(UserError, match="500 rows, as in the benchmark"):

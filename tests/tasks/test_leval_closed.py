@@ -154,7 +154,7 @@ def test_a_malformed_line_is_named(change: dict[str, Any], message: str, tmp_pat
 
 
 def test_an_unreadable_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"coursera.jsonl': allowed: a file.*OpenLMLab/LEval"):
+    with pytest.raises(UserError, match=r"\.zip with coursera\.jsonl; .*OpenLMLab/LEval"):
         _examples(tmp_path)
     write(tmp_path)
     (tmp_path / "quality.jsonl").write_text('{"input": NaN}\n')

@@ -218,14 +218,14 @@ def test_an_unreadable_file_is_named(tmp_path: Path) -> None:
         ({"documents": 1}, r"task.documents = 1.*from 2 up"),
         ({"documents": 31}, r"task.documents = 31.*at most 30"),
         ({"positions": (20,)}, r"task.positions = 20.*0 to 19"),
-        ({"positions": ()}, r"task.positions.*at least one"),
+        ({"positions": ()}, r"task.positions.*at least 1"),
         ({"positions": ("0%", 0)}, r"task.positions.*different gold positions"),
         ({"calibration_positions": ("101%",)}, r"task.calibration_positions = '101%'"),
     ],
 )
 def test_settings_out_of_range(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
-        NQMultiDoc(**fields)
+        build(NQMultiDoc, fields, "task")
 
 
 def test_a_file_shorter_than_the_evaluation() -> None:

@@ -1,4 +1,4 @@
-"""What the methods and the channel search cost: ratios measured side by side in one run, on random weights."""
+"""What the methods and the channel search cost, measured side by side on random weights."""
 
 from __future__ import annotations
 
@@ -7,33 +7,29 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal
+from itertools import product
+from typing import Any, ClassVar, Literal
 
 import pandas as pd
 import torch
-from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from posbench.errors import UserError
 from posbench.files.atomic import Row
 from posbench.measure.losses import candidate_losses
 from posbench.methods import Method, ScaleChannel, Unmodified
-from posbench.methods.choice import known
 from posbench.methods.scale_channel import share
 from posbench.model import families
 from posbench.model.hooks import replaced
 from posbench.model.lm import LM
 from posbench.model.load import torch_device
-from posbench.plots.section import Drawn
 from posbench.run.base import Run
 from posbench.schema import Count, Whole
 from posbench.stats import reference
 from posbench.stats.frames import UNMODIFIED
-from posbench.studies.base import Tables
-from posbench.studies.cost.timing import Shape, Timed, random_model, ratio_figure, table
+from posbench.studies.cost.timing import Shape, Timed, applicable, random_model, table
 
-ANSWER = 4
-"""Answer tokens whose loss the search measures."""
+ANSWER = 4  # tokens whose loss the search measures
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +47,9 @@ class Latency(Timed):
         methods: These only, with the unmodified model; empty: all that apply.
     """
 
+    all_methods: ClassVar[bool] = True
+    caption: ClassVar[str] = "What methods and the channel search cost, on random weights."
+
     shape: Shape = "small"
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     methods_at: tuple[Count, ...] = (2048,)
@@ -62,25 +61,29 @@ class Latency(Timed):
 
     def check(self, run: Run) -> None:
         """See :meth:`Study.check`."""
-        for name in sorted(set(self.methods) - set(known())):
-            raise UserError("study.methods", name, ", ".join(known()), "posbench ls methods shows them")
+        for name in sorted(set(self.methods) - set(run.every)):
+            raise UserError("study.methods", name, ", ".join(run.every), "posbench ls methods shows them")
 
     def measure(self, run: Run) -> dict[str, pd.DataFrame]:
         """Tables ``generation`` (a way is a method; with the papers' ratios) and ``search``."""
         torch.manual_seed(0)
-        lm = _endless(random_model(self.shape, torch_device(run.runtime.device), self.dtype))
-        chosen = {n: m for n, m in applicable(lm).items() if n in (UNMODIFIED, *(self.methods or known()))}
+        lm = random_model(self.shape, torch_device(run.runtime.device), self.dtype)
+        # Stopping early would compare different amounts of work; MPT's own default is to go without a cache.
+        lm.model.generation_config = copy.copy(lm.model.generation_config)
+        lm.model.generation_config.update(eos_token_id=None, use_cache=True)
+        methods = applicable(lm, run.every, lambda choice: choice.cls.example(lm))
+        asked, example = (UNMODIFIED, *(self.methods or run.every)), ScaleChannel.example(lm)
+        chosen = {name: method for name, method in methods.items() if name in asked}
+        direct = {"scale_channel": example, "re-projection": Reprojection(**vars(example))}
         plan = [(tokens, chosen) for tokens in self.methods_at]
-        plan += [(tokens, direct(lm)) for tokens in self.prompts]
-        jobs = [(tokens, new, methods) for tokens, methods in plan for new in self.new_tokens]
-        rows: list[Row] = []
-        with run.progress("works", len(jobs) + bool(self.search_tokens)) as advance:
-            for tokens, new, methods in jobs:
-                rows += self.generation(lm, methods, tokens, new)
+        plan += [(tokens, {UNMODIFIED: Unmodified(), **direct}) for tokens in self.prompts]
+        rows: dict[str, list[Row]] = {"generation": [], "search": []}
+        with run.progress("works", len(plan) * len(self.new_tokens) + bool(self.search_tokens)) as advance:
+            for (tokens, methods), new in product(plan, self.new_tokens):
+                rows["generation"] += self.generation(lm, methods, tokens, new)
                 advance(1)
-            searched = self.search(lm) if self.search_tokens else []
-        tables = {"generation": table(rows)} if rows else {}
-        return tables | ({"search": table(searched)} if searched else {})
+            rows["search"] += self.search(lm) if self.search_tokens else []
+        return {name: table(each) for name, each in rows.items() if each}
 
     @torch.inference_mode()
     def generation(self, lm: LM, methods: Mapping[str, Method], tokens: int, new: int) -> list[Row]:
@@ -92,94 +95,41 @@ class Latency(Timed):
             with method.applied(lm):
                 lm.model.generate(ids, attention_mask=torch.ones_like(ids), **fixed)
 
-        works = {name: partial(generate, method) for name, method in methods.items()}
-        rows = self.compared(f"{tokens} + {new} tokens", works, UNMODIFIED, lm.device, "ratio")
+        ways = {name: partial(generate, method) for name, method in methods.items()}
+        rows = self.compared(f"{tokens} + {new} tokens", ways, lm.device, faster=False)
         printed = reference.table("latency.csv", "method", "ratio", "source").groupby("method")
         told = {m: "; ".join(f"{r.ratio} ({r.source})" for r in part.itertuples()) for m, part in printed}
         return [{**row, "paper": told.get(row["way"], "")} for row in rows]
 
     @torch.inference_mode()
     def search(self, lm: LM) -> list[Row]:
-        """Rows of one prefill for all candidates and of one forward for each, their losses compared bit by bit.
-
-        Raises:
-            RuntimeError: The two ways disagree.
-        """
+        """Rows of a forward for each candidate and of one prefill for all, their losses equal bit by bit."""
         width, layers = lm.model.config.hidden_size, share((10, 25), lm.layers)
-        channels, factors = range(0, width, width // 10), (0.5, 0.0, -0.5, -1.0)
-        tried = [ScaleChannel(channel=c, factor=f, layers=layers) for c in channels for f in factors]
-        tried = tried[: self.candidates]
+        settings = product(range(0, width, width // 10), (0.5, 0.0, -0.5, -1.0))
+        tried = [ScaleChannel(channel=c, factor=f, layers=layers) for c, f in settings][: self.candidates]
         prompt = torch.randint(5, lm.model.config.vocab_size, (self.search_tokens + ANSWER,)).tolist()
         pair = prompt[: self.search_tokens], prompt[self.search_tokens :]
-        losses: dict[str, Tensor] = {}
 
-        def shared() -> None:
-            losses["shared"] = torch.tensor(candidate_losses(lm, [pair], tried)[1:, 0])
+        def shared() -> list[float]:
+            return candidate_losses(lm, [pair], tried)[1:, 0].tolist()
 
-        def apart() -> None:
+        def apart() -> list[float]:
             found, (inputs, targets) = [], lm.pad_with_answers([pair])
             for each in tried:
                 with replace(each, last=ANSWER).applied(lm):
                     found.append(lm.answer_nats(lm.model(**inputs, logits_to_keep=ANSWER).logits, targets))
-            losses["apart"] = torch.cat(found).double().cpu()
+            return torch.cat(found).double().tolist()
 
-        works = {"one forward per candidate": apart, "one shared prefill": shared}
+        ways = {"one forward per candidate": apart, "one shared prefill": shared}
         what = f"{len(tried)} candidates, {self.search_tokens} + {ANSWER} tokens"
-        fewer = replace(self, repeats=max(1, self.repeats // 2))
-        rows = fewer.compared(what, works, "one forward per candidate", lm.device, "speedup")
-        if not torch.equal(losses["shared"], losses["apart"]):
-            far = (losses["shared"] - losses["apart"]).abs().max()
-            raise RuntimeError(f"losses differ by up to {far:.3g}")
-        return rows
-
-    def figures(self, tables: Tables) -> Drawn:
-        """The ratios of each table."""
-        drawn = {}
-        if "generation" in tables:
-            label = "time over that of the unmodified model (median and range over rounds)"
-            words = f"Prefill and decoding under each method; {self.shape}, random weights, {self.dtype}."
-            drawn["generation"] = ratio_figure(tables["generation"], "ratio", label), words
-        if "search" in tables:
-            label = "speed-up over one forward per candidate (median and range over rounds)"
-            words = f"The channel search; {self.shape}, random weights, {self.dtype}; equal losses."
-            drawn["search"] = ratio_figure(tables["search"], "speedup", label), words
-        return drawn
-
-
-def _endless(lm: LM) -> LM:
-    """The model, which no end-of-sequence token stops: stopping early would compare different amounts of work."""
-    lm.model.generation_config = copy.copy(lm.model.generation_config)
-    lm.model.generation_config.eos_token_id = None
-    # MPT's own default is to go without.
-    lm.model.generation_config.use_cache = True
-    return lm
-
-
-def applicable(lm: LM) -> dict[str, Method]:
-    """An example of every method that applies to a model, the unmodified one first."""
-    found: dict[str, Method] = {UNMODIFIED: Unmodified()}
-    for name, cls in known().items():
-        method = cls.example(lm)
-        try:
-            method.check(lm)
-        except UserError:
-            continue
-        found[name] = method
-    return found
-
-
-def direct(lm: LM) -> dict[str, Method]:
-    """The unmodified model, scale_channel, and the direct way."""
-    setting = vars(ScaleChannel.example(lm))
-    ways = {"scale_channel": ScaleChannel(**setting), "re-projection": Reprojection(**setting)}
-    return {UNMODIFIED: Unmodified(), **ways}
+        return replace(self, repeats=max(1, self.repeats // 2)).compared(what, ways, lm.device)
 
 
 class Reprojection(ScaleChannel):
-    """scale_channel the direct way, the yardstick: queries, keys and attention a second time in every chosen layer.
+    """scale_channel the direct way, the yardstick; batches without padding only.
 
-    The prompt runs in one pass; each chosen attention module runs once as it is and once on scaled queries and keys;
-    the last row comes from the second run and its keys stay in the cache. Batches without padding only.
+    The prompt runs in one pass, each chosen attention module once as it is and once on scaled queries and
+    keys; the last row comes from the second run, whose keys stay in the cache.
     """
 
     @contextmanager
@@ -203,6 +153,4 @@ class Reprojection(ScaleChannel):
             for handle in families.on_query_key_input(model, index, self.scale):
                 stack.callback(handle.remove)
             scaled = forward(*args, **{name: cache}, **kwargs)
-        if base is None:
-            return scaled
-        return (torch.cat([base[0][:, :-1], scaled[0][:, -1:]], dim=1), scaled[1])
+        return scaled if base is None else (torch.cat([base[0][:, :-1], scaled[0][:, -1:]], dim=1), scaled[1])

@@ -1,30 +1,30 @@
-"""How much of a method's result is rounding: error against float64 per weight type, and drift with the batch size."""
+"""How much of a method's result is rounding: error by weight type, and drift with the batch size."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import pandas as pd
 import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from posbench.errors import UserError
 from posbench.files.atomic import Row
-from posbench.methods import Method, Unmodified
-from posbench.methods.choice import MethodChoice, known
+from posbench.methods import Method
+from posbench.methods.choice import MethodChoice
 from posbench.model.lm import LM, batches
-from posbench.model.load import load
+from posbench.model.load import Dtype, load
 from posbench.plots import base as plot
 from posbench.plots.section import Drawn
 from posbench.run.base import Run
-from posbench.schema import Count, defaults
+from posbench.schema import Count
 from posbench.stats.frames import UNMODIFIED
 from posbench.studies.base import Study, Tables
-from posbench.studies.cost.timing import table
+from posbench.studies.cost.timing import applicable, table
 
-DTYPES = ("float32", "bfloat16", "float16")
+DTYPES: tuple[Dtype, ...] = ("float32", "bfloat16", "float16")
 BATCHES = (1, 4, 16)
 
 
@@ -32,73 +32,57 @@ BATCHES = (1, 4, 16)
 class Precision(Study):
     """Logits of the first answer token under every method, in four weight types and three batch sizes.
 
-    The float64 run is exact but for norms, rotations and the softmax, which transformers computes in float32. Larger
+    Float64 is exact but for norms, rotations and the softmax, which transformers computes in float32. Larger
     batches are padded on the left and sum in another order.
 
     Attributes:
         prompts: Prompts of several lengths, so that batches are padded.
     """
 
+    all_methods: ClassVar[bool] = True
+
     prompts: Count = 512
 
-    def check(self, run: Run) -> None:
-        """See :meth:`Study.check`."""
-        if not isinstance(run.trial(), Unmodified):
-            raise UserError("method", run.choice.name, "none: all methods are measured", "leave it out")
-
     def measure(self, run: Run) -> dict[str, pd.DataFrame]:
-        """Tables ``errors`` and ``drifts``: method, weights, largest and mean difference of logits, and changed.
+        """Tables ``errors`` and ``drifts``: method, weights, and :func:`compare` of the logits.
 
-        ``errors`` is against float64, one prompt at a time; its rows in float64 show how far a method moves the logits.
-        ``drifts`` is by batch, against one prompt at a time. ``changed``: share of prompts whose most likely token differs.
+        ``errors`` is against float64, one prompt at a time; its rows in float64 show how far a method itself
+        moves the logits. ``drifts`` is by batch, against one prompt at a time.
         """
         rows = [code.ids for code in run.encode(run.evaluation).values()]
         rows = rows[:: max(1, len(rows) // self.prompts)][: self.prompts]
         # Every other prompt loses some of its first pairs: equal lengths would need no padding.
         rows = [row if i % 2 else row[:1] + row[1 + 4 * (i % 7) :] for i, row in enumerate(rows)]
-        methods = with_constants(run)
-        errors: list[Row] = []
-        drifts: list[Row] = []
+        methods = applicable(run.lm, run.every, MethodChoice.build)
+        errors, drifts = list[Row](), list[Row]()
         with run.progress("weight types", 1 + len(DTYPES)) as advance:
-            lm = self._load(run, "float64")
+            lm = _load(run, "float64")
             exact = {name: next_logits(lm, method, rows, 1) for name, method in methods.items()}
             advance(1)
             for dtype in DTYPES:
-                lm = self._load(run, dtype)
+                lm = _load(run, dtype)
                 for name, method in methods.items():
                     alone, *others = (next_logits(lm, method, rows, size) for size in BATCHES)
                     front = {"method": name, "weights": dtype}
-                    errors.append(front | compare(alone, exact[name]))
+                    errors.append({**front, **compare(alone, exact[name])})
                     for size, found in zip(BATCHES[1:], others, strict=True):
-                        drifts.append(front | {"batch": size} | compare(found, alone))
+                        drifts.append({**front, "batch": size, **compare(found, alone)})
                 advance(1)
+        unmodified = exact.pop(UNMODIFIED)
         for name, found in exact.items():
-            moved = {"method": name, "weights": "float64"} | compare(found, exact[UNMODIFIED])
-            errors += [moved] if name != UNMODIFIED else []
+            errors.append({"method": name, "weights": "float64", **compare(found, unmodified)})
         return {"errors": table(errors), "drifts": table(drifts)}
-
-    def _load(self, run: Run, dtype: str) -> LM:
-        where = run.runtime
-        return load(replace(run.model, dtype=dtype), device=where.device, device_map=where.device_map)
 
     def figures(self, tables: Tables) -> Drawn:
         """Errors and effects."""
-        words = "Mean difference of logits: error of each weight type against float64, and what the method itself does."
+        words = "Mean difference of logits: error of each weight type, and what the method itself does."
         return {"errors": (errors_figure(tables["errors"]), words)}
 
 
-def with_constants(run: Run) -> dict[str, Method]:
-    """Every method of ``conf/method`` that applies to the model, with the constants of the model's file."""
-    found = {}
-    for name, cls in known().items():
-        block = {k: v for k, v in run.model.blocks.get(name, {}).items() if k in defaults(cls)}
-        try:
-            method = MethodChoice(name=name, cls=cls, values=defaults(cls) | block).build()
-            method.check(run.lm)
-        except UserError:
-            continue
-        found[name] = method
-    return found
+def _load(run: Run, dtype: Dtype) -> LM:
+    where = run.runtime
+    config = replace(run.model, dtype=dtype)
+    return load(config, device=where.device, device_map=where.device_map, max_memory=where.max_memory)
 
 
 @torch.inference_mode()
@@ -112,8 +96,8 @@ def next_logits(lm: LM, method: Method, rows: Sequence[Sequence[int]], batch_siz
     return out
 
 
-def compare(found: Tensor, reference: Tensor) -> Mapping[str, float]:
-    """Largest and mean absolute difference of logits [N, V], and the share of prompts whose most likely token differs."""
+def compare(found: Tensor, reference: Tensor) -> dict[str, float]:
+    """Largest and mean absolute difference of logits [N, V], and share of prompts with another best token."""
     error = (found - reference).abs()
     changed = (found.argmax(-1) != reference.argmax(-1)).double().mean()
     return {"largest": error.max().item(), "mean": error.mean().item(), "changed": changed.item()}
@@ -121,7 +105,7 @@ def compare(found: Tensor, reference: Tensor) -> Mapping[str, float]:
 
 @plot.styled
 def errors_figure(errors: pd.DataFrame) -> Figure:
-    """Mean difference of logits, a line for each method: a mark for each weight type, and for the method's effect."""
+    """Mean difference of logits, a line for each method, a mark for each weight type and its own effect."""
     figure = plot.new_figure(plot.PAGE, 2.4)
     axes = figure.subplots()
     for index, (weights, rows) in enumerate(errors.groupby("weights", sort=False)):

@@ -24,11 +24,8 @@ from posbench.tasks.scorers import best_subspan_em
 
 Scored = Iterator[tuple[str, float, float]]
 """Subset, official score and ours of one output after the other."""
-
-TOLERANCE = 1e-9
-"""Two scores this near are equal: sums of floats may round otherwise elsewhere."""
-SHIPPED = paths.PACKAGE.parent / "tests" / "data" / "scored"
-"""The outputs that are free to redistribute: NaturalQuestions and LooGLE."""
+TOLERANCE = 1e-9  # sums of floats may round otherwise elsewhere
+SHIPPED = paths.PACKAGE.parent / "tests" / "data" / "scored"  # what is free to redistribute
 
 
 def longbench(folder: Path) -> Scored:
@@ -42,7 +39,7 @@ def longbench(folder: Path) -> Scored:
 
 
 def nq(folder: Path) -> Scored:
-    """Fields ``answers``, ``model_answer``, ``metric_best_subspan_em``; scored by the script of Liu et al. 2023."""
+    """Fields ``answers``, ``model_answer``, ``metric_best_subspan_em`` (the script of Liu et al. 2023)."""
     for _, row in rows("study.data", folder / "scored_predictions_gpt35_first300.jsonl"):
         ours = best_subspan_em(row["model_answer"], row["answers"], strip_first=False)
         yield "20 documents", row["metric_best_subspan_em"], ours
@@ -59,7 +56,7 @@ def leval(folder: Path) -> Scored:
 
 
 def loogle(folder: Path) -> Scored:
-    """Fields ``gold``, ``llm_output``, ``official_function_value``; ``official_worst_value`` for a reply without order."""
+    """Fields ``gold``, ``llm_output``, ``official_function_value`` (no order: ``official_worst_value``)."""
     names = {"lsd": "location_square", "lmd": "location_mean", "sd": "swap", "sdd": "swap_distance"}
     for _, row in rows("study.data", folder / "timeline_reorder_gold_and_gpt4.jsonl"):
         official = row["official_function_value"] if row["standard_format"] else row["official_worst_value"]
@@ -82,8 +79,8 @@ class Scorers(Study):
     """Whether our scorers give real outputs the scores that the released evaluations gave them.
 
     Attributes:
-        data: Folder with a folder for each benchmark, of outputs with their official scores; None: ``POSBENCH_DATA`` of
-            the environment, else what ships. A benchmark without a folder is left out.
+        data: A folder that holds those of some :data:`BENCHMARKS`, outputs with their official scores; None:
+            ``POSBENCH_DATA`` of the environment, else what ships.
     """
 
     needs_model: ClassVar[bool] = False
@@ -98,16 +95,15 @@ class Scorers(Study):
 
     def reads(self) -> Sequence[Path]:
         """See :meth:`Study.reads`."""
-        return sorted(
-            file for name, _ in BENCHMARKS.values() for file in (self.folder / name).rglob("*.jsonl")
-        )
+        return [
+            file for name, _ in BENCHMARKS.values() for file in sorted((self.folder / name).rglob("*.jsonl"))
+        ]
 
     def check(self, run: Run) -> None:
         """See :meth:`Study.check`."""
-        if not any((self.folder / name).is_dir() for name, _ in BENCHMARKS.values()):
+        if parity(self.folder).empty:
             allowed = f"a folder with one of {', '.join(name for name, _ in BENCHMARKS.values())}"
             raise UserError("study.data", str(self.folder), allowed, "set study.data=DIR")
-        parity(self.folder)
 
     def measure(self, run: Run) -> dict[str, pd.DataFrame]:
         """Table ``scores``; see :func:`parity`."""
@@ -117,31 +113,26 @@ class Scorers(Study):
         """Whether every score is equal."""
         table = tables["scores"]
         equal, outputs = int(table["equal"].sum()), int(table["outputs"].sum())
-        missing = [name for name in BENCHMARKS if name not in set(table["benchmark"])]
+        missing = ", ".join(name for name in BENCHMARKS if name not in set(table["benchmark"])) or "none"
         claim = "Our scorers give the scores of the benchmarks' own programs"
-        note = f"{equal} of {outputs}; not in that folder: {', '.join(missing) or 'none'}"
-        return [
-            Finding.that(equal == outputs, claim, "share of equal scores", (equal / outputs, outputs), note)
-        ]
+        note, at = f"{equal} of {outputs}; not in that folder: {missing}", (equal / outputs, outputs)
+        return [Finding.that(equal == outputs, claim, "share of equal scores", at, note)]
 
 
-def parity(folder: Path) -> pd.DataFrame:
-    """Rows of benchmark, subset, outputs, equal (scores that agree), largest_difference, official_mean, our_mean.
+def parity(root: Path) -> pd.DataFrame:
+    """Rows of benchmark, subset, outputs, equal (scores that agree), largest_difference, both means.
 
-    Differences and means are in the benchmark's own unit; those of LooGLE are deviations, four for each output.
+    Differences and means are in the benchmark's own unit; LooGLE's are deviations, four for each output.
 
     Raises:
         UserError: A file of outputs is missing or cannot be read.
     """
-    parts = []
-    for benchmark, (name, read) in BENCHMARKS.items():
-        scored = list(read(folder / name)) if (folder / name).is_dir() else []
-        parts.append(pd.DataFrame(scored, columns=["subset", "official", "ours"]).assign(benchmark=benchmark))
-    frame = pd.concat(parts)
+    there = {key: read(root / name) for key, (name, read) in BENCHMARKS.items() if (root / name).is_dir()}
+    scored = [(key, *each) for key, outputs in there.items() for each in outputs]
+    frame = pd.DataFrame(scored, columns=["benchmark", "subset", "official", "ours"])
     frame["away"] = (frame["official"] - frame["ours"]).abs()
     frame["equal"] = frame["away"] <= TOLERANCE
-    groups = frame.groupby(["benchmark", "subset"], sort=False)
-    found = groups.agg(
+    found = frame.groupby(["benchmark", "subset"], sort=False).agg(
         outputs=("equal", "size"),
         equal=("equal", "sum"),
         largest_difference=("away", "max"),

@@ -1,9 +1,10 @@
-"""Times of several works side by side, in one process on one machine; models with random weights to measure on."""
+"""What studies of cost share: times of ways side by side, methods that apply, random models."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -16,15 +17,19 @@ from matplotlib.figure import Figure
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from posbench import versions
+from posbench.errors import UserError
 from posbench.files.atomic import Row
 from posbench.files.hardware import hardware
+from posbench.methods import Method, Unmodified
+from posbench.methods.choice import MethodChoice
 from posbench.model.lm import LM
 from posbench.model.load import load
 from posbench.plots import base as plot
+from posbench.plots.section import Drawn
 from posbench.schema import Count
-from posbench.studies.base import Study
+from posbench.stats.frames import UNMODIFIED
+from posbench.studies.base import Study, Tables
 
-Works = Mapping[str, Callable[[], Any]]
 CLOCKS = {"wall": time.perf_counter, "processor": time.process_time}
 Shape = Literal["small", "wide", "llama2_7b", "mistral7b", "gemma_7b", "qwen2_5_7b", "mpt_7b"]
 
@@ -34,55 +39,71 @@ class Timed(Study):
     """A study that compares times.
 
     Attributes:
+        caption: What it measures.
         repeats: Measured rounds.
         clock: ``processor`` where a CPU is shared with other work.
     """
 
     needs_model: ClassVar[bool] = False
     needs_task: ClassVar[bool] = False
+    caption: ClassVar[str]
 
     repeats: Count = 3
     clock: Literal["wall", "processor"] = "wall"
 
-    def compared(self, work: str, works: Works, base: str, device: torch.device, kind: str) -> list[Row]:
-        """Rows of work, way, seconds (median), and the ratio to another way round by round.
+    def compared(
+        self, work: str, ways: Mapping[str, Callable[[], Any]], device: torch.device, *, faster: bool = True
+    ) -> list[Row]:
+        """Time the ways of doing a work in turn, A B C A B C ..., after a warm-up: drift hits all alike.
 
-        All ways run in turn, A B C A B C ..., after a round to warm up, so that drift hits all alike.
+        Returns:
+            Rows of work, way, base (the first way), seconds (median round) and ``speedup`` over the base, or
+            with ``faster`` off ``ratio`` to it: median over rounds, its range in ``_min`` and ``_max``.
 
-        Args:
-            work: What is done.
-            works: The ways of doing it.
-            base: The way that the others are compared with.
-            device: Where they run.
-            kind: ``ratio``, of a way's seconds to those of the base; or ``speedup``, the other way round. Median,
-                smallest and largest over rounds stand in the columns of that name, ``_min`` and ``_max``.
+        Raises:
+            RuntimeError: A way returns something else than the base.
         """
-        times: dict[str, list[float]] = {way: [] for way in works}
+        times: dict[str, list[float]] = {way: [] for way in ways}
+        wait = torch.cuda.synchronize if device.type == "cuda" else lambda device: None
+        base, found, clock = next(iter(ways)), dict[str, Any](), CLOCKS[self.clock]
         for number in range(self.repeats + 1):
-            for way, do in works.items():
-                spent = _seconds(do, device, CLOCKS[self.clock])
+            for way, do in ways.items():
+                wait(device)
+                start = clock()
+                found[way] = do()
+                wait(device)
+                spent = clock() - start
                 times[way] += [spent] if number else []
-        rows = []
+                if found[way] != found[base]:
+                    raise RuntimeError(f"{work}: {way} gives other results than {base}")
+        rows, kind = [], "speedup" if faster else "ratio"
         for way, own in times.items():
-            each = [a / b if kind == "ratio" else b / a for a, b in zip(own, times[base], strict=True)]
-            found = {kind: median(each), f"{kind}_min": min(each), f"{kind}_max": max(each)}
-            rows.append({"work": work, "way": way, "seconds": median(own), **found})
+            each = [b / a if faster else a / b for a, b in zip(own, times[base], strict=True)]
+            ratios = {kind: median(each), f"{kind}_min": min(each), f"{kind}_max": max(each)}
+            rows.append({"work": work, "way": way, "base": base, "seconds": median(own), **ratios})
         return rows
 
-
-def _seconds(work: Callable[[], Any], device: torch.device, clock: Callable[[], float]) -> float:
-    """The time of one call, with all that it started on the device."""
-    wait = torch.cuda.synchronize if device.type == "cuda" else lambda device: None
-    wait(device)
-    start = clock()
-    work()
-    wait(device)
-    return clock() - start
+    def figures(self, tables: Tables) -> Drawn:
+        """The ratios of each table."""
+        return {name: (ratio_figure(table), self.caption) for name, table in tables.items()}
 
 
 def table(rows: Sequence[Row]) -> pd.DataFrame:
     """Measured rows, with the hardware and the versions that they were made on."""
     return pd.DataFrame(rows).assign(hardware=hardware(), versions=versions.summary())
+
+
+def applicable(
+    lm: LM, every: Mapping[str, MethodChoice], make: Callable[[MethodChoice], Method]
+) -> dict[str, Method]:
+    """The methods that apply to a model, by name, the unmodified one first."""
+    found: dict[str, Method] = {UNMODIFIED: Unmodified()}
+    for name, choice in every.items():
+        with suppress(UserError):
+            method = make(choice)
+            method.check(lm)
+            found[name] = method
+    return found
 
 
 def random_model(
@@ -92,17 +113,18 @@ def random_model(
     tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> LM:
     """A model of a shape of ``shapes.yaml`` with random weights."""
-    settings = yaml.safe_load((Path(__file__).parent / "shapes.yaml").read_text())[shape]
+    config = AutoConfig.for_model(
+        **yaml.safe_load(Path(__file__).with_name("shapes.yaml").read_text())[shape]
+    )
     with device:
-        config = AutoConfig.for_model(**settings)
         model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
     return load(model, tokenizer=tokenizer, name=shape)
 
 
 @plot.styled
-def ratio_figure(measured: pd.DataFrame, kind: str, label: str) -> Figure:
+def ratio_figure(measured: pd.DataFrame) -> Figure:
     """A panel for each work: median ratio of each way, and its range over rounds."""
-    panels = list(measured.groupby("work", sort=False))
+    panels, kind = list(measured.groupby("work", sort=False)), "ratio" if "ratio" in measured else "speedup"
     figure = plot.new_figure(plot.PAGE, sum(0.22 * len(rows) + 0.55 for _, rows in panels))
     heights = [len(rows) + 1.5 for _, rows in panels]
     every = figure.subplots(len(panels), 1, squeeze=False, sharex=True, height_ratios=heights)[:, 0]
@@ -113,5 +135,6 @@ def ratio_figure(measured: pd.DataFrame, kind: str, label: str) -> Figure:
         axes.axvline(1, color="0.6", linewidth=0.6, zorder=0)
         axes.set(title=work)
         axes.margins(y=0.5 / len(rows))
-    every[-1].set(xlabel=label, xlim=(0, None))
+    words = {"ratio": "time over that of", "speedup": "speed-up over"}[kind]
+    every[-1].set(xlabel=f"{words} {measured['base'].iloc[0]} (median and range over rounds)", xlim=(0, None))
     return figure

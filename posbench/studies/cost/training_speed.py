@@ -1,32 +1,76 @@
-"""How fast the synthetic trainings of Wu et al. 2025 run, beside a plain loop that builds each sequence in
-Python.
+"""The synthetic trainings of Wu et al. 2025 against a plain loop that builds each sequence in Python.
 
-``python -m posbench.studies.cost.training_speed --help``. The plain loop is ours, written the way the
-released code works: a data set whose items are seeded by their index and put together in Python, a data
-loader over it, linear layers one by one, and every row of every layer. Both train the same network: the
-program stops if their logits differ.
+The plain loop is ours, written the way the released code works: items seeded by their index and put together
+in Python, a data loader over them, linear layers one by one, and every row of every layer.
 """
 
 from __future__ import annotations
 
-import argparse
 import random
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from statistics import median
-from typing import Any
+from itertools import product
+from typing import Any, ClassVar
 
+import pandas as pd
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, SequentialSampler
 
-from posbench.studies.cost.latency import CLOCKS, publish, ratios, side_by_side
+from posbench.files.atomic import Row
+from posbench.run.base import Run
+from posbench.schema import Count
+from posbench.studies.cost.timing import Timed, table
 from posbench.studies.wu2025.network import HIDDEN_LAYERS
 from posbench.studies.wu2025.sequences import World, training_batch
 from posbench.studies.wu2025.training import Condition, Ensemble
+
+CPU = torch.device("cpu")
+LOOP = "plain loop, sequences built in Python"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingSpeed(Timed):
+    """Trainings of one seed on the CPU, causal mask, without and with RoPE; take runtime.threads=1.
+
+    Attributes:
+        depths: Attention layers.
+        iterations: Iterations a round of each way.
+    """
+
+    caption: ClassVar[str] = "Trainings and a plain loop, of the same network (logits equal to 1e-5)."
+
+    depths: tuple[Count, ...] = (2, 6)
+    iterations: Count = 20
+    repeats: Count = 5
+
+    def measure(self, run: Run) -> dict[str, pd.DataFrame]:
+        """Table ``training_speed``; see :meth:`Timed.compared`, with the iterations per second."""
+        rows: list[Row] = []
+        with run.progress("conditions", 2 * len(self.depths)) as advance:
+            for depth, pe in product(self.depths, ("none", "rope")):
+                rows += self.speeds(Condition(depth=depth, pe=pe))  # type: ignore[arg-type]
+                advance(1)
+        return {"training_speed": table(rows)}
+
+    def speeds(self, condition: Condition) -> list[Row]:
+        """Rows of one condition."""
+        ensemble = Ensemble(condition, [0], CPU)
+        loop, step = plain_steps(condition, Ensemble(condition, [0], CPU))
+        draw = partial(training_batch, condition, ensemble.worlds[0], condition.batch, ensemble.data[0])
+
+        def repeated(work: Callable[[], Any]) -> None:
+            for _ in range(self.iterations):
+                work()
+
+        works = {LOOP: loop, "plain loop, its training step alone": step}
+        works |= {"posbench": ensemble.step, "posbench, its batches alone": draw}  # type: ignore[dict-item]
+        what = f"depth {condition.depth}, {'RoPE' if condition.pe == 'rope' else 'no PE'}"
+        rounds = {way: partial(repeated, work) for way, work in works.items()}
+        rows = self.compared(what, rounds, CPU)
+        return [{**row, "iterations_per_second": self.iterations / row["seconds"]} for row in rows]
 
 
 class PlainSequences(Dataset[tuple[Tensor, Tensor]]):
@@ -47,8 +91,7 @@ class PlainSequences(Dataset[tuple[Tensor, Tensor]]):
         asked = random.choice(condition.bias or range(condition.items))
         tokens = []
         for each in classes:
-            tokens.append(self._vector(each))
-            tokens.append(world.label_vectors[int(world.class_labels[each])])
+            tokens += [self._vector(each), world.label_vectors[int(world.class_labels[each])]]
         tokens.append(self._vector(classes[asked]))
         return torch.stack(tokens), world.class_labels[classes[asked]]
 
@@ -62,25 +105,25 @@ class PlainNetwork(nn.Module):
 
     def __init__(self, condition: Condition) -> None:
         super().__init__()
-        width = condition.width
-        self.condition = condition
-        self.layers = nn.ModuleList(
-            nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(3))
-            for _ in range(condition.depth)
+        self.condition, width = condition, condition.width
+        square, sizes = (
+            partial(nn.Linear, width, width, bias=False),
+            [width] * HIDDEN_LAYERS + [condition.labels],
         )
-        sizes = [width] * HIDDEN_LAYERS + [condition.labels]
+        self.layers = nn.ModuleList(
+            nn.ModuleList([square(), square(), square()]) for _ in range(condition.depth)
+        )
         self.hidden = nn.ModuleList(nn.Linear(width, size) for size in sizes)
-        tokens = torch.arange(condition.tokens)
-        angles = tokens[:, None] * condition.rope_base ** (-torch.arange(0, width, 2) / width)
-        self.register_buffer("cos", angles.cos())
-        self.register_buffer("sin", angles.sin())
-        self.register_buffer("factor", condition.score_bias(condition.tokens).exp())
+        base = condition.rope_base ** (-torch.arange(0, width, 2) / width)
+        angles = torch.arange(condition.tokens)[:, None] * base
+        self.cos, self.sin = angles.cos(), angles.sin()
+        self.factor = condition.score_bias(condition.tokens).exp()
 
     def forward(self, x: Tensor) -> Tensor:
         """Logits [B, L] from tokens [B, n, D]."""
         if self.condition.pe == "sin":
             x = x + torch.stack([self.sin, self.cos], -1).flatten(1)
-        for query, key, value in self.layers:
+        for query, key, value in self.layers:  # type: ignore[misc]
             q, k, v = query(x), key(x), value(x)
             if self.condition.pe == "rope":
                 q, k = self._rotated(q), self._rotated(k)
@@ -88,45 +131,39 @@ class PlainNetwork(nn.Module):
             mixed = (weights / weights.sum(-1, keepdim=True)) @ v
             x = x + mixed if self.condition.residual else mixed
         x = x[:, -1]
-        for index, linear in enumerate(self.hidden):
-            x = torch.relu(linear(x)) if index < HIDDEN_LAYERS else linear(x)
-        return x
+        for linear in self.hidden[:-1]:
+            x = torch.relu(linear(x))
+        return self.hidden[-1](x)
 
     def _rotated(self, x: Tensor) -> Tensor:
-        even, odd = x[..., 0::2], x[..., 1::2]
-        return torch.stack([even * self.cos - odd * self.sin, even * self.sin + odd * self.cos], -1).flatten(
-            -2
-        )
+        a, b = x[..., 0::2], x[..., 1::2]
+        return torch.stack([a * self.cos - b * self.sin, a * self.sin + b * self.cos], -1).flatten(-2)
 
     @torch.no_grad()
     def take(self, ensemble: Ensemble) -> None:
         """The weights of the first model of an ensemble."""
         network = ensemble.network
-        for index, (query, key, value) in enumerate(self.layers):
-            for linear, weight in ((query, network.query), (key, network.key), (value, network.value)):
-                linear.weight.copy_(weight[index][0].T)
+        for own, *others in zip(self.layers, network.query, network.key, network.value, strict=True):
+            for linear, weight in zip(own, others, strict=True):
+                linear.weight.copy_(weight[0].T)
         for linear, weight, bias in zip(self.hidden, network.weight, network.bias, strict=True):
             linear.weight.copy_(weight[0].T)
             linear.bias.copy_(bias[0, 0])
 
 
 def plain_steps(condition: Condition, ensemble: Ensemble) -> tuple[Callable[[], None], Callable[[], None]]:
-    """The plain loop with its data loader, and its training step alone on one batch; from an ensemble's
-    weights.
+    """From an ensemble's weights: the plain loop with its data loader, and its training step on one batch.
 
     Raises:
         RuntimeError: The plain network gives other logits.
     """
     network = PlainNetwork(condition)
     network.take(ensemble)
-    optimizer = torch.optim.AdamW(
-        network.parameters(), lr=condition.learning_rate, weight_decay=condition.weight_decay
-    )
+    rates = {"lr": condition.learning_rate, "weight_decay": condition.weight_decay}
+    optimizer = torch.optim.AdamW(network.parameters(), **rates)
     data = PlainSequences(condition, ensemble.worlds[0])
     # In order, as a shuffled index of a billion would not fit; the seed of each item makes the draw.
-    loader: Iterator[Any] = iter(
-        DataLoader(data, batch_size=condition.batch, sampler=SequentialSampler(data))
-    )
+    loader = iter(DataLoader(data, batch_size=condition.batch, sampler=SequentialSampler(data)))
     tokens, targets = next(loader)
     with torch.no_grad():
         difference = float((network(tokens) - ensemble.network(tokens[None])[0]).abs().max())
@@ -140,71 +177,3 @@ def plain_steps(condition: Condition, ensemble: Ensemble) -> tuple[Callable[[], 
         optimizer.step()
 
     return lambda: step(*next(loader)), lambda: step(tokens, targets)
-
-
-def speeds(
-    condition: Condition, *, iterations: int, repeats: int, clock: Callable[[], float]
-) -> list[list[str]]:
-    """Rows of condition, way, iterations per second (median round), and the ratio to the plain loop, in one
-    run.
-
-    Args:
-        condition: What is trained.
-        iterations: Iterations a round of each way.
-        repeats: Measured rounds.
-        clock: Gives the time in seconds.
-    """
-    device = torch.device("cpu")
-    ensemble = Ensemble(condition, [0], device)
-    loop, step = plain_steps(condition, Ensemble(condition, [0], device))
-
-    def repeated(work: Callable[[], object]) -> None:
-        for _ in range(iterations):
-            work()
-
-    draw = partial(training_batch, condition, ensemble.worlds[0], condition.batch, ensemble.data[0])
-    works: dict[str, Callable[[], Any]] = {
-        "plain loop, sequences built in Python": partial(repeated, loop),
-        "plain loop, its training step alone": partial(repeated, step),
-        "posbench": partial(repeated, ensemble.step),
-        "posbench, its batches alone": partial(repeated, draw),
-    }
-    times = side_by_side(works, device, repeats, clock)
-    base = times["plain loop, sequences built in Python"]
-    what = f"depth {condition.depth}, {'RoPE' if condition.pe == 'rope' else 'no PE'}"
-    return [
-        [what, name, f"{iterations / median(spent):.1f}", ratios(base, spent)]
-        for name, spent in times.items()
-    ]
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    """Measure, print, and write the table where asked."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--depths", type=int, nargs="+", default=[2, 6])
-    parser.add_argument("--iterations", type=int, default=20, help="iterations a round")
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument(
-        "--clock", choices=CLOCKS, default="wall", help="processor: where a CPU is shared with other work"
-    )
-    parser.add_argument("--out", type=Path, help="write the table as Markdown")
-    options = parser.parse_args(argv)
-    torch.set_num_threads(1)
-    rows = []
-    for depth in options.depths:
-        for pe in ("none", "rope"):
-            condition = replace(Condition(), depth=depth, pe=pe)
-            rows += speeds(
-                condition, iterations=options.iterations, repeats=options.repeats, clock=CLOCKS[options.clock]
-            )
-    title = f"Synthetic trainings, batch 128, causal mask, one thread, {options.repeats} rounds, {options.clock} time"
-    note = (
-        "speed-up: over the plain loop with its data loader, round by round. The plain loop is our own, written the way the "
-        "released code of Wu et al. 2025 works; both train the same network (logits equal to 1e-5)."
-    )
-    header = ("condition", "way", "iterations per second (median)", "speed-up: median (min to max)")
-    publish(title, rows, note, options.out, header=header)
-
-
-if __name__ == "__main__":
-    main()

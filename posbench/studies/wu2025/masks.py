@@ -25,14 +25,11 @@ from posbench.studies.wu2025.training import PAIRS
 from posbench.theory import masks, rope
 
 M = -float(np.log(0.8))  # the decay of the paper's runs, gamma 0.8
-ITEMS = 17  # tokens of the paper's sequences: eight pairs and a query
-SIGMA = 5.3
-"""Tokens in which one layer's attention falls to e^-1/2 where theta is 0.01, in the study of Theorem 4.7."""
+SIGMA = 5.3  # tokens in which one layer's attention falls to e^-1/2 at theta 0.01, for Theorem 4.7
 KINDS = {"no PE, causal": "causal", "decay 0.8, causal": "decay"}
 """Networks without residual stream whose gaps the paper prints in Figures 2 and 4, and their masks."""
 LAST_ROW = "weight in the last row"
-TEST_SD = 0.0067
-"""Standard deviation of such a gap over its 10,000 test sequences, measured on trained networks."""
+TEST_SD = 0.0067  # of such a gap over its 10,000 test sequences, measured on trained networks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,13 +48,13 @@ class Masks(Study):
         """Predictions as lines, stacks of attention as dots."""
         theory = "Dots: stacks of attention, equal scores. Lines: the theorems; dotted: Theorem 4.1's bound."
         rotated = (
-            "Dots and thick lines: stacks of attention. Thin lines: the theorems; dotted: the zero of Appendix "
-            "H as printed; grey: a random walk. Last panel: differences of weights, equal scores, and the gaps "
-            "that the paper prints; grey: two standard deviations of its test sets."
+            "Dots, thick lines: stacks of attention. Thin lines: the theorems; dotted: Appendix H's zero as "
+            "printed; grey: a random walk. Last panel: differences of weights, equal scores, and the paper's "
+            "gaps; grey: two standard deviations of its test sets."
         )
         bound = "Random attention and the bounds of Lemmas 4.4 and 4.6; below 1 a bound does not hold."
         drawn = {"theory": (theory_figure(tables), theory), "rope": (rope_figure(tables), rotated)}
-        return {**drawn, "bounds": (bounds_figure(tables["bounds"]), bound)}
+        return drawn | {"bounds": (bounds_figure(tables["bounds"]), bound)}
 
     def findings(self, tables: Tables) -> Sequence[Finding]:
         """Theorems 4.1 to 4.7 in numbers."""
@@ -74,8 +71,8 @@ def _on_masks(tables: Tables) -> Iterator[Finding]:
     """Theorems 4.1 to 4.5."""
     rates, halves, prefix = tables["causal_rates"], tables["half_times"], tables["prefix_mass"]
     broken = int((rates["weight"] > rates["bound"] + 1e-12).sum())
-    second = rates.loc[rates["token"] == 2, "weight"].to_numpy()
-    fall = second[-2] / second[-1]
+    *_, before, last = rates.loc[rates["token"] == 2, "weight"]
+    fall = before / last
     slack = np.log(fall) / -np.log1p(-1 / rates["n"].iloc[0])
     yield _told("4.1", broken == 0, (broken, len(rates)), fall=fall, slack=slack)
     early = int((halves["reaches"] < halves["hops"]).sum())
@@ -131,9 +128,6 @@ def _on_gaps(gaps: pd.DataFrame) -> Finding:
     return _told("gaps", at.ci_low > 0.5, at, n=len(gaps), same=same.sum(), rank=rank)
 
 
-# Tables
-
-
 def _last_rows(weights: Array, layers: Sequence[int]) -> dict[int, Array]:
     """The last row of the product of so many layers of equal weights, for each number of layers."""
     found = masks.rollout([weights] * max(layers))
@@ -141,7 +135,7 @@ def _last_rows(weights: Array, layers: Sequence[int]) -> dict[int, Array]:
 
 
 def causal_rates() -> pd.DataFrame:
-    """Weights of tokens (from 1) in the last row under a causal mask; ``predicted``: the rate log j, drawn back."""
+    """Weights of tokens (from 1) in the last row, causal mask; ``predicted``: the rate log j, drawn back."""
     n, layers, rows = 32, 40, []
     found = _last_rows(masks.uniform(masks.causal(n)), range(1, layers + 1))
     for j, (t, row) in product((2, 3, 5, 10), found.items()):
@@ -151,20 +145,18 @@ def causal_rates() -> pd.DataFrame:
 
 
 def half_times() -> pd.DataFrame:
-    """Layers until half of the weight is on token 1 under a window, until any is (``reaches``), and hops to it."""
+    """Layers until half the weight is on token 1 under a window, until any is (``reaches``), hops to it."""
     n, rows = 32, []
     for width in (2, 3, 5, 9, 17, 32):
         found = _last_rows(masks.uniform(masks.window(n, width)), range(1, 3 * n))
-        first = np.array([row[0] for row in found.values()])
+        first, hops = np.array([row[0] for row in found.values()]), -(-(n - 1) // (width - 1))
         measured, reaches = (int(there.argmax()) + 1 for there in (first >= 0.5, first > 0))
-        rows.append(
-            (width, measured, masks.window_half_time(n, width), reaches, -(-(n - 1) // (width - 1)), n)
-        )
+        rows.append((width, measured, masks.window_half_time(n, width), reaches, hops, n))
     return pd.DataFrame(rows, columns=["width", "measured", "predicted", "reaches", "hops", "n"])
 
 
 def prefix_mass() -> pd.DataFrame:
-    """Last row under a prefix mask; ``predicted``: 1 / K, and behind the prefix the rate log(K + 1), drawn back."""
+    """Last row, prefix mask; ``predicted``: 1 / K, behind the prefix the rate log(K + 1), drawn back."""
     length, layers, rows = 4, 20, []
     found = _last_rows(masks.uniform(masks.prefix(12, length)), range(1, layers + 1))
     for t, row in found.items():
@@ -205,9 +197,10 @@ def _decayed(n: int, m: float, layers: Sequence[int] = (2, 4, 6, 10, 16)) -> dic
 
 
 def _rotated(theta: float, width: float) -> dict[int, Array]:
-    """Last rows under RoPE of one angle, queries equal to keys; ``width`` is that of the attention in tokens."""
+    """Last rows under RoPE of one angle, queries equal to keys; ``width`` of the attention in tokens."""
     n = int(np.pi / theta)
-    scores = rope.scores(n, theta, rope.strength(theta, width))
+    # Of this strength attention falls as half a Gaussian of that standard deviation.
+    scores = rope.scores(n, theta, (theta * width) ** -2)
     return _last_rows(masks.attention(scores, masks.causal(n)), (2, 3, 5, 9, 17))
 
 
@@ -225,17 +218,16 @@ def decay_rows() -> pd.DataFrame:
     return _by_distance(_decayed(256, M), lambda t, x: masks.decay_law(t, M, x))
 
 
-def peaks() -> pd.DataFrame:
-    """Distance of the largest weight behind the first token, measured and as t / (e^m - 1)."""
-    rows = []
-    for m in (M, 0.5):
-        rows += [(m, t, _peak(row), masks.decay_peak(t, m)) for t, row in _decayed(512, m).items()]
-    return pd.DataFrame(rows, columns=["m", "layers", "measured", "predicted"])
-
-
 def _peak(row: Array) -> int:
     """Distance of the largest weight; the first token is a sink of its own."""
     return int(row[:0:-1].argmax())
+
+
+def peaks() -> pd.DataFrame:
+    """Distance of the largest weight behind the first token, measured and as t / (e^m - 1)."""
+    found = {(m, t): row for m in (M, 0.5) for t, row in _decayed(512, m).items()}
+    rows = [(m, t, _peak(row), masks.decay_peak(t, m)) for (m, t), row in found.items()]
+    return pd.DataFrame(rows, columns=["m", "layers", "measured", "predicted"])
 
 
 def rope_rows() -> pd.DataFrame:
@@ -249,9 +241,9 @@ def rope_rows() -> pd.DataFrame:
 
 
 def rope_peaks() -> pd.DataFrame:
-    """Distance of the largest weight under RoPE of one angle, over depth and angle (radians).
+    """Distance of the largest weight under RoPE of one angle, by depth and angle (radians).
 
-    ``formula_shared`` has c / layers, ``stationary`` and ``appendix_h`` are zeros of L', corrected and printed.
+    ``formula_shared`` has c / layers; ``stationary`` and ``appendix_h`` are L's zeros, corrected and printed.
     """
     rows = []
     # Scores are of the same size at every angle.
@@ -268,7 +260,8 @@ def item_mass() -> pd.DataFrame:
     """Weight of the last token on the first, middle and last item of the paper's sequences, equal scores."""
     rows, places = [], {"first": 0, "middle": 4, "last": 7}
     for kind, mask in KINDS.items():
-        for t, row in _decayed(ITEMS, M if mask == "decay" else 0.0, (2, 4, 6)).items():
+        # Eight pairs and a query, as the paper's sequences.
+        for t, row in _decayed(17, M if mask == "decay" else 0.0, (2, 4, 6)).items():
             rows += [(kind, t, place, row[2 * i] + row[2 * i + 1]) for place, i in places.items()]
     return pd.DataFrame(rows, columns=["attention", "layers", "item", "weight"])
 
@@ -281,9 +274,6 @@ def predicted_gaps() -> pd.DataFrame:
     for (kind, mask), t, (a, b) in product(KINDS.items(), (2, 4, 6), PAIRS):
         rows.append((kind, t, f"{a} - {b}", mass[kind, t, a] - mass[kind, t, b], paper[mask, t, f"{a}-{b}"]))
     return pd.DataFrame(rows, columns=["attention", "layers", "pair", "predicted", "paper"])
-
-
-# Figures
 
 
 def _dots(axes: Axes, table: pd.DataFrame, by: str, x: str, y: str, label: str = "{}", **thin: Any) -> None:
@@ -329,9 +319,7 @@ def theory_figure(tables: Tables) -> Figure:
     _over_distance(three, inner, 130, "4.5 decay: negative binomial (thin)")
     _dots(four, tables["peaks"], "m", "predicted", "measured", "m {:.3g}")
     four.axline((0, 0), slope=1, color="0.5", linewidth=0.8)
-    four.set(
-        xlabel="t / (e^m - 1)", ylabel="measured peak distance", title="4.5 decay: where the peak stands"
-    )
+    four.set(xlabel="t / (e^m - 1)", ylabel="measured peak distance", title="4.5 decay: place of the peak")
     for axes in figure.axes:
         axes.legend()
     return figure
@@ -353,7 +341,7 @@ def rope_figure(tables: Tables) -> Figure:
         three.plot(line["layers"], line["drift"], color="0.6", linewidth=0.8, zorder=0)
     _log_ticks(three, sorted(set(tops["layers"])), (0.3, 1, 3, 10, 30, 100))
     three.set(xlabel="layers", ylabel="peak distance (tokens)", ylim=(0.15, 2000))
-    three.set_title("4.7 RoPE: where the peak stands")
+    three.set_title("4.7 RoPE: place of the peak")
     _dots(four, tables["predicted_gaps"], "attention", "predicted", "paper")
     four.axhspan(-2 * TEST_SD, 2 * TEST_SD, color="0.9", zorder=0)
     four.axhline(0, color="0.5", linewidth=0.6)

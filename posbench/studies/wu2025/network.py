@@ -11,6 +11,7 @@ from annotated_types import Ge, Le
 from torch import Tensor, nn
 
 from posbench.schema import Count, NonNegative, Positive
+from posbench.studies.wu2025.sequences import Mixture
 from posbench.theory import masks
 
 HIDDEN_LAYERS = 3  # of the classifier
@@ -18,27 +19,18 @@ HIDDEN_LAYERS = 3  # of the classifier
 
 @dataclass(frozen=True, kw_only=True)
 class Attention:
-    """Architecture of Wu et al. 2025, Section 5: no biases in attention, no output projection, no norm.
-
-    Attributes:
-        depth: Attention layers.
-        residual: Add a layer's input to its output. The official code's flag ``--not_res`` turns this on.
-        mask: ``decay`` is causal with -(i - j) m added to the scores, i and j counted in tokens.
-        pe: Position encoding: none, sinusoids added to the tokens, or rotary of interleaved pairs.
-        window: Tokens seen under ``window``, the token itself included.
-        prefix: Tokens seen by all under ``prefix``.
-        decay: m of ``decay`` (the paper: -log 0.8).
-        rope_base: Base of both ``rope`` and ``sin``.
-    """
+    """Architecture of Wu et al. 2025, Section 5: no biases in attention, no output projection, no norm."""
 
     depth: Annotated[int, Ge(1), Le(64)] = 2
-    residual: bool = False
+    residual: bool = False  # whether a layer's input is added to its output (the official code's --not_res)
     mask: Literal["full", "causal", "window", "prefix", "decay"] = "causal"
-    pe: Literal["none", "sin", "rope"] = "none"
-    window: Count = 5
-    prefix: Count = 4
-    decay: NonNegative = 0.22314355131420976
-    rope_base: Positive = 10000.0
+    pe: Literal["none", "sin", "rope"] = "none"  # sinusoids added to the tokens, or interleaved pairs rotated
+    window: Count = 5  # tokens seen under ``window``, the token itself included
+    prefix: Count = 4  # tokens seen by all under ``prefix``
+    decay: NonNegative = (
+        0.22314355131420976  # m of ``decay``: causal, -(i - j) m added to the scores; -log 0.8
+    )
+    rope_base: Positive = 10000.0  # of both ``rope`` and ``sin``
 
     def seen(self, tokens: int) -> masks.Mask:
         """Which tokens a token sees, [n, n]."""
@@ -59,12 +51,10 @@ class AttentionNetwork(nn.Module):
     Each of the generators draws one, as torch does by default: uniform within 1 / sqrt(width).
     """
 
-    def __init__(
-        self, spec: Attention, width: int, labels: int, tokens: int, rngs: list[torch.Generator]
-    ) -> None:
+    def __init__(self, spec: Attention, data: Mixture, rngs: list[torch.Generator]) -> None:
         super().__init__()
+        width, tokens, device, depth = data.width, data.tokens, rngs[0].device, spec.depth
         self.spec, self.models, self.scale = spec, len(rngs), width**-0.5
-        device, depth, sizes = rngs[0].device, spec.depth, [width] * HIDDEN_LAYERS + [labels]
 
         def drawn(*shape: int) -> nn.Parameter:
             parts = [(2 * torch.rand(shape, generator=rng, device=device) - 1) * width**-0.5 for rng in rngs]
@@ -73,6 +63,7 @@ class AttentionNetwork(nn.Module):
         self.query = nn.ParameterList(drawn(width, width) for _ in range(depth))
         self.key = nn.ParameterList(drawn(width, width) for _ in range(depth))
         self.value = nn.ParameterList(drawn(width, width) for _ in range(depth))
+        sizes = [width] * HIDDEN_LAYERS + [data.labels]
         self.weight = nn.ParameterList(drawn(width, size) for size in sizes)
         self.bias = nn.ParameterList(drawn(1, size) for size in sizes)
         angles = torch.arange(tokens)[:, None] * spec.rope_base ** (-torch.arange(0, width, 2) / width)
@@ -96,7 +87,7 @@ class AttentionNetwork(nn.Module):
         return torch.stack(self._states(tokens, whole=True)[1], 1).unflatten(0, tokens.shape[:2])
 
     def _states(self, tokens: Tensor, whole: bool) -> tuple[Tensor, list[Tensor]]:
-        """Last states [M B, r, D] and each layer's weights; of the last layer the query's, if not ``whole``."""
+        """Last states [M B, r, D] and each layer's weights; if not ``whole``, the last's of the query."""
         x, found = tokens.flatten(0, 1), []
         x = x + self.sinusoids if self.spec.pe == "sin" else x
         for layer in range(self.spec.depth):

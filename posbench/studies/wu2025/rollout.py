@@ -31,16 +31,11 @@ class Rollout(Study):
     """Attention rollout and attention sinks of a model.
 
     Source: Wu et al. 2025, Section 3 (cumulative context probability), Appendix K.4; Gu et al. 2024 (sinks).
-
-    Attributes:
-        prompts: Prompts of the task, evenly over its gold positions.
-        parts: Equal parts of the prompt whose weights are summed.
-        tokens: First tokens of a prompt among which sinks are looked for; shorter prompts do not count there.
     """
 
-    prompts: Several = 64
-    parts: Several = 10
-    tokens: Several = 64
+    prompts: Several = 64  # of the task, evenly over its gold positions
+    parts: Several = 10  # equal parts of the prompt whose weights are summed
+    tokens: Several = 64  # first tokens, among which sinks are looked for; shorter prompts do not count there
 
     def check(self, run: Run) -> None:
         """See :meth:`Study.check`."""
@@ -79,7 +74,7 @@ class Rollout(Study):
 
 
 def summary(rows: Sequence[Row], clusters: Sequence[str], resamples: int = 2000) -> dict[str, pd.DataFrame]:
-    """Tables ``rollout``, ``sinks`` and ``changes`` of what :func:`flow` found in prompts of these clusters."""
+    """Tables ``rollout``, ``sinks``, ``changes`` of what :func:`flow` found in prompts of these clusters."""
 
     def interval(values: Array, which: Sequence[str] = clusters) -> Estimate:
         return bootstrap.difference(values, which, resamples=resamples)
@@ -90,7 +85,7 @@ def summary(rows: Sequence[Row], clusters: Sequence[str], resamples: int = 2000)
         for layer, part in np.ndindex(weights.shape[2:]):
             at = interval(weights[:, number, layer, part])
             place = {"rollout": kind, "layers": layer + 1, "part": part}
-            rollout.append(place | ends(at, "weight") | {"n": at.n})
+            rollout.append({**place, **ends(at, "weight"), "n": at.n})
         changes[kind] = interval(weights[:, number, -1, 0] - weights[:, number, 0, 0])
     long = [number for number, row in enumerate(rows) if "by_head" in row]
     which = [clusters[number] for number in long]

@@ -19,27 +19,18 @@ from posbench.schema import NonNegative, Several, Whole
 class Mixture:
     """The data of Wu et al. 2025, Section 5 and Appendices J and L (after Reddy 2024).
 
-    Attributes:
-        vocabulary: ``gaussian``: every item is a fresh draw around its class mean; ``fixed`` (Appendix L): a
-            class is one vector with a component that all classes share.
-        scale: Standard deviation of all draws: 1 / sqrt(width), or that of the official ``code``, 1 / width.
-        bias: Items (from 0) whose class the query may have, uniformly; empty: any item, no bias.
-        width: Dimension of a token.
-        classes: Classes K of the training data.
-        labels: Labels L; that of a class is drawn uniformly and stays.
-        copies: Items of each of the two classes of a sequence (the burstiness B).
-        noise: Epsilon of ``gaussian``: x = (mean + epsilon eta) / sqrt(1 + epsilon^2).
-        anisotropy: Lambda of ``fixed``: v = (mean + lambda omega) / sqrt(1 + lambda^2).
-        test_component: Shared component of the tests of ``fixed``; ``fresh``, as in the official code, for each set.
+    ``gaussian``: every item is a new draw around its class mean, x = (mean + noise eta) / sqrt(1 + noise^2).
+    ``fixed`` (Appendix L): a class is one vector, (mean + anisotropy omega) / sqrt(1 + anisotropy^2); all
+    share omega, and the tests have the training's or, as in the official code, a ``fresh`` one for each set.
     """
 
     vocabulary: Literal["gaussian", "fixed"] = "gaussian"
-    scale: Literal["paper", "code"] = "paper"
-    bias: tuple[Whole, ...] = ()
-    width: Several = 64
-    classes: Several = 2048
-    labels: Several = 32
-    copies: Several = 4
+    scale: Literal["paper", "code"] = "paper"  # standard deviation of all draws; the code has 1 / width
+    bias: tuple[Whole, ...] = ()  # items (from 0) whose class the query may have, uniformly; none: any item
+    width: Several = 64  # dimension of a token
+    classes: Several = 2048  # of the training data, K
+    labels: Several = 32  # L; that of a class is drawn uniformly and stays
+    copies: Several = 4  # items of each of the two classes of a sequence (the burstiness B)
     noise: NonNegative = 0.75
     anisotropy: NonNegative = 0.75
     test_component: Literal["training", "fresh"] = "training"
@@ -82,12 +73,12 @@ class Sequences(NamedTuple):
 
 
 class Novel(NamedTuple):
-    """Two new classes a sequence: items [B, n, D], a query per class, class of each item [B, n], two labels."""
+    """Two new classes a sequence."""
 
-    items: Tensor
-    queries: Tensor
-    slots: Tensor
-    labels: Tensor
+    items: Tensor  # [B, n, D]
+    queries: Tensor  # one for each class, [B, 2, D]
+    slots: Tensor  # class of each item, [B, n]
+    labels: Tensor  # of the classes, [B, 2]
 
 
 def draw_world(mixture: Mixture, rng: torch.Generator) -> World:
@@ -148,7 +139,7 @@ def novel_sequences(mixture: Mixture, world: World, count: int, rng: torch.Gener
 
 
 def ask(novel: Novel, world: World, right: int, copy_at: int | None = None) -> Sequences:
-    """Ask for the class of item ``right`` (from 0); item ``copy_at`` gets its vector and keeps its own label."""
+    """Ask for the class of item ``right`` (from 0), which item ``copy_at`` copies but for its label."""
     asked, items = novel.slots[:, right], novel.items
     rows = torch.arange(len(asked), device=asked.device)
     if copy_at is not None:
@@ -159,7 +150,7 @@ def ask(novel: Novel, world: World, right: int, copy_at: int | None = None) -> S
 
 
 def other_is_right(mixture: Mixture) -> float:
-    """Share of test sequences in which the overwritten item's own label is right too: 0.446 for the paper's."""
+    """Share of test sequences in which the overwritten item's own label is right too (the paper's: 0.446)."""
     same = (mixture.copies - 1) / (mixture.items - 1)
     return same + (1 - same) / mixture.labels
 

@@ -15,9 +15,7 @@ from posbench.studies.wu2025 import synthetic_tables as tables
 
 GAPS = ["FM", "FL", "ML"]
 CONDITION = ["mask", "pe", "depth", "residual", "bias"]
-"""Columns of the conditions of a claim."""
-EARLY = 1000
-"""Iterations below which nothing is learned; where a claim needs more, its row says so."""
+EARLY = 1000  # iterations below which nothing is learned; where a claim needs more, its row says so
 SINK_FIGURES = {"causal": "Figure 10", "window": "Figure 11", "prefix": "Figure 12"}
 
 
@@ -89,19 +87,17 @@ def _unless(early: bool, finding: Finding) -> Finding:
 def _u_shape(ends: pd.DataFrame) -> list[Finding]:
     """Section 5.2: the middle is lost only where the data favour both ends."""
     claim = "The middle is lost only if the data favour both ends (Section 5.2, Figures 2, 3 and 6 to 8)"
-    rule = {"claim": claim, "minus": "", "smallest_of": "FM, -ML", "direction": "below", "bound": tables.NEAR}
+    rule = {"claim": claim, "minus": "", "smallest_of": "FM, -ML", "direction": "below", "least": EARLY}
     others = ends["bias"].isin(["none", "first", "middle", "last"]) & (ends["vocabulary"] == "gaussian")
     found = []
     for row in ends.loc[others, tables.SETTINGS].drop_duplicates().to_dict("records"):
-        texts = {name: str(row[name]) for name in CONDITION} | {
-            "statistic": tables.label(row),
-            "least": EARLY,
-        }
-        found += [each for each in [_judged(ends, rule | texts)] if each]
-    if not found:
+        texts = {name: str(row[name]) for name in CONDITION} | {"statistic": tables.label(row)}
+        found.append(_judged(ends, rule | texts | {"bound": tables.NEAR}))
+    judged = [each for each in found if each]
+    if not judged:
         return []
-    worst = max(found, key=lambda each: each.value)
-    words = f"largest 'smaller of FM and -ML' of {len(found)} conditions without that bias"
+    worst = max(judged, key=lambda each: each.value)
+    words = f"largest 'smaller of FM and -ML' of {len(judged)} conditions without that bias"
     return [replace(worst, statistic=f"{words} ({worst.statistic})")]
 
 
@@ -131,15 +127,13 @@ def _sinks(sinks: pd.DataFrame) -> list[Finding]:
             found = _beyond_noise(claim, words, share[:count].min() - share[count:].max(), n, note)
             out.append(_unless(one["iteration"].iloc[0] < EARLY, found))
             if kind == "window" and size == 1:
-                first.setdefault(f"{metric} of the first token, depth {depth}", []).append(
-                    (int(span), share[0], equal[0], n)
-                )
+                same = first.setdefault(f"{metric} of the first token, depth {depth}", [])
+                same.append((int(span), share[0], equal[0], n))
     claim = "The wider the window, the stronger the sink on the first token (Appendix K.4, Figure 11)"
     for words, shares in first.items():
         (narrow, low, equal_low, _), (wide, high, equal_high, n) = min(shares), max(shares)
-        note = (
-            f"equal weights would give {equal_high - equal_low:+.3f}: few queries see through a narrow window"
-        )
+        by_chance = f"equal weights would give {equal_high - equal_low:+.3f}"
+        note = f"{by_chance}: few queries see through a narrow window"
         words = f"{words}: window {wide} minus window {narrow}"
         out += [_beyond_noise(claim, words, high - low, n, note)] if narrow < wide else []
     return out
@@ -162,13 +156,9 @@ def thresholds(gaps: pd.DataFrame) -> pd.DataFrame:
         for seed, run in here.groupby("seed"):
             last = run[run["iteration"] == run["iteration"].max()].set_index("pair").loc[tables.PAIR_NAMES]
             at = dict(zip(GAPS, last["gap"], strict=True))
-            gap = " / ".join(f"{value:+.3f}" for value in at.values())
-            at |= {
-                "novel_middle": last["novel_middle"].iloc[0],
-                "best": last[["acc_ab", "acc_ba"]].max(axis=None),
-            }
-            of = f"seed {seed}, {last['iteration'].iloc[0]:,}"
-            texts.append(f"{of}: {gap}, novel middle {at['novel_middle']:.2f}")
+            gap, novel = " / ".join(f"{value:+.3f}" for value in at.values()), last["novel_middle"].iloc[0]
+            at |= {"novel_middle": novel, "best": last[["acc_ab", "acc_ba"]].max(axis=None)}
+            texts.append(f"seed {seed}, {last['iteration'].iloc[0]:,}: {gap}, novel middle {novel:.2f}")
             ranges = wanted[["quantity", "low", "high"]].to_numpy()
             passed.append(all(float(low) <= _combined(q, at) <= float(high) for q, low, high in ranges))
         verdict = "not run" if not passed else "yes" if all(passed) else "no"

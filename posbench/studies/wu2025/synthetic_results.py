@@ -27,13 +27,9 @@ MEANINGS = {
 
 @dataclass(frozen=True, kw_only=True)
 class SyntheticResults(Trained):
-    """Trained attention networks and the cells of Wu et al. 2025.
+    """Trained attention networks and the cells of Wu et al. 2025."""
 
-    Attributes:
-        trainings: Folder of trainings: what ``study=synthetic_training study.trainings=DIR`` wrote.
-    """
-
-    trainings: str = "outputs/trainings"
+    trainings: str = "outputs/trainings"  # what ``study=synthetic_training study.trainings=DIR`` wrote
 
     def reads(self) -> Sequence[Path]:
         """See :meth:`Study.reads`."""
@@ -77,9 +73,9 @@ def _verdicts(cells: pd.DataFrame, printed: int) -> pd.DataFrame:
     counts["not trained"] = printed - len(cells.drop_duplicates(["figure", *tables.CELL]))
     rows = []
     for verdict, meaning in MEANINGS.items():
-        where = [
-            f"Figure {row['figure']}, {tables.label(row)}{tables.scaled(row)} ({row['iteration']:,} iterations)"
-            for row in cells[cells["verdict"] == verdict].to_dict("records")
-        ]
-        rows.append((verdict, counts.get(verdict, 0), meaning, "; ".join(dict.fromkeys(where))))
+        where = dict[str, None]()
+        for row in cells[cells["verdict"] == verdict].to_dict("records"):
+            network = tables.label(row) + tables.scaled(row)
+            where[f"Figure {row['figure']}, {network} ({row['iteration']:,} iterations)"] = None
+        rows.append((verdict, counts.get(verdict, 0), meaning, "; ".join(where)))
     return pd.DataFrame(rows, columns=["verdict", "cells", "meaning", "networks"])

@@ -25,10 +25,9 @@ SETTINGS = ["vocabulary", "scale", "mask", "pe", "depth", "residual", "bias"]
 """Columns that tell conditions apart; the paper's cells have all but the scale."""
 CELL = [*(name for name in SETTINGS if name != "scale"), "pair"]
 PAIR_NAMES = [f"{a}-{b}" for a, b in PAIRS]
-HALF = copying_gap(Mixture(), 0.5, 0)
-"""Gap of copying the first item's label in half of the sequences: 0.277."""
+HALF = copying_gap(Mixture(), 0.5, 0)  # of copying the first item's label in half of the sequences: 0.277
 NEAR, ZERO = 0.05, 0.02
-"""So near to the paper's a gap agrees: seeds spread by about 0.04. So small it is none: three times the noise."""
+"""So near gaps agree (seeds spread by about 0.04); so small one is none (three times the noise)."""
 CHANCE = 0.9 * float(np.log(Mixture().labels))
 """Training loss (nats) above which nothing is learned yet: within a tenth of guessing among 32 labels."""
 PER_ROW = 6  # conditions next to each other in a figure of gaps
@@ -52,7 +51,7 @@ def tabulated(measured: Measured, files: Sequence[str]) -> dict[str, pd.DataFram
 
 
 def at_end(frame: pd.DataFrame) -> pd.DataFrame:
-    """Rows at the iteration behind which most training stands: no single seed that is ahead speaks for all."""
+    """Rows at the iteration with most training behind it: no single seed that is ahead speaks for all."""
     work = frame.groupby([*SETTINGS, "iteration"])["seed"].transform("nunique") * frame["iteration"]
     return frame[work == work.groupby([frame[name] for name in SETTINGS]).transform("max")]
 
@@ -60,14 +59,7 @@ def at_end(frame: pd.DataFrame) -> pd.DataFrame:
 def over_seeds(gaps: pd.DataFrame) -> pd.DataFrame:
     """Mean over the seeds of each condition, iteration and pair; the interval is of the test sequences."""
     rows = gaps.assign(spread=gaps["gap"], variance=((gaps["ci_high"] - gaps["ci_low"]) / 2) ** 2)
-    how = {
-        "gap": "mean",
-        "variance": "sum",
-        "seed": "nunique",
-        "spread": "std",
-        "train_loss": "mean",
-        "n": "sum",
-    }
+    how = dict(gap="mean", variance="sum", seed="nunique", spread="std", train_loss="mean", n="sum")
     table = rows.groupby([*SETTINGS, "iteration", "pair"], sort=False).agg(how).reset_index()
     half = np.sqrt(table.pop("variance")) / table["seed"]
     table = table.assign(ci_low=table["gap"] - half, ci_high=table["gap"] + half)
@@ -85,8 +77,8 @@ def printed_cells(file: str) -> pd.DataFrame:
 def paper_cells(gaps: pd.DataFrame, files: Sequence[str]) -> pd.DataFrame:
     """The paper's cells with ours :func:`at_end`, of the conditions that were trained.
 
-    The paper prints no intervals: the verdict is ``agrees`` within `NEAR`, ``same sign`` where both are beyond
-    `ZERO` on one side, else ``differs``; ``not learned`` where the training loss is above `CHANCE`.
+    The paper prints no intervals: ``agrees`` is within `NEAR`, ``same sign`` beyond `ZERO` on one side, ``not
+    learned`` a training loss above `CHANCE`, anything else ``differs``.
     """
     ours = ["paper", "gap", "ci_low", "ci_high", "iteration", "seeds", "spread", "train_loss", "difference"]
     columns = ["figure", *SETTINGS, "pair", *ours, "verdict"]
@@ -124,18 +116,15 @@ def uniform_sinks(mask: str, tokens: int) -> pd.DataFrame:
     return pd.DataFrame({"token": range(tokens), "by_entry": by_entry, "by_head": by_head})
 
 
-# Figures
-
-
 def figures(gaps: pd.DataFrame, sinks: pd.DataFrame, cells: pd.DataFrame) -> Drawn:
     """Gaps at the end and over the training, for each kind of data and network; sinks of plain networks."""
     out: dict[str, tuple[Figure, str]] = {}
-    for kind, rows in gaps.groupby(["vocabulary", "scale", "bias", "residual"], sort=False):
-        vocabulary, scale, bias, residual = kind
-        fixed, code = vocabulary != "gaussian", scale == "code"
-        parts = {vocabulary: fixed, "residual": residual, "code_scale": code}
+    kinds = gaps.groupby(["vocabulary", "scale", "bias", "residual"], sort=False)
+    for (vocabulary, scale, bias, residual), rows in kinds:
+        parts = {vocabulary: vocabulary != "gaussian", "residual": residual, "code_scale": scale == "code"}
         name = "_".join([bias.replace("+", "_"), *(part for part, there in parts.items() if there)])
-        what = f"{vocabulary} vocabulary, std {'1/D' if code else '1/sqrt(D)'}, bias of the data: {bias}"
+        std = "1/D" if scale == "code" else "1/sqrt(D)"
+        what = f"{vocabulary} vocabulary, std {std}, bias of the data: {bias}"
         caption = (
             f"Accuracy gaps [a, b] - [b, a] ({what}); above 0 the earlier item wins. Bars: mean over seeds; "
             "whiskers: 95 % over test sequences; dots: seeds; diamonds: the paper, 100,000 iterations. "
@@ -147,9 +136,9 @@ def figures(gaps: pd.DataFrame, sinks: pd.DataFrame, cells: pd.DataFrame) -> Dra
     plain = sinks[(sinks["bias"] == "none") & (sinks["vocabulary"] == "gaussian") & (sinks["pe"] == "none")]
     plain = plain[~plain["residual"]]
     caption = (
-        "After training without PE and residual connections: share of heads and sequences in which a token is "
-        "a sink (mean weight above 0.3, Gu et al.), and of single weights above 0.2 (Wu et al.). Few queries "
-        "see late tokens."
+        "After training without PE and residual connections: share of heads and sequences in which a token "
+        "is a sink (mean weight above 0.3, Gu et al.), and of single weights above 0.2 (Wu et al.). Few "
+        "queries see late tokens."
     )
     return out if plain.empty else {**out, "sinks": (sinks_figure(plain), caption)}
 
@@ -199,14 +188,14 @@ def _by_condition(frame: pd.DataFrame, draw: Callable[[Axes, Row, pd.DataFrame],
     columns = min(3, len(groups))
     lines = -(-len(groups) // columns)
     figure = plot.new_figure(plot.PAGE, 0.4 + 1.6 * lines)
-    panels = figure.subplots(lines, columns, squeeze=False)
-    for number, axes in enumerate(panels.flat):
-        axes.set_visible(number < len(groups))
-        if number < len(groups):
-            key, rows = groups[number]
-            draw(axes, dict(zip(SETTINGS, key, strict=True)), rows)
-            axes.label_outer(remove_inner_ticks=False) if number % columns else None
-    plot.legend_below(figure, panels[0, 0])
+    panels = figure.subplots(lines, columns, squeeze=False).flat
+    for axes in panels[len(groups) :]:
+        axes.set_visible(False)
+    for number, (axes, (key, rows)) in enumerate(zip(panels, groups, strict=False)):
+        draw(axes, dict(zip(SETTINGS, key, strict=True)), rows)
+        if number % columns:
+            axes.label_outer(remove_inner_ticks=False)
+    plot.legend_below(figure, panels[0])
     return figure
 
 

@@ -49,40 +49,28 @@ class Trained(Study):
 class SyntheticTraining(Trained):
     """Position bias of attention networks trained on synthetic sequences (Wu et al. 2025, Section 5).
 
-    Attributes:
-        conditions: Networks and data to train, each with fields of
-            :class:`posbench.studies.wu2025.training.Condition`.
-        common: Fields that all conditions share.
-        preset: ``quick``: ``quick_iterations`` and one seed; ``paper``: 100,000 iterations, five seeds (about
-            15 minutes a training of depth 2 on a free core).
-        quick_iterations: Iterations of the quick preset.
-        iterations: Iterations instead of the preset's.
-        seeds: Seeds 0, 1, ... instead of the preset's number.
-        processes: Trainings at a time on a CPU, one thread each; None: as many as ``runtime.threads``.
-        trainings: Folder of the trainings, which are continued, not repeated; None: beside the run folder.
-        reference: CSV in ``experiments/reference`` with the paper's cells.
+    The preset ``quick`` trains one seed for ``quick_iterations``, ``paper`` five seeds for 100,000 (about 15
+    minutes a training of depth 2 on a free core).
     """
 
-    conditions: Annotated[tuple[dict[str, Any], ...], MinLen(1)]
-    common: dict[str, Any] = field(default_factory=dict)
+    conditions: Annotated[tuple[dict[str, Any], ...], MinLen(1)]  # each with fields of :class:`Condition`
+    common: dict[str, Any] = field(default_factory=dict)  # fields that all conditions share
     preset: Literal["quick", "paper"] = "quick"
     quick_iterations: Count = 8000
-    iterations: Count | None = None
-    seeds: Count | None = None
-    processes: Count | None = None
-    trainings: str | None = None
-    reference: str | None = None
+    iterations: Count | None = None  # instead of the preset's
+    seeds: Count | None = None  # seeds 0, 1, ..., instead of the preset's number
+    processes: Count | None = None  # trainings at a time on a CPU, one thread each; None: runtime.threads
+    trainings: str | None = None  # their folder, where they go on; None: next to the run folder
+    reference: str | None = None  # CSV in experiments/reference with the paper's cells
 
     def check(self, run: Run) -> None:
         """See :meth:`Study.check`."""
         self.built()
-        if self.reference:
-            printed_cells(self.reference)
         if self.trainings and Path(self.trainings).expanduser().is_file():
             raise UserError("study.trainings", self.trainings, "a folder", "check the path")
 
     def built(self) -> list[Condition]:
-        """The conditions, checked."""
+        """The conditions, checked, and the reference."""
         faults, found = Faults(), list[Condition]()
         build(Condition, self.common, "study.common")
         for index, fields in enumerate(self.conditions):
@@ -92,6 +80,9 @@ class SyntheticTraining(Trained):
                 if condition in found:
                     raise UserError(where, fields, "different conditions", "remove it")
                 found.append(condition)
+        with faults.collecting():
+            if self.reference:
+                printed_cells(self.reference)
         faults.raise_any()
         return found
 

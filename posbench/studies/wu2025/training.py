@@ -1,13 +1,12 @@
 """Training and measuring the attention network of Wu et al. 2025: resumable, one folder a seed.
 
-The learning rate is constant and the state of every generator is in the checkpoint, so a training that was
-killed, or is asked for more iterations later, goes on bit for bit as if it had never stopped.
+The learning rate is constant and every generator's state is in the checkpoint: a training that was killed, or
+is asked for more iterations later, goes on bit for bit as if it had never stopped.
 """
 
 from __future__ import annotations
 
 import io
-import json
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -27,24 +26,15 @@ from posbench.studies.wu2025 import sequences as data
 from posbench.studies.wu2025.network import Attention, AttentionNetwork
 from posbench.theory import masks
 
-PAIRS = (("first", "middle"), ("first", "last"), ("middle", "last"))
-"""The pairs of items compared; a positive gap is a bias to the earlier one."""
+PAIRS = (("first", "middle"), ("first", "last"), ("middle", "last"))  # gaps above 0: bias to the earlier one
 CHUNK, CHECKPOINT_EVERY = 2000, 2000  # test sequences at a time; iterations
-TEST_SEEDS = 1_000_000
-"""Test sets of seed s are drawn from generator seed `TEST_SEEDS` + s, on the CPU."""
+TEST_SEEDS = 1_000_000  # the generator seed of seed 0's test sets, drawn on the CPU
 ROWS, CHECKPOINT, FACTS = "rows.jsonl", "checkpoint.pt", "training.json"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Condition(data.Mixture, Attention):
-    """One training condition: data, network and optimiser.
-
-    Attributes:
-        batch: Sequences an iteration.
-        learning_rate: Constant rate of AdamW.
-        weight_decay: Of all parameters.
-        sequences: Test sequences of each set.
-    """
+    """One training condition: data, network, AdamW, and how many ``sequences`` a test set has."""
 
     batch: Count = 128
     learning_rate: Positive = 1e-3
@@ -55,11 +45,11 @@ class Condition(data.Mixture, Attention):
     def of(cls, fields: Mapping[str, Any], where: str) -> Self:
         """A condition from plain data; ``where`` is its dotted name, for errors."""
         made = build(cls, fields, where)
-        items, bias, tokens = made.items, made.bias, f"at most {made.tokens}, the tokens of a sequence"
-        unique = len(set(bias)) == len(bias) and max(bias, default=0) < items
+        bias, tokens = made.bias, f"at most {made.tokens}, the tokens of a sequence"
+        unique = len(set(bias)) == len(bias) and max(bias, default=0) < made.items
         even = made.width % 2 == 0 or made.pe == "none"
         for name, fits, allowed in (
-            ("bias", unique, f"different items from 0 to {items - 1}, or [] for none"),
+            ("bias", unique, f"different items from 0 to {made.items - 1}, or [] for none"),
             ("window", made.window <= made.tokens, tokens),
             ("prefix", made.prefix <= made.tokens, tokens),
             ("width", even, f"an even number with pe {made.pe}"),
@@ -72,10 +62,10 @@ class Condition(data.Mixture, Attention):
     def settings(self) -> Row:
         """What tells the conditions of the paper apart, as columns of a table."""
         names = {place: name for name, place in self.places.items()}
+        bias = "+".join(names.get(item, f"item {item}") for item in self.bias) or "none"
         span = {"window": f" {self.window}", "prefix": f" {self.prefix}"}.get(self.mask, "")
-        columns = ("vocabulary", "scale", "std", "mask", "pe", "depth", "residual", "bias")
-        told = {"bias": "+".join(names.get(item, f"item {item}") for item in self.bias) or "none"}
-        return {name: getattr(self, name) for name in columns} | told | {"mask": self.mask + span}
+        columns = ("vocabulary", "scale", "std", "mask", "pe", "depth", "residual")
+        return {name: getattr(self, name) for name in columns} | {"mask": self.mask + span, "bias": bias}
 
     @property
     def name(self) -> str:
@@ -85,8 +75,7 @@ class Condition(data.Mixture, Attention):
         return f"{self.vocabulary}_{network}_{self.scale}_{bias}_{digest(asdict(self))}"
 
 
-Measured = list[tuple[Condition, Row]]
-"""Rows of :meth:`Ensemble.measure` with their conditions."""
+Measured = list[tuple[Condition, Row]]  # rows of :meth:`Ensemble.measure` with their conditions
 
 
 def marks(until: int) -> list[int]:
@@ -105,7 +94,7 @@ class Ensemble:
             [torch.Generator(device).manual_seed(3 * seed + kind) for seed in seeds] for kind in range(3)
         )
         self.worlds = [data.draw_world(condition, rng) for rng in classes]
-        self.network = _network(condition, weights)
+        self.network = AttentionNetwork(condition, condition, weights)
         rates = {"lr": condition.learning_rate, "weight_decay": condition.weight_decay}
         self.optimizer = torch.optim.AdamW(self.network.parameters(), **rates, fused=True)
 
@@ -127,14 +116,11 @@ class Ensemble:
         """Everything that one seed needs to go on after a step, without the other seeds."""
         parameters = list(self.network.parameters())
         moments = [self.optimizer.state[p] for p in parameters]
-        return {
-            "iteration": self.iteration,
-            "device": self.device.type,
-            "parameters": [p[index].detach().cpu().clone() for p in parameters],
-            "first": [m["exp_avg"][index].cpu().clone() for m in moments],
-            "second": [m["exp_avg_sq"][index].cpu().clone() for m in moments],
-            "data": self.data[index].get_state(),
-        }
+        first, second = ([m[name] for m in moments] for name in ("exp_avg", "exp_avg_sq"))
+        parts = {"parameters": parameters, "first": first, "second": second}
+        own = {name: [t[index].detach().cpu().clone() for t in part] for name, part in parts.items()}
+        own["data"] = self.data[index].get_state()
+        return {"iteration": self.iteration, "device": self.device.type, **own}
 
     @torch.no_grad()
     def load(self, states: Sequence[Mapping[str, Any]]) -> None:
@@ -144,31 +130,28 @@ class Ensemble:
         for rng, state in zip(self.data, states, strict=True):
             rng.set_state(state["data"])
         for k, parameter in enumerate(self.network.parameters()):
-            values, first, second = (
-                torch.stack([s[name][k] for s in states]).to(self.device)
-                for name in ("parameters", "first", "second")
-            )
+            parts = ([s[name][k] for s in states] for name in ("parameters", "first", "second"))
+            values, first, second = (torch.stack(part).to(self.device) for part in parts)
             parameter.copy_(values)
-            moments = {"step": step.clone(), "exp_avg": first, "exp_avg_sq": second}
-            self.optimizer.state[parameter] = moments
+            self.optimizer.state[parameter] = {"step": step.clone(), "exp_avg": first, "exp_avg_sq": second}
 
     @torch.no_grad()
     def measure(self) -> list[Row]:
         """What every seed has learned at this iteration, one row each.
 
-        Loss (nats) and accuracy on the training's data; accuracy on new classes by item asked for (``novel_...``)
-        and of each paired set (``acc_...``); gaps with standard errors (``sd_...``); both sink metrics by token.
+        Loss (nats) and accuracy on the training's data; accuracy on new classes by item (``novel_``) and of
+        each paired set (``acc_``); gaps with standard errors (``sd_``); both sink metrics by token.
         """
         found, count = [], self.condition.sequences
         for index, seed in enumerate(self.seeds):
             # One model on the CPU, so that every device measures alike.
-            network = _network(self.condition, [torch.Generator()])
+            network = AttentionNetwork(self.condition, self.condition, [torch.Generator()])
             for own, shared in zip(network.parameters(), self.network.parameters(), strict=True):
                 own.copy_(shared[index : index + 1])
             rng = torch.Generator().manual_seed(TEST_SEEDS + seed)
             world = data.World(*(part.cpu() for part in self.worlds[index]))
             sizes = [min(CHUNK, count - start) for start in range(0, count, CHUNK)]
-            parts = [_scores(self.condition, network, world, rng, size) for size in sizes]
+            parts = [self._scores(network, world, rng, size) for size in sizes]
             scores = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
             row: Row = {"seed": seed, "iteration": self.iteration, "n": count}
             row |= {name: values.mean(0).tolist() for name, values in scores.items()}
@@ -179,41 +162,53 @@ class Ensemble:
             found.append(row)
         return found
 
+    def _scores(self, network: AttentionNetwork, world: data.World, rng: torch.Generator, count: int) -> Row:
+        """Scores of each test sequence, [count] or [count, n], by name."""
 
-def _network(condition: Condition, rngs: list[torch.Generator]) -> AttentionNetwork:
-    return AttentionNetwork(condition, condition.width, condition.labels, condition.tokens, rngs)
+        def hits(asked: data.Sequences) -> Any:
+            return (network(asked.tokens[None])[0].argmax(-1) == asked.targets).numpy()
 
+        condition, places = self.condition, self.condition.places
+        seen, mask = data.training_batch(condition, world, count, rng), condition.seen(condition.tokens)
+        logits = network(seen.tokens[None])[0]
+        attention = network.attentions(seen.tokens[None])[0].double().numpy()
+        scores: Row = {
+            "train_loss": F.cross_entropy(logits, seen.targets, reduction="none").numpy(),
+            "train_accuracy": (logits.argmax(-1) == seen.targets).numpy(),
+            # Gu et al. count queries from the token on; if the mask is not causal, earlier ones see it too.
+            "sink_by_head": np.stack([masks.sink_by_head(np.tril(each)) for each in attention]),
+            "sink_by_entry": np.stack([masks.sink_by_entry(each, mask) for each in attention]),
+        }
+        novel = data.novel_sequences(condition, world, count, rng)
+        for name, place in places.items():
+            scores[f"novel_{name}"] = hits(data.ask(novel, world, place))
+        for right, other in (pair for a, b in PAIRS for pair in ((a, b), (b, a))):
+            if condition.test_component == "fresh":
+                novel = data.novel_sequences(condition, world, count, rng)
+            scores[f"acc_{right}_{other}"] = hits(data.ask(novel, world, places[right], places[other]))
+        return scores
 
-def _scores(
-    condition: Condition, network: AttentionNetwork, world: data.World, rng: torch.Generator, count: int
-) -> dict[str, Any]:
-    """Scores of each test sequence, [count] or [count, n], by name."""
-
-    def hits(asked: data.Sequences) -> Any:
-        return (network(asked.tokens[None])[0].argmax(-1) == asked.targets).numpy()
-
-    places, mask = condition.places, condition.seen(condition.tokens)
-    seen = data.training_batch(condition, world, count, rng)
-    logits = network(seen.tokens[None])[0]
-    attention = network.attentions(seen.tokens[None])[0].double().numpy()
-    scores: dict[str, Any] = {
-        "train_loss": F.cross_entropy(logits, seen.targets, reduction="none").numpy(),
-        "train_accuracy": (logits.argmax(-1) == seen.targets).numpy(),
-        # Gu et al. count queries from the token on; under other masks than causal, earlier ones see it too.
-        "sink_by_head": np.stack([masks.sink_by_head(np.tril(each)) for each in attention]),
-        "sink_by_entry": np.stack([masks.sink_by_entry(each, mask) for each in attention]),
-    }
-    novel = data.novel_sequences(condition, world, count, rng)
-    for name, place in places.items():
-        scores[f"novel_{name}"] = hits(data.ask(novel, world, place))
-    for right, other in (pair for a, b in PAIRS for pair in ((a, b), (b, a))):
-        if condition.test_component == "fresh":
-            novel = data.novel_sequences(condition, world, count, rng)
-        scores[f"acc_{right}_{other}"] = hits(data.ask(novel, world, places[right], places[other]))
-    return scores
-
-
-# Folders
+    def train(self, iterations: int, root: Path, hardware: str, advance: Callable[[int], None]) -> None:
+        """Train up to an iteration, measure where it is due, and write checkpoints."""
+        stops, start = set(marks(iterations)), self.iteration
+        runs = {seed: folder_of(root, self.condition, seed) for seed in self.seeds}
+        # From the start itself: a row that was damaged is made again where the training stands at it.
+        for at in range(start, max(start, iterations) + 1):
+            if at > start:
+                self.step()
+                if at % 100 == 0 or at == iterations:
+                    advance(len(runs) * (at % 100 or 100))
+            if at in stops:
+                # A training killed between row and checkpoint comes to the same row again, and keeps it.
+                kept = {s for s, run in runs.items() if at in [row["iteration"] for row in run.rows(ROWS)]}
+                for row in self.measure() if len(kept) < len(runs) else []:
+                    if row["seed"] not in kept:
+                        runs[row["seed"]].append(ROWS, [{**row, "hardware": hardware}])
+            if at > start and (at in stops or at % CHECKPOINT_EVERY == 0):
+                for index, run in enumerate(runs.values()):
+                    stream = io.BytesIO()
+                    torch.save(self.state(index), stream)
+                    write_bytes(run.path / CHECKPOINT, stream.getvalue())
 
 
 def folder_of(root: Path, condition: Condition, seed: int) -> RunDir:
@@ -252,13 +247,13 @@ def train(
             ensemble = Ensemble(condition, list(group), where)
             if all(group.values()):
                 ensemble.load(list(group.values()))
-            _run(ensemble, iterations, root, hardware, advance)
+            ensemble.train(iterations, root, hardware, advance)
     for run in (folder_of(root, condition, seed) for seed in seeds):
-        rows = [row for row in run.rows(ROWS) if row["iteration"] <= iterations]
+        rows = [(condition, row) for row in run.rows(ROWS) if row["iteration"] <= iterations]
         if not rows:
             allowed = f"1000 or more: {run.path} is trained further, and was measured later only"
             raise UserError("iterations", iterations, allowed, "ask for more, or take another folder")
-        found += [(condition, row) for row in rows]
+        found += rows
     return found
 
 
@@ -266,8 +261,9 @@ def trainings(root: Path) -> Measured:
     """What was measured in all trainings under a root, oldest first within each."""
     found = []
     for file in sorted(root.glob(f"*/{FACTS}")):
-        condition = build(Condition, json.loads(file.read_text())["condition"], str(file))
-        found += [(condition, row) for row in RunDir(file.parent).rows(ROWS)]
+        run = RunDir(file.parent)
+        condition = build(Condition, run.read_json(FACTS)["condition"], str(file))
+        found += [(condition, row) for row in run.rows(ROWS)]
     return found
 
 
@@ -288,28 +284,3 @@ def _open(run: RunDir, condition: Condition, seed: int, device: torch.device) ->
         hint = f"go on on {state['device']}, or start anew"
         raise UserError("checkpoint", str(file), f"one made on {device}", hint)
     return state
-
-
-def _run(
-    ensemble: Ensemble, iterations: int, root: Path, hardware: str, advance: Callable[[int], None]
-) -> None:
-    """Train up to an iteration, measure where it is due, and write checkpoints."""
-    stops, start = set(marks(iterations)), ensemble.iteration
-    runs = {seed: folder_of(root, ensemble.condition, seed) for seed in ensemble.seeds}
-    # From the start itself: a row that was damaged is made again where the training stands at it.
-    for at in range(start, max(start, iterations) + 1):
-        if at > start:
-            ensemble.step()
-            if at % 100 == 0 or at == iterations:
-                advance(len(runs) * (at % 100 or 100))
-        if at in stops:
-            # A training killed between a row and its checkpoint comes to the same row again, and keeps it.
-            missing = {s for s, run in runs.items() if at not in [row["iteration"] for row in run.rows(ROWS)]}
-            for row in ensemble.measure() if missing else []:
-                if row["seed"] in missing:
-                    runs[row["seed"]].append(ROWS, [{**row, "hardware": hardware}])
-        if at > start and (at in stops or at % CHECKPOINT_EVERY == 0):
-            for index, run in enumerate(runs.values()):
-                stream = io.BytesIO()
-                torch.save(ensemble.state(index), stream)
-                write_bytes(run.path / CHECKPOINT, stream.getvalue())

@@ -24,7 +24,7 @@ from posbench.schema import Whole
 from posbench.search.base import Search
 from posbench.search.channel import ChannelSearch
 from posbench.search.statistics import ChannelStatistics
-from posbench.stats.findings import Finding, estimate
+from posbench.stats.findings import Finding, columns, estimate
 from posbench.stats.frames import UNMODIFIED
 from posbench.studies.base import Study, Tables
 from posbench.studies.prompts import contrasts
@@ -46,8 +46,8 @@ CLAIMS = {
 class Ablations(Study):
     """Ablations of scale_channel and its search.
 
-    Source: Yu et al. 2025, Appendix E, Table 6. The paper gives no definitions ("details in Appendix C" are
-    not there), so these are ours; see ``conf/study/ablations.yaml``.
+    Source: Yu et al. 2025, Appendix E, Table 6. The definitions are ours, for the paper gives none ("details
+    in Appendix C" are not there); see ``conf/study/ablations.yaml``.
 
     Attributes:
         search: The channel search that is ablated.
@@ -111,10 +111,7 @@ class Ablations(Study):
     ) -> dict[str, list[int]]:
         """The channels that go to validation, by ablation, in the order in which ties are broken.
 
-        Args:
-            search: For K.
-            found: The filter's statistics.
-            free: The same without the filter by monotonicity.
+        From the filter's statistics, and those ``free`` of its part by monotonicity.
         """
         search.ask(found, [])  # refuses a model in which no channel passes
         passed = some = list(found.ranking)
@@ -127,17 +124,10 @@ class Ablations(Study):
     def settings(
         self, lm: LM, pools: Mapping[str, Sequence[int]], losses: Mapping[ScaleChannel, float]
     ) -> dict[str, ScaleChannel]:
-        """What each ablation scales.
-
-        Args:
-            lm: The model, for the control.
-            pools: Channels that go to validation, by ablation.
-            losses: Mean calibration loss of every candidate.
-        """
-        won = {
-            name: min((c for channel in pool for c in losses if c.channel == channel), key=losses.__getitem__)
-            for name, pool in pools.items()
-        }
+        """What each ablation scales, from its :meth:`pools` and each candidate's mean calibration loss."""
+        won = {}
+        for name, pool in pools.items():
+            won[name] = min((c for p in pool for c in losses if c.channel == p), key=losses.__getitem__)
         full, smoothest = won[FULL], pools[FULL][0]
         found = {**won, "without validation": replace(full, channel=smoothest)}
         rest = [replace(full, channel=c) for c in pools[FULL] if c != full.channel]
@@ -193,8 +183,7 @@ def random_channel(lm: LM, method: ScaleChannel, seed: int) -> int:
 def evaluated(
     run: Run, file: str, settings: Mapping[str, ScaleChannel], base: str
 ) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """Rows of setting with what it scales and its :func:`contrasts`, the unmodified model first; and the
-    scores.
+    """Rows of setting, what it scales and its :func:`contrasts`, the unmodified model first; and the scores.
 
     Equal settings are measured once, and stand under the first of their names among the scores.
     """
@@ -228,14 +217,13 @@ def ablation_figure(table: pd.DataFrame) -> Figure:
     """Scores of the ablations, and their paired differences from the full method, with 95 % intervals."""
     figure, rows = plot.new_figure(plot.PAGE, 0.9 + 0.2 * len(table)), table.set_index("ablation")
     panels, y = figure.subplots(1, 2, sharey=True), np.arange(len(table))
-    style = {"linestyle": "none", "marker": "o", "color": plot.COLOURS[0], "elinewidth": 0.8}
+    style = {"linestyle": "none", "marker": "o", "color": plot.COLOURS[0]}
     diamond = {"linestyle": "none", "marker": "D", "color": plot.COLOURS[1], "markerfacecolor": "white"}
-    for axes, name, prefix in zip(panels, ("value", "difference"), ("", "difference_"), strict=True):
-        low, high = rows[name] - rows[f"{prefix}ci_low"], rows[f"{prefix}ci_high"] - rows[name]
-        error = 100 * np.stack([low, high]).clip(0)
-        axes.errorbar(100 * rows[name], y, xerr=error, label="posbench", **style)
+    for axes, name in zip(panels, ("", "difference"), strict=True):
+        points = rows[columns(name)].set_axis(columns(), axis=1)
+        plot.percent_bars(axes, y, points, upright=False, label="posbench", **style)
         axes.grid(axis="y", color="0.9", linewidth=0.5)
-        paper = rows["paper"] - (rows.loc[FULL, "paper"] if prefix else 0)
+        paper = rows["paper"] - (rows.loc[FULL, "paper"] if name else 0)
         if paper.notna().any():
             axes.plot(100 * paper, y, label="paper", **diamond)
     left, right = panels

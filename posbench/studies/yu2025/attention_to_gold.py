@@ -24,21 +24,19 @@ from posbench.stats.bootstrap import RESAMPLES, Array, Estimate
 from posbench.stats.correlation import permutation_p, spearman
 from posbench.stats.findings import Finding, ends, estimate
 from posbench.stats.position_bias import curves, dips
+from posbench.studies import prompts as shared
 from posbench.studies.base import Study, Tables
-from posbench.studies.prompts import Prompts, check_each_layer, check_prompts, gold, means_by_position
+from posbench.studies.prompts import Prompts, gold
 from posbench.tasks import Example, Task
 
 Integers = NDArray[np.int64]
 
 SHUFFLES = 1000
-HEAD_EXAMPLES = 20
-"""Examples of each gold position behind the maps of single heads."""
-AT_LEAST = 0.5
-"""Score at the better end of the prompt below which a model cannot do the task at that length."""
+HEAD_EXAMPLES = 20  # of each gold position, behind the maps of single heads
+AT_LEAST = 0.5  # at the better end of the prompt: a model below it cannot do the task at that length
 SOURCE = "Yu et al. 2025, Section 2.1"
 FOLLOW = (
-    "C1: some layers and heads follow the gold item, others look at one place "
-    "(Yu et al. 2025, Figures 2, 12, 13)",
+    "C1: some layers and heads follow the gold item, others one place (Yu et al. 2025, Figures 2, 12, 13)",
     "retrieval score of the best layer: share of examples above shuffled gold positions",
 )
 DEEP = (
@@ -77,11 +75,9 @@ class AttentionToGold(Study):
         examples: Examples per gold position at most; None: all of the task.
         items: Further numbers of items, for the decline with context length; each is a copy of the task.
         layers: Retrieval-related layers, 0-based, in place of those that are detected.
-        head_layer: Layer whose heads are drawn one by one (Figure 13: 15); None: the one with the highest
-            score.
-        least: Lower end of the score's interval that a layer or head must pass to be retrieval-related. 0.2,
-            say, leaves out layers that find the gold item now and then, such as at the two ends of the prompt
-            alone.
+        head_layer: Layer whose heads are drawn one by one (Figure 13: 15); None: the one with the best score.
+        least: Lower end of the score's interval that a retrieval-related layer or head must pass: 0.2, say,
+            leaves out those that find the gold item at the two ends of the prompt alone.
     """
 
     examples: Several | None = 100
@@ -92,10 +88,11 @@ class AttentionToGold(Study):
 
     def check(self, run: Run) -> None:
         """See :meth:`Study.check`."""
-        check_each_layer(run.lm, "study.layers", self.layers)
-        check_each_layer(run.lm, "study.head_layer", None if self.head_layer is None else [self.head_layer])
+        head_layer = None if self.head_layer is None else [self.head_layer]
+        shared.check_each_layer(run.lm, "study.layers", self.layers)
+        shared.check_each_layer(run.lm, "study.head_layer", head_layer)
         for task in self.tasks(run.task):
-            check_prompts(run, task)
+            shared.check_prompts(run, task)
 
     def tasks(self, task: Task) -> list[Task]:
         """The task itself, then a copy for each further number of items, which it must let us set."""
@@ -107,10 +104,9 @@ class AttentionToGold(Study):
     def measure(self, run: Run) -> dict[str, pd.DataFrame]:
         """Six tables.
 
-        ``maps`` and ``head_maps``: mean weights per token by layer or head, gold position and item;
-        ``layers`` and ``heads``: :func:`scores`, for layers also how vertical their map is and whether they
-        are ``used``; ``examples``: attention to the gold item, mean over the layers in use, and score of each
-        example; ``lengths``: the means of these at each gold position and number of items.
+        ``maps``, ``head_maps``: mean weights per token by layer or head, gold position and item. ``layers``,
+        ``heads``: :func:`scores`; of layers also how vertical their map is, and whether they are ``used``.
+        ``examples``: attention to the gold item, mean over these layers, and score. ``lengths``: their means.
         """
         parts, tables, used = [], dict[str, pd.DataFrame](), list[int]()
         for task in self.tasks(run.task):
@@ -129,19 +125,15 @@ class AttentionToGold(Study):
                 said[e.id]["attention"] = np.array(rows[e.id]["items"])[used, gold(e)].mean()
             parts.append(prompts.results(said))
         examples = pd.concat(parts, ignore_index=True)
-        return {
-            **tables,
-            "examples": examples,
-            "lengths": means_by_position(examples, ("attention", "score")),
-        }
+        lengths = shared.means_by_position(examples, ("attention", "score"))
+        return {**tables, "examples": examples, "lengths": lengths}
 
     def _scores(self, prompts: Prompts, rows: Sequence[Row]) -> dict[str, pd.DataFrame]:
         """Tables ``layers``, ``heads``, ``maps`` and ``head_maps`` of the task's own number of items."""
         frame = prompts.frame()
         place, clusters = frame["gold_position"].to_numpy(), list(frame["cluster"])
-        items, *each = (
-            np.array([row[name] for row in rows]) for name in ("items", "largest", "gold", "others")
-        )
+        kept = ("items", "largest", "gold", "others")
+        items, *each = (np.array([row[name] for row in rows]) for name in kept)
         at_gold = np.take_along_axis(items, place[:, None, None], axis=2)[..., 0]
         others = (items.sum(2) - at_gold) / max(items.shape[2] - 1, 1)
         layers = scores(items.argmax(2), at_gold, others, place, clusters, self.least)
@@ -180,29 +172,23 @@ class AttentionToGold(Study):
         used = ", ".join(map(str, layers.loc[layers["used"], "layer"]))
         titles = {row.layer: f"layer {row.layer} (score {row.score:.2f})" for row in layers.itertuples()}
         drawn = {
-            "maps": (
-                map_panels(own, "layer", titles),
-                "Attention of the last token to every item (columns) as the gold item moves (rows), mean of "
-                "heads. A diagonal follows the gold item, a vertical line stays where it is. Root scale.",
-            ),
-            "heads": (
-                head_figure(tables["heads"]),
-                "Retrieval score of every head: share of examples in which the gold item gets the largest "
-                "weight, minus the same share under shuffled positions. Dots: retrieval-related heads.",
-            ),
-            "head_maps": (
-                map_panels(head_maps, "head", {head: f"head {head}" for head in head_maps["head"]}),
-                f"The heads of layer {head_maps['layer'].iloc[0]} one by one, drawn as the layers are.",
-            ),
-            "gold": (
-                curve_figure(lengths[lengths["items"] == items]),
-                f"Attention to the gold item (mean of layers {used}) and score, same examples. Bands: 95 %.",
-            ),
+            "maps": map_panels(own, "layer", titles),
+            "heads": head_figure(tables["heads"]),
+            "head_maps": map_panels(head_maps, "head", {head: f"head {head}" for head in head_maps["head"]}),
+            "gold": curve_figure(lengths[lengths["items"] == items]),
         }
         if lengths["items"].nunique() > 1:
-            words = f"The same for several numbers of items; layers ({used}) as found with {items}."
-            drawn["lengths"] = curve_figure(lengths), words
-        return drawn
+            drawn["lengths"] = curve_figure(lengths)
+        captions = {
+            "maps": "Attention of the last token to every item (columns) as the gold item moves (rows), mean "
+            "of heads. A diagonal follows the gold item, a vertical line stays where it is. Root scale.",
+            "heads": "Retrieval score of every head: share of examples in which the gold item gets the most "
+            "weight, minus the same share under shuffled positions. Dots: retrieval-related heads.",
+            "head_maps": f"The heads of layer {head_maps['layer'].iloc[0]}, drawn as the layers are.",
+            "gold": f"Attention to the gold item (mean of layers {used}) and score, same examples (95 %).",
+            "lengths": f"The same for several numbers of items; layers ({used}) as found with {items}.",
+        }
+        return {name: (figure, captions[name]) for name, figure in drawn.items()}
 
     def findings(self, tables: Tables) -> Sequence[Finding]:
         """Claim C1: layers and heads that follow the gold item, the U shape, accuracy, and length."""
@@ -233,11 +219,9 @@ def _of_layers(layers: pd.DataFrame, heads: pd.DataFrame) -> list[Finding]:
 
 
 def _of_positions(own: pd.DataFrame, tables: Tables) -> list[Finding]:
-    """Rank correlation of attention and score over gold positions; attention in the middle against the lower
-    end."""
-    ((attention, seen), (score, said)) = (
-        curves(own, name, "items", RESAMPLES)[own["items"].iloc[0]] for name in ("attention", "score")
-    )
+    """Correlation of attention and score over gold positions; attention in the middle and at the ends."""
+    ((attention, seen),) = curves(own, "attention", "items", RESAMPLES).values()
+    ((score, said),) = curves(own, "score", "items", RESAMPLES).values()
     maps, used = tables["maps"], tables["layers"].loc[tables["layers"]["used"], "layer"].tolist()
     at_gold = maps[maps["item"] == maps["gold_position"]]
     by_layer = at_gold.pivot(index="layer", columns="gold_position", values="attention").loc[used]
@@ -278,10 +262,9 @@ def _of_lengths(examples: pd.DataFrame) -> Finding:
 
 
 def head_row(weights: Array, place: int) -> Row:
-    """What is kept of one example's weights [L, H, N] with the gold item at a place.
+    """What is kept of one example's weights [L, H, N]: their mean over heads (``items``, [L, N]).
 
-    ``items``: the mean over heads [L, N]; by head [L, H] the item with the ``largest`` weight, the weight of
-    the ``gold`` item, and the mean weight of the ``others``.
+    By head, [L, H]: the item with the ``largest`` weight, that of the ``gold`` one, mean of ``others``.
     """
     at_gold = weights[..., place]
     others = (weights.sum(-1) - at_gold) / max(weights.shape[-1] - 1, 1)
@@ -296,10 +279,8 @@ def scores(
 
     Args:
         largest: Item with the largest weight, [n, U].
-        at_gold: Weight of the gold item, [n, U].
-        others: Mean weight of the other items, [n, U].
-        place: Gold position of each example, [n].
-        clusters: The question of each example, [n]; intervals resample these.
+        at_gold, others: Weight of the gold item and mean weight of the others, [n, U].
+        place, clusters: Gold position and question of each example, [n].
         least: What the lower end of the interval must pass.
 
     Returns:

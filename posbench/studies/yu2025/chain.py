@@ -1,5 +1,4 @@
-"""The chain of Yu et al. 2025 on one page: causal mask, positional channel, attention, accuracy, each link
-perturbed."""
+"""The chain of Yu et al. 2025 on one page: mask, positional channel, attention, accuracy."""
 
 from __future__ import annotations
 
@@ -36,8 +35,7 @@ class Chain(Study):
     """Causal mask, positional channel, attention and accuracy, each link perturbed.
 
     Every link is a study of its own, on the unmodified model; its tables lie in a folder of its name. The
-    first panels close the chain: accuracy and attention with and without the method, which changes the
-    channel alone.
+    first panels close the chain: with and without the method, which changes the channel alone.
 
     Source: Yu et al. 2025: Appendix D.4 (mask to channel), Section 2.2 (mask to attention), Appendix D.5
     (channel to attention), Appendix D.2 (attention to accuracy), Section 3 (the method).
@@ -68,8 +66,7 @@ class Chain(Study):
                 link.check(_alone(run))
 
     def measure(self, run: Run) -> dict[str, pd.DataFrame]:
-        """Table ``bias`` (method, gold position, attention and score with intervals), and those of every
-        link."""
+        """Table ``bias`` (attention and score by method and gold position), and those of every link."""
         prompts = shared.Prompts.of(run, self.examples)
         measured, means = {}, []
         for name, method in run.methods().items():
@@ -120,9 +117,8 @@ def _alone(run: Run) -> Run:
 
 def _of(link: str, tables: Tables) -> Tables:
     """The tables of one link."""
-    return {
-        name.removeprefix(f"{link}/"): table for name, table in tables.items() if name.startswith(f"{link}/")
-    }
+    own = [name for name in tables if name.startswith(f"{link}/")]
+    return {name.removeprefix(f"{link}/"): tables[name] for name in own}
 
 
 @plot.styled
@@ -144,15 +140,10 @@ def chain_figure(tables: Tables) -> Figure:
     plot.bands(grid[1][2], doubled, "mode", labels, name="score")
     plot.percent_axes(grid[1][2], "score (%)")
     grid[1][2].set_title("attention to accuracy")
-    below = {
-        "loc": "upper center",
-        "bbox_to_anchor": (0.45, -0.26),
-        "handlelength": 1.4,
-        "columnspacing": 1.0,
-    }
+    narrow = {"ncols": 2, "fontsize": 6.5, "handlelength": 1.4, "columnspacing": 1.0}
     for letter, axes in zip("abcdef", grid.flat, strict=True):
         axes.set_title(f"({letter}) {axes.get_title()}")
-        axes.legend(ncols=2, fontsize=6.5, **below)
+        axes.legend(loc="upper center", bbox_to_anchor=(0.45, -0.26), **narrow)
     return figure
 
 

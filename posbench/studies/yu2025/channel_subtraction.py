@@ -1,5 +1,4 @@
-"""One channel, one item: the positional channel of an item is lowered, and attention to every item is
-read."""
+"""One channel, one item: the positional channel of an item is lowered, attention to every item is read."""
 
 from __future__ import annotations
 
@@ -52,8 +51,8 @@ class ChannelSubtraction(Study):
         unit: ``range`` of the unmodified model's item means, by layer; ``absolute``: as it is (paper).
         gold: Depth of the gold item; the nearest gold position of the task is taken (paper: 25 / 49).
         other: Depth of the item without the answer (paper: 35 / 49).
-        layers: Layers that are changed, and whose attention is averaged, 0-based; None: the paper's 15 to 20
-            of 32, or that share; below 16 layers the one that attends to the gold item most.
+        layers: Layers that are changed, and whose attention is averaged, 0-based; None: those of
+            :func:`posbench.studies.prompts.retrieval_layers`.
         site: ``attention_input``, each layer alone, or ``residual``, which adds up; the paper does not say.
         controls: Random channels, from which the same amount is taken.
         examples: Prompts at most.
@@ -137,7 +136,7 @@ class ChannelSubtraction(Study):
         return {variant: prompts.under(variant, block, keep)}
 
     def _amount(self, curve: Array) -> float:
-        """What is subtracted in a layer, from unmodified means of the items [N]: positive where they rise."""
+        """What is subtracted in a layer, by the items' unmodified means [N]: positive where they rise."""
         slope = float(np.polyfit(np.arange(len(curve)), curve, 1)[0])
         return float(np.sign(slope)) * self.value * (float(np.ptp(curve)) if self.unit == "range" else 1.0)
 
@@ -156,13 +155,13 @@ class ChannelSubtraction(Study):
             claims += [
                 Claim(
                     f"{where}_rise",
-                    f"C4: moving a channel of {item} towards the beginning raises attention to it ({SOURCE})",
+                    f"C4: moving a channel of {item} towards the beginning raises attention to it",
                     f"change of the attention per token to the changed item, {layers}",
                     quoted=(f"{where}_score",),
                 ),
                 Claim(
                     f"{where}_over_first",
-                    f"C4: it lifts attention to {item} over that to the first one ({SOURCE})",
+                    f"C4: it lifts attention to {item} over that to the first one",
                     f"attention to the changed minus that to the first item, {layers}; holds if it rose, too",
                     quoted=(f"{where}_before",),
                     also=f"{where}_rise",
@@ -174,7 +173,7 @@ class ChannelSubtraction(Study):
                     quoted=(f"{where}_control",),
                 ),
             ]
-        return shared.judged(tables["effects"], claims, note)
+        return shared.judged(tables["effects"], SOURCE, claims, note)
 
 
 def _frame(prompts: Prompts, measured: Mapping[str, Mapping[str, Row]], layers: slice) -> pd.DataFrame:

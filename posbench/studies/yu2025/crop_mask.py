@@ -1,9 +1,8 @@
-"""Does what the causal mask wrote into the hidden states steer attention? The gold item is cropped, or
-moved."""
+"""Does what the mask wrote into the hidden states steer attention? The gold item is cropped, or moved."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -27,7 +26,7 @@ from posbench.stats.findings import Finding, ends
 from posbench.stats.frames import UNMODIFIED
 from posbench.studies import prompts as shared
 from posbench.studies.base import Study, Tables
-from posbench.studies.prompts import Claim, Prompts, Range, gold
+from posbench.studies.prompts import Block, Claim, Prompts, Range, gold
 from posbench.tasks import Example
 
 LABELS = {
@@ -45,18 +44,17 @@ SOURCE = "Yu et al. 2025, Section 2.2, Figure 3"
 class CropMask(Study):
     """Crop mask and moved position ids of the gold item, and what its attention and the accuracy do.
 
-    Position ids are moved in all layers, for the rows of the last prompt token and of the generated ones; see
-    :mod:`posbench.perturbations.move_positions`. Models without rotary embedding run without them.
+    Position ids are moved in all layers (:mod:`posbench.perturbations.move_positions`), but not in models
+    without rotary embedding.
 
     Source: Yu et al. 2025, Section 2.2, Appendix D.3, Figures 3, 8 and 9. The control, an item drawn at
         random, is ours.
 
     Attributes:
-        layers: First and last layer with a cropped mask, 0-based; None: the paper's layers 2 to 8 of 32,
-            counted from 1, or that share of another depth, and none from the retrieval layers on. Appendix
-            D.3 has 1 to 8: ``[0, 7]``.
-        retrieval: Layers whose attention to the gold item is averaged; None: the paper's 15 to 20 of 32, or
-            that share; below 16 layers the one that attends to it most in the unmodified model.
+        layers: First and last layer with a cropped mask, 0-based; None: the paper's 2 to 8 of 32, counted
+            from 1 (D.3: 1 to 8), or that share, and none from the retrieval layers on.
+        retrieval: Layers whose attention to the gold item is averaged; None: those of
+            :func:`posbench.studies.prompts.retrieval_layers`.
         keep_first: Whether the cropped item still sees the prompt's first token (Appendix D.3: yes).
         examples: Prompts of each gold position at most.
         seed: Seed of the control's items.
@@ -79,8 +77,7 @@ class CropMask(Study):
             pass
 
     def measure(self, run: Run) -> dict[str, pd.DataFrame]:
-        """Tables ``crop_mask`` (by variant and gold position), ``crop_mask_layers`` and
-        ``crop_mask_effects``."""
+        """Tables ``crop_mask`` (by variant, gold position), ``crop_mask_layers``, ``crop_mask_effects``."""
         prompts = Prompts.of(run, self.examples)
         measured: dict[str, dict[str, Row]] = {}
         retrieval = cropped = (0, 0)
@@ -102,14 +99,13 @@ class CropMask(Study):
             "crop_mask_effects": _effects(frame, resamples),
         }
 
-    def _block(
-        self, prompts: Prompts, variant: str, cropped: Range
-    ) -> Callable[[Sequence[Example]], AbstractContextManager[object]]:
+    def _block(self, prompts: Prompts, variant: str, cropped: Range) -> Block:
         """What a variant does to a batch."""
-        lm = prompts.run.lm
 
         def block(batch: Sequence[Example]) -> AbstractContextManager[object]:
-            lengths = prompts.lengths(batch)
+            if variant == UNMODIFIED:
+                return nullcontext()
+            lm, lengths = prompts.run.lm, prompts.lengths(batch)
             if variant in MOVES:
                 target = prompts.spans(batch, lambda e: 0 if variant == MOVES[0] else -1)
                 return move_positions(lm, lengths, prompts.spans(batch, gold), target)
@@ -117,14 +113,13 @@ class CropMask(Study):
             spans = prompts.spans(batch, gold if variant == "crop" else other)
             return crop_mask(lm, lengths, spans, shared.inclusive(cropped), keep_first=self.keep_first)
 
-        return (lambda batch: nullcontext()) if variant == UNMODIFIED else block
+        return block
 
     def figures(self, tables: Tables) -> Drawn:
         """See :meth:`Study.figures`."""
         caption = (
-            "Score, and attention of the last token to the gold item, over its position (95 %); right: change "
-            "of that attention in every layer, mean over inner gold positions (shaded: layers with a cropped "
-            "mask)."
+            "Score, and attention of the last token to the gold item, over its position (95 %); right: its "
+            "change in every layer, mean over inner gold positions (shaded: layers with a cropped mask)."
         )
         return {"crop_mask": (crop_figure(tables["crop_mask"], tables["crop_mask_layers"]), caption)}
 
@@ -137,36 +132,31 @@ class CropMask(Study):
         claims = [
             Claim(
                 "crop_attention",
-                f"C2: the crop mask raises attention to the gold item in later, unmodified layers ({SOURCE})",
-                f"change of the attention per token to the gold item in {inner}",
+                "C2: the crop mask raises attention to the gold item in later, unmodified layers",
+                f"change of the attention per token to the gold item, {inner}",
                 quoted=("unmodified_inner", "unmodified_first"),
             ),
             Claim(
                 "crop_level",
-                f"C2: the crop mask brings that attention nearly to its level at the beginning ({SOURCE})",
-                f"attention in {where} at inner positions under the crop mask, as a share of that of the "
-                "unmodified model at the first position; holds from 0.8 up",
+                "C2: the crop mask brings that attention nearly to its level at the beginning",
+                f"its level ({inner}) as a share of the unmodified model's first one; holds above 0.8",
                 0.8,
             ),
-            Claim(
-                "crop_score",
-                f"C2: the crop mask raises the accuracy ({SOURCE})",
-                "change of the score, mean over inner gold positions",
-            ),
+            Claim("crop_score", "C2: the crop mask raises accuracy", "change of the score, inner positions"),
             Claim(
                 "crop_over_moves",
-                f"C2: moved position ids raise attention less than the crop mask ({SOURCE})",
+                "C2: moved position ids raise attention less than the crop mask",
                 f"change under the crop mask minus the larger one under PE to beginning or end, {inner}",
                 quoted=("pe_to_beginning_attention", "pe_to_end_attention"),
             ),
             Claim(
                 "beginning_late_attention",
-                f"C2: PE to beginning lowers attention to a gold item close to the end ({SOURCE})",
+                "C2: PE to beginning lowers attention to a gold item close to the end",
                 f"fall of the attention in {where} under PE to beginning, {late}",
             ),
             Claim(
                 "beginning_late_score",
-                f"C2: PE to beginning lowers the accuracy of a gold item close to the end ({SOURCE})",
+                "C2: PE to beginning lowers the accuracy of a gold item close to the end",
                 f"fall of the score under PE to beginning, {late}",
             ),
             Claim(
@@ -176,23 +166,21 @@ class CropMask(Study):
                 quoted=("crop_other_attention",),
             ),
         ]
-        return shared.judged(tables["crop_mask_effects"], claims, note)
+        return shared.judged(tables["crop_mask_effects"], SOURCE, claims, note)
 
 
 def _by_position(frame: pd.DataFrame, metric: str, resamples: int) -> pd.DataFrame:
     """Rows of variant, gold_position, depth, measure, value and change (each with its interval), n."""
-    base = frame[frame["variant"] == UNMODIFIED].set_index("id")
-    out = []
+    base, out = frame[frame["variant"] == UNMODIFIED].set_index("id"), []
+    by = ["variant", "gold_position", "depth"]
     for measure, name in (("score", metric), ("attention", "attention")):
-        for (variant, position, depth), rows in frame.groupby(
-            ["variant", "gold_position", "depth"], sort=False
-        ):
+        for place, rows in frame.groupby(by, sort=False):
             clusters, values = list(rows["cluster"]), rows[measure].to_numpy()
             changes = values - base.loc[rows["id"], measure].to_numpy()
             value = bootstrap.mean(values, clusters, resamples=resamples)
             change = bootstrap.difference(changes, clusters, resamples=resamples)
-            place = {"variant": variant, "gold_position": position, "depth": depth, "measure": name}
-            out.append(place | ends(value) | ends(change, "change") | {"n": len(rows)})
+            where = {**dict(zip(by, place, strict=True)), "measure": name}
+            out.append(where | ends(value) | ends(change, "change") | {"n": len(rows)})
     return pd.DataFrame(out)
 
 
@@ -214,9 +202,9 @@ def _by_layer(
     for variant, rows in measured.items():
         values = np.array([rows[e.id]["attention"] for e in chosen])
         for layer, change in enumerate((values - base).T):
-            at = ends(bootstrap.difference(change, clusters, resamples=resamples), "change")
-            mean = {"attention": values[:, layer].mean(), **at, "n": len(chosen)}
-            out.append({"variant": variant, "layer": layer, **mean})
+            at = bootstrap.difference(change, clusters, resamples=resamples)
+            mean = {"variant": variant, "layer": layer, "attention": values[:, layer].mean()}
+            out.append({**mean, **ends(at, "change"), "n": at.n})
     return pd.DataFrame(out)
 
 
@@ -225,9 +213,9 @@ def _effects(frame: pd.DataFrame, resamples: int) -> pd.DataFrame:
     positions = sorted(frame["gold_position"].unique())
     inner, late = _inner(positions), [p for p in positions if 3 * p >= 2 * (frame["items"].iloc[0] - 1)]
 
-    def group(variant: str, measure: str, where: Sequence[int] | set[int]) -> Group:
+    def group(variant: str, measure: str, where: Iterable[int]) -> Group:
         rows = frame[(frame["variant"] == variant) & frame["gold_position"].isin(where)]
-        return list(rows[measure]), list(rows["cluster"])
+        return shared.group(rows, measure)
 
     here = [v for v in LABELS if v in set(frame["variant"])]
     attention, scores = ({v: group(v, measure, inner) for v in here} for measure in ("attention", "score"))
@@ -255,15 +243,12 @@ def attention_panel(axes: Axes, table: pd.DataFrame) -> None:
     """Attention to the gold item over its position, a line for each variant."""
     plot.bands(axes, table[table["measure"] == "attention"], "variant", LABELS, scale=1)
     first, last = int(table["retrieval_first"].iloc[0]), int(table["retrieval_last"].iloc[0])
-    title = plot.layer_title(range(first, last + 1), False)
-    axes.set(xlabel=plot.DEPTH_LABEL, ylabel=plot.ATTENTION_LABEL, title=title)
-    plot.from_zero(axes)
+    plot.attention_axes(axes, plot.layer_title(range(first, last + 1), False))
 
 
 @plot.styled
 def crop_figure(table: pd.DataFrame, layers: pd.DataFrame) -> Figure:
-    """Score and attention over the gold position, and the change of attention by layer; a line for each
-    variant."""
+    """Score and attention over the gold position, change of attention by layer; a line for each variant."""
     figure, first = plot.new_figure(plot.PAGE, 2.7), layers.iloc[0]
     left, middle, right = figure.subplots(1, 3)
     metric = next(m for m in table["measure"].unique() if m != "attention")

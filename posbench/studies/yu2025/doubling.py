@@ -1,5 +1,4 @@
-"""Does attention cause the answer? The last prompt token's weight on one item is multiplied; accuracy is read
-off."""
+"""Does attention cause the answer? The last prompt token's weight on one item is multiplied."""
 
 from __future__ import annotations
 
@@ -22,15 +21,9 @@ from posbench.schema import Positive, Several, Share, Whole
 from posbench.stats import bootstrap
 from posbench.stats.findings import Finding
 from posbench.stats.frames import UNMODIFIED
+from posbench.studies import prompts as shared
 from posbench.studies.base import Study, Tables
-from posbench.studies.prompts import (
-    Prompts,
-    check_each_layer,
-    check_prompts,
-    gold,
-    means_by_position,
-    other_item,
-)
+from posbench.studies.prompts import Prompts, gold
 from posbench.tasks import Example
 
 LABELS = {
@@ -48,11 +41,8 @@ class Doubling(Study):
 
     Three changes, against the unmodified model: of the item at one place whatever it holds (``item``: Figure
     7), of the gold item at every position (``gold``), and of an item drawn among the others (``other``, the
-    negative control).
-
-    Only the last prompt token's row changes, in every layer unless ``layers`` says otherwise; later layers
-    see the consequences. Of a reply the first token therefore depends on the change directly, and further
-    ones through what came before, unless ``generated`` has their rows changed too.
+    negative control). Only the last prompt token's row changes; later layers, and further tokens of the
+    reply, see the consequences.
 
     Source: Yu et al. 2025, Appendix D.2, Figure 7. The paper states neither layers nor renormalisation.
 
@@ -77,15 +67,13 @@ class Doubling(Study):
 
     def check(self, run: Run) -> None:
         """See :meth:`Study.check`."""
-        check_each_layer(run.lm, "study.layers", self.layers)
-        check_prompts(run)
+        shared.check_each_layer(run.lm, "study.layers", self.layers)
+        shared.check_prompts(run)
 
     def measure(self, run: Run) -> dict[str, pd.DataFrame]:
-        """Tables ``examples`` (mode, id, gold_position, depth, target, attention, score) and ``doubling``,
-        their means.
+        """Tables ``examples`` (by mode: target, attention, score) and ``doubling``, their means.
 
-        Attention is the mean weight per token of the gold item after the change, over heads and over the
-        layers used here.
+        Attention is the gold item's mean weight per token after the change, over heads and changed layers.
         """
         prompts, parts, means = Prompts.of(run, self.examples), [], []
         shown = list(self.layers or range(run.lm.layers))
@@ -100,18 +88,16 @@ class Doubling(Study):
             rows = prompts.complete("doubling.jsonl", text, {"mode": mode}, compute)
             frame = prompts.results(rows).assign(mode=mode)
             parts.append(frame.assign(target=[self.target(mode, e) for e in prompts.examples]))
-            means.append(means_by_position(frame, ("attention", "score")).assign(mode=mode))
-        return {
-            "doubling": pd.concat(means, ignore_index=True),
-            "examples": pd.concat(parts, ignore_index=True),
-        }
+            means.append(shared.means_by_position(frame, ("attention", "score")).assign(mode=mode))
+        tables = {"doubling": means, "examples": parts}
+        return {name: pd.concat(each, ignore_index=True) for name, each in tables.items()}
 
     def target(self, mode: str, example: Example) -> int | None:
         """Item whose weight is changed in an example; None in the unmodified model."""
         if mode == "item":
             return self._place(len(example.items))
         if mode == "other":
-            return other_item(example, "doubling", self.seed)
+            return shared.other_item(example, "doubling", self.seed)
         return gold(example) if mode == "gold" else None
 
     def _place(self, items: int) -> int:
@@ -119,8 +105,7 @@ class Doubling(Study):
         return int(self.item * (items - 1))
 
     def answered(self, prompts: Prompts, batch: Sequence[Example], mode: str) -> tuple[list[Row], Tensor]:
-        """Scored replies under a change, and the last prompt token's weight on each item after it, [B, L, N],
-        mean over heads."""
+        """Scored replies under a change, and the last prompt token's weight on each item then, [B, L, N]."""
         lm, width = prompts.run.lm, max(prompts.lengths(batch))
         pool = item_pool([prompts.encoded[e.id] for e in batch], batch, width)
         tokens = torch.zeros(len(batch), width)
@@ -149,8 +134,7 @@ class Doubling(Study):
         return {"doubling": (doubling_figure(table, place), caption)}
 
     def findings(self, tables: Tables) -> Sequence[Finding]:
-        """Whether accuracy rises where the gold item gets more weight, and does not where another one
-        does."""
+        """Whether accuracy rises with the weight of the gold item, and does not with that of another one."""
         examples, place = tables["examples"], self._place(int(tables["examples"]["items"].iloc[0]))
         keys = ["id", "cluster", "gold_position"]
         wide = examples.pivot(index=keys, columns="mode", values="score").reset_index()
@@ -160,8 +144,7 @@ class Doubling(Study):
         control = "Negative control: more attention to another item does not raise accuracy"
         claims = (
             (
-                "C1: more attention to the gold item where it stands raises its accuracy "
-                f"({SOURCE}, Figure 7)",
+                f"C1: more attention to the gold item where it stands raises accuracy ({SOURCE}, Figure 7)",
                 words.format(f"item {place}", "where it is the gold item"),
                 (there, "item", UNMODIFIED),
             ),
@@ -192,8 +175,7 @@ class Doubling(Study):
 
 @plot.styled
 def doubling_figure(table: pd.DataFrame, place: int) -> Figure:
-    """Attention to the gold item and score over its position, a line for each change, dotted at the changed
-    place."""
+    """Attention to the gold item and score over its position by change; dotted: the changed place."""
     figure = plot.new_figure(plot.PAGE, 2.6)
     left, right = figure.subplots(1, 2)
     over_positions(left, right, table, "mode", LABELS)

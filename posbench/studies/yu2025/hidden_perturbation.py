@@ -1,5 +1,4 @@
-"""What writes the position into a channel? The mask is cropped, or position ids shifted, for a span of random
-text."""
+"""What writes the position into a channel? Masks are cropped, or position ids shifted, in random text."""
 
 from __future__ import annotations
 
@@ -54,8 +53,7 @@ class HiddenPerturbation(Study):
         alphabet: See :class:`posbench.measure.states.Strings`.
         span: Start and end of the span, as shares of the text (paper: tokens 400 to 600).
         layers: First and last layer with a cropped mask, 0-based; None is all (the paper does not say).
-        keep_first: Whether the span still sees the first token (D.4: it sees no token before it; D.3 keeps
-            the first).
+        keep_first: Whether the span still sees the first token (D.4: no; D.3: yes).
         site: ``attention_input``, the tensor whose channel is scaled, or the ``residual`` stream.
         skip: First tokens left out of the range (paper: 30).
         bins: Points of a curve: means over equal parts of the text.
@@ -86,13 +84,11 @@ class HiddenPerturbation(Study):
             raise UserError("study.length", self.length, allowed, "set study.length=128")
         start, stop = self._span
         if not 0 < start < stop < self.length or stop > 2 * start:
-            ends = "[start, end] as shares of the text, not at its ends"
-            allowed = f"{ends}, and no longer than what comes before it"
+            allowed = "[start, end] inside the text as shares of it, no longer than what comes before it"
             raise UserError("study.span", list(self.span), allowed, "set study.span=[0.4,0.6]")
         if self._cropped(lm)[0] == lm.layers - 1:
-            raise UserError(
-                "study.layers", self.layers, "layers before the last one", "set study.layers=null"
-            )
+            allowed = "layers before the last one"
+            raise UserError("study.layers", self.layers, allowed, "set study.layers=null")
         with run.trial().applied(lm), crop_mask(lm, [1], [(0, 0)], []):
             pass
 
@@ -156,19 +152,17 @@ class HiddenPerturbation(Study):
     ) -> pd.DataFrame:
         """Rows of variant, layer, channel, control, token, value; start and end of the span, in tokens."""
         variant, layer, channel, place = (index.ravel() for index in np.indices(curves.shape))
-        what = {
+        named = {
             "variant": np.array(variants)[variant],
             "layer": layer,
             "channel": np.array(channels)[channel],
         }
-        where = {"control": channel > 0, "token": middle[place], "value": curves.ravel()}
-        return pd.DataFrame({**what, **where, "start": self._span[0], "end": self._span[1]})
+        found = {"control": channel > 0, "token": middle[place], "value": curves.ravel()}
+        return pd.DataFrame({**named, **found, "start": self._span[0], "end": self._span[1]})
 
     def figures(self, tables: Tables) -> Drawn:
         """See :meth:`Study.figures`."""
-        curves = (
-            "The positional channel over the token position, mean over texts, a line per layer; grey: span."
-        )
+        curves = "The positional channel over the token, mean over texts, a line per layer; grey: span."
         layers = (
             "Change of the channel's mean inside the span, in units of its range over the text in the layer, "
             "positive towards its value at the beginning; 95 % intervals. Dashed: mean of random channels."
@@ -179,22 +173,19 @@ class HiddenPerturbation(Study):
         }
 
     def findings(self, tables: Tables) -> Sequence[Finding]:
-        """Claim C3, second half: the causal mask, not the position embedding, makes positional hidden
-        states."""
+        """Claim C3, second half: the mask, not the position embedding, makes positional hidden states."""
         inside = "change inside the span under the crop mask"
-        unit = (
-            "in units of the channel's range, towards its value at the beginning, mean over layers and texts"
-        )
+        unit = "in ranges of the channel, towards its value at the beginning, mean over layers and texts"
         claims = [
             Claim(
                 "crop_inside",
-                f"C3: without what comes before, the channel in the span falls back ({SOURCE}b)",
+                "C3: without what comes before, the channel in the span falls back",
                 f"{inside}, {unit}",
                 quoted=("crop_behind",),
             ),
             Claim(
                 "crop_over_shift",
-                f"C3: the causal mask, not the position embedding, makes positional hidden states ({SOURCE})",
+                "C3: the causal mask, not the position embedding, makes positional hidden states",
                 f"{inside} minus the size of that under shifted position ids, same unit",
                 quoted=("shift_inside", "shift_behind"),
             ),
@@ -205,17 +196,16 @@ class HiddenPerturbation(Study):
                 quoted=("control_crop_inside",),
             ),
         ]
-        return shared.judged(tables["effects"], claims)
+        return shared.judged(tables["effects"], SOURCE, claims)
 
 
 def _by_layer(
     change: Mapping[str, Array], channels: Sequence[int], variants: Sequence[str], resamples: int
 ) -> pd.DataFrame:
-    """Rows of variant, where, layer, channel, control, change with its interval (in units of the channel's
-    range), n."""
+    """Rows of variant, where, layer, channel, control, change (in the channel's range) and interval, n."""
     out = []
     for where, values in change.items():
-        clusters = _texts(values)
+        clusters = list(map(str, range(len(values))))
         for variant, layer, channel in np.ndindex(values.shape[1:]):
             if variant:
                 at = bootstrap.difference(values[:, variant, layer, channel], clusters, resamples=resamples)
@@ -227,7 +217,7 @@ def _by_layer(
 
 def _effects(change: Mapping[str, Array], variants: Sequence[str], resamples: int) -> pd.DataFrame:
     """The numbers behind the verdicts, from changes [texts, V, C] averaged over layers."""
-    out, clusters = {}, _texts(change["inside"])
+    out, clusters = {}, list(map(str, range(len(change["inside"]))))
     for where, values in change.items():
         for number, variant in enumerate(variants[1:], start=1):
             own, controls = values[:, number, 0], values[:, number, 1:].mean(-1)
@@ -241,10 +231,6 @@ def _effects(change: Mapping[str, Array], variants: Sequence[str], resamples: in
         over = lambda m: m["crop"] - np.abs(m["shift"])  # noqa: E731
         out["crop_over_shift"] = bootstrap.statistic(groups, over, resamples=resamples)
     return shared.effects_table(out)
-
-
-def _texts(values: Array) -> list[str]:
-    return [str(i) for i in range(len(values))]
 
 
 @plot.styled
@@ -267,8 +253,7 @@ def curves_figure(curves: pd.DataFrame) -> Figure:
 
 @plot.styled
 def layers_figure(table: pd.DataFrame) -> Figure:
-    """Change inside the span by layer: the positional channel with its interval, and the mean of the random
-    ones."""
+    """Change inside the span by layer: the positional channel (95 %), and the mean of the random ones."""
     inside = table[table["where"] == "inside"]
     figure = plot.new_figure(plot.COLUMN, 2.5)
     axes = figure.subplots()

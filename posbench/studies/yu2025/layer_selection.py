@@ -1,5 +1,4 @@
-"""Which layers to scale: every range on calibration prompts, the published one, and the layers that
-retrieve."""
+"""Which layers to scale: every range on calibration prompts, the published one, the layers that retrieve."""
 
 from __future__ import annotations
 
@@ -36,17 +35,14 @@ OUTSIDE = "inside minus outside the {} range"
 
 @dataclass(frozen=True, kw_only=True)
 class LayerSelection(Study):
-    """Layer ranges of scale_channel: loss of each, the best against the published, and retrieval layer by
-    layer.
+    """Layer ranges of scale_channel: loss of each, best against published, retrieval layer by layer.
 
     Source: beyond Yu et al. 2025, who choose layers "based on engineering experience" (Section 3.3,
-    Limitations) as those "more likely to be retrieval-related". Channel and factor are the method's own, and
-    stay fixed.
+    Limitations) as those "more likely to be retrieval-related". Channel and factor stay the method's own.
 
     Attributes:
         search: The channel search, for its calibration losses and steps.
-        step: Ranges start and end on multiples of this; None gives about eight steps, as
-            ``search.layers=auto`` does.
+        step: Ranges start and end on multiples of this; None: about eight steps, as ``search.layers=auto``.
         control: Whether the ranges of a channel drawn at random are tried, too.
         seed: Seed of that draw.
     """
@@ -71,10 +67,9 @@ class LayerSelection(Study):
         kinds = {CHOSEN: method}
         if self.control:
             kinds[CONTROL] = replace(method, channel=random_channel(run.lm, method, self.seed))
-        tried = {
-            kind: [replace(m, layers=r) for r in dict.fromkeys([*grid, m.layers])]
-            for kind, m in kinds.items()
-        }
+        ranges, tried = dict.fromkeys([*grid, method.layers]), {}
+        for kind, m in kinds.items():
+            tried[kind] = [replace(m, layers=r) for r in ranges]
         candidates = [c for each in tried.values() for c in each]
         each = search.losses(run, LOSSES, candidates)
         changes, base = dict(zip(candidates, each[1:] - each[0], strict=True)), each[0]
@@ -89,12 +84,11 @@ class LayerSelection(Study):
         if self.control:
             settings[CONTROL] = best[CONTROL]
         own = {c.layers: changes[c] for c in tried[CHOSEN]}
+        held = {"best": best[CHOSEN].layer_indices, "published": method.layer_indices}
         return {
             "ranges": pd.DataFrame(rows).assign(loss_unmodified=base.mean()),
             "edges": edges(own, run.lm.layers, clusters, resamples),
-            "layers": layer_table(
-                run, own, {"best": best[CHOSEN].layer_indices, "published": method.layer_indices}
-            ),
+            "layers": layer_table(run, own, held),
             "evaluation": evaluated(run, ROWS, settings, PUBLISHED)[0],
         }
 
@@ -108,18 +102,12 @@ class LayerSelection(Study):
         return {"layers": (layer_figure(tables["ranges"], tables["layers"]), caption)}
 
     def findings(self, tables: Tables) -> Sequence[Finding]:
-        """Whether the search for a range pays, whether its layers retrieve, and what the first and last
-        layers do."""
+        """Whether a search for the range pays, its layers retrieve, and the first and last layers harm."""
         rows, layers = tables["evaluation"].set_index("setting"), tables["layers"].set_index("layer")
-        best = rows.loc[BEST]
-        found = [
-            Finding.above(
-                "Searching the layers improves on the published range",
-                "best minus published range, points of the score",
-                estimate(best, "difference", 100),
-                note=f"layers {best['layers']} against {rows.loc[PUBLISHED, 'layers']}",
-            )
-        ]
+        gain, ranges = estimate(rows.loc[BEST], "difference", 100), rows.loc[[BEST, PUBLISHED], "layers"]
+        claim = "Searching the layers improves on the published range"
+        words, note = "best minus published range, points of the score", f"layers {' against '.join(ranges)}"
+        found = [Finding.above(claim, words, gain, note=note)]
         claims = {
             "best": "The range with the lowest loss is that of the retrieval-related layers",
             "published": f"The layers to scale are more likely to be retrieval-related ({SOURCE})",
@@ -131,9 +119,7 @@ class LayerSelection(Study):
             found.append(whole if np.isnan(at.value) else Finding.above(claim, words, at))
         for row in tables["edges"].to_dict("records"):
             claim = f"Scaling the {row['edge']} layers, too, does harm ({SOURCE})"
-            words = (
-                f"calibration loss of ranges with the {row['edge']} layers minus that without, nats per token"
-            )
+            words = f"calibration loss of ranges with the {row['edge']} layers minus without, nats per token"
             found.append(Finding.above(claim, words, estimate(row, "change")))
         if CONTROL in rows.index:
             value, low, high, n = estimate(rows.loc[CONTROL], "difference", -100)
@@ -144,11 +130,7 @@ class LayerSelection(Study):
 
 
 def _method(run: Run) -> ScaleChannel:
-    """The method, where it is scale_channel with one channel.
-
-    Raises:
-        UserError: It is another one.
-    """
+    """The method, where it is scale_channel with one channel; another one is refused."""
     method = run.method()
     if not isinstance(method, ScaleChannel) or len(method.channels) > 1:
         allowed = "scale_channel with one channel: the study chooses its layers"
@@ -159,18 +141,10 @@ def _method(run: Run) -> ScaleChannel:
 def edges(
     changes: Mapping[Range, Array], layers: int, clusters: Sequence[str], resamples: int
 ) -> pd.DataFrame:
-    """What the first and the last layers add to the loss: ranges that hold them against those a step further
-    inside.
+    """What the first and last layers add to the loss: ranges that hold them against those a step inside.
 
-    Args:
-        changes: Loss of each range of layers minus the unmodified model's, by prompt.
-        layers: Layers of the model.
-        clusters: The question of each prompt.
-        resamples: Bootstrap draws.
-
-    Returns:
-        Rows of edge (first, last), change (nats per answer token, mean over ranges) with its interval, n
-        (prompts).
+    From the loss of each range minus the unmodified model's, by prompt, and the question of each prompt: rows
+    of edge (first, last), change (nats per answer token, mean over ranges) with its interval, n (prompts).
     """
     starts, stops = (sorted({layer[end] for layer in changes}) for end in (0, 1))
     rows = []
@@ -185,8 +159,7 @@ def edges(
 
 
 def layer_table(run: Run, changes: Mapping[Range, Array], ranges: Mapping[str, range]) -> pd.DataFrame:
-    """Rows of layer: retrieval with its interval and n, benefit, and whether the ranges hold it; the last
-    ones compare.
+    """Rows of layer: retrieval with interval and n, benefit, which ranges hold it; the last ones compare.
 
     The retrieval score is the share of prompts (``runtime.intervene_examples`` of each gold position) in
     which the unmodified model gives the gold item the most attention of all items, minus that of a guess; the
@@ -224,8 +197,7 @@ def layer_table(run: Run, changes: Mapping[Range, Array], ranges: Mapping[str, r
 
 @plot.styled
 def layer_figure(ranges: pd.DataFrame, layers: pd.DataFrame) -> Figure:
-    """Loss over ranges, a map per channel on one scale (left); retrieval and benefit layer by layer
-    (right)."""
+    """Loss over ranges, a map per channel on one scale (left); retrieval and benefit by layer (right)."""
     kinds, rows = list(ranges["kind"].unique()), layers[layers["layer"].str.isdigit()]
     figure = plot.new_figure(plot.PAGE, 2.6)
     *maps, right = figure.subplots(1, len(kinds) + 1)
@@ -251,12 +223,13 @@ def _loss_map(axes: Axes, rows: pd.DataFrame, top: float, published: tuple[int, 
     grid = rows.pivot(index="first", columns="last", values="change")
     image = axes.imshow(grid, cmap="PuOr_r", vmin=-top, vmax=top, aspect="auto", origin="lower")
     lowest = rows.loc[rows["change"].idxmin()]
-    for (first, last), marker, size in (((lowest["first"], lowest["last"]), "*", 8), (published, "s", 12)):
-        style: dict[str, Any] = {"markersize": size, "color": plot.COLOURS[2], "markeredgewidth": 1.2}
-        fill = plot.COLOURS[2] if marker == "*" else "none"
-        axes.plot(
-            grid.columns.get_loc(last), grid.index.get_loc(first), marker, markerfacecolor=fill, **style
-        )
+
+    def mark(first: int, last: int, marker: str, **style: Any) -> None:
+        at = grid.columns.get_loc(last), grid.index.get_loc(first)
+        axes.plot(*at, marker, color=plot.COLOURS[2], markeredgewidth=1.2, **style)
+
+    mark(lowest["first"], lowest["last"], "*", markersize=8)
+    mark(*published, "s", markersize=12, markerfacecolor="none")
     plot.few_ticks(axes.set_xticks, grid.columns, 6)
     plot.few_ticks(axes.set_yticks, grid.index, 6)
     axes.set(xlabel="last layer", ylabel="first layer")

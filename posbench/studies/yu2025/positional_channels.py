@@ -1,5 +1,4 @@
-"""Channels of the hidden states that rise or fall along the prompt: their curves, and what position explains
-of them."""
+"""Channels of the hidden states that rise or fall along the prompt, and what position explains of them."""
 
 from __future__ import annotations
 
@@ -25,7 +24,8 @@ from posbench.plots.section import Drawn
 from posbench.run.base import Run
 from posbench.schema import Count, Whole
 from posbench.search import statistics
-from posbench.search.channel import STATE, ChannelSearch
+from posbench.search.base import STATE
+from posbench.search.channel import ChannelSearch
 from posbench.stats.bootstrap import Estimate, difference_of_shares
 from posbench.stats.correlation import spearman
 from posbench.stats.findings import Finding, ends, estimate
@@ -34,18 +34,11 @@ from posbench.studies.base import Study, Tables
 Array = NDArray[np.floating]
 
 PAPER = {"mistral7b": 213, "llama2_7b": 2393, "mpt_30b": 1942, "tinyllama_nope": 1156}
-"""Channels of Figures 4 and 14 by our model names; for MPT-30B the paper's Table 4 scales another one,
-6926."""
+"""Channels of Figures 4 and 14, by our model names; for MPT-30B Table 4 scales another one, 6926."""
 REAL, SHUFFLED = "as they are", "shuffled positions"
 STRONGEST, GIVEN, RANDOM = "strongest trend", "given", "random"
-EXISTS = (
-    "C3: positional channels exist across model families, also with NoPE and ALiBi "
-    "(Yu et al. 2025, Figures 4 and 14)"
-)
-FILTER = (
-    "C3: the filter of Algorithm 1 tells positional channels from noise "
-    "(monotone in more than a quarter of the layers)"
-)
+EXISTS = "C3: positional channels exist across families, with NoPE and ALiBi (Yu et al. 2025, Figures 4, 14)"
+FILTER = "C3: Algorithm 1's filter (monotone in over 1/4 of the layers) tells positional channels from noise"
 START = "C3: the trend first appears just after the first attention module (Yu et al. 2025, Appendix G)"
 DASHES = {RANDOM: (0, (4, 2)), SHUFFLED: ":"}
 
@@ -61,18 +54,15 @@ class PositionalChannels(Study):
     Source: Yu et al. 2025, Definition 2.1, Section 2.3, Appendix C.1, Figures 4 and 14.
 
     Attributes:
-        channels: Channels to draw; None: the one the paper draws for this model, the one in the model's YAML,
-            and ``top`` more.
-        top: Channels with the strongest monotone trend: the largest mean over layers of the absolute Spearman
+        channels: Channels to draw; None: the paper's for this model, that of its YAML, and ``top`` more.
+        top: Channels with the strongest trend: the largest mean over layers of the absolute Spearman
             correlation of the averaged curve with the position.
         controls: Random channels, as a control.
         site: ``attention_input`` (what scale_channel scales) or ``residual`` (block outputs).
         strings: Random strings, once to choose and once to measure (paper 2000).
-        length: Tokens per string.
-        alphabet: See :class:`posbench.measure.states.Strings`.
+        length, alphabet, batch_size: Of these; see :class:`posbench.measure.states.Strings`.
         window: Tokens in the sliding mean of the filter.
         skip: First tokens left out (paper 30).
-        batch_size: Strings per forward.
         seed: Seed of the strings, the random channels and the shuffles.
     """
 
@@ -106,13 +96,12 @@ class PositionalChannels(Study):
     def measure(self, run: Run) -> dict[str, pd.DataFrame]:
         """Four tables.
 
-        ``curves``: averages over the second set of strings; kind says why a channel is there. ``statistics``:
-        by channel and layer, whether the fitted curve rises or falls throughout (``monotone`` 1, -1, 0), the
-        Spearman correlation of the averaged curve with the position, and the share of the channel's variance
-        over strings and positions that the position explains, each also with shuffled positions. ``summary``:
-        by channel, means over layers, and the share of all channels with a larger one. ``null``: channels
-        that pass the search's filter, and the largest mean absolute correlation of any, as they are and with
-        shuffled positions.
+        ``curves``: averages over the second set of strings; kind says why a channel is there. ``statistics``,
+        by channel and layer: whether the fitted curve rises or falls throughout (``monotone`` 1, -1, 0), the
+        averaged curve's Spearman correlation with the position, and the share of the channel's variance that
+        the position explains, the latter two also with shuffled positions. ``summary``: means over layers,
+        and the share of all channels with a larger one. ``null``: channels that pass the search's filter, and
+        the largest mean absolute correlation of any, as they are and with shuffled positions.
         """
         averages = self.search.averages(run)
         (run.out.path / STATE).unlink(missing_ok=True)
@@ -121,15 +110,11 @@ class PositionalChannels(Study):
         again = replace(self.search.drawn, seed=self.seed + 1)
         with run.progress("strings to measure on", self.strings) as advance:
             found = moments(run.lm, again, self.site, list(chosen), self.skip, advance)
-        return {
-            "curves": self._curves(found, chosen),
-            "statistics": self._statistics(found, chosen),
-            **self._summary(found, chosen),
-        }
+        tables = {"curves": self._curves(found, chosen), "statistics": self._statistics(found, chosen)}
+        return tables | self._summary(found, chosen)
 
     def chosen(self, run: Run, curves: Array) -> dict[int, str]:
-        """The channels to measure and why each was chosen, from averaged states [L, P, D] of other
-        strings."""
+        """The channels to measure and why each was chosen, from averaged states [L, P, D] of others."""
         found = dict.fromkeys(self.channels or (), GIVEN)
         if self.channels is None:
             order = np.argsort(-mean_correlation(curves[:, self.skip :]), kind="stable")
@@ -170,9 +155,8 @@ class PositionalChannels(Study):
                 "explained": mean[:, :, i].var(1) / found.variance[:, i],
                 "shuffled_explained": shuffled[:, :, i].var(1) / found.variance[:, i],
             }
-            parts.append(
-                pd.DataFrame({"channel": channel, "kind": chosen[channel], **rows, "n": found.strings})
-            )
+            place = {"channel": channel, "kind": chosen[channel]}
+            parts.append(pd.DataFrame({**place, **rows, "n": found.strings}))
         return pd.concat(parts, ignore_index=True)
 
     def _summary(self, found: Moments, chosen: Mapping[int, str]) -> dict[str, pd.DataFrame]:
@@ -193,16 +177,10 @@ class PositionalChannels(Study):
             }
             for i, (channel, kind) in enumerate(chosen.items())
         ]
-        null = [
-            {
-                "positions": kind,
-                "passing": len(filtered[kind].ranking),
-                "channels": len(values),
-                "largest": np.nanmax(values),
-                "median": np.nanmedian(values),
-            }
-            for kind, values in level.items()
-        ]
+        null = []
+        for kind, values in level.items():
+            counts = {"positions": kind, "passing": len(filtered[kind].ranking), "channels": len(values)}
+            null.append({**counts, "largest": np.nanmax(values), "median": np.nanmedian(values)})
         return {"summary": pd.DataFrame(rows), "null": pd.DataFrame(null)}
 
     def figures(self, tables: Tables) -> Drawn:
@@ -227,8 +205,7 @@ class PositionalChannels(Study):
         return drawn
 
     def findings(self, tables: Tables) -> Sequence[Finding]:
-        """Claim C3: a channel follows the position, the filter finds such, the trend begins in the first
-        layer."""
+        """Claim C3: some channel follows the position, the filter finds such, layer 0 starts the trend."""
         summary, null, layers = tables["summary"], tables["null"].set_index("positions"), tables["statistics"]
         controls = ", ".join(f"{rho:.2f}" for rho in summary.loc[summary["kind"] == RANDOM, "spearman"])
         bar, median, found = null.loc[SHUFFLED, "largest"], null.loc[REAL, "median"], []
@@ -241,7 +218,7 @@ class PositionalChannels(Study):
                 f"with shuffled positions is {bar:.2f}; random channels {controls}, median {median:.2f}"
             )
             words = (
-                f"mean over layers of channel {row['channel']}'s absolute Spearman correlation with position"
+                f"channel {row['channel']}'s absolute Spearman correlation with position, mean over layers"
             )
             found.append(Finding.above(EXISTS, words, estimate(row, "spearman"), bar, note))
         there, chance = (int(null.loc[positions, "passing"]) for positions in (REAL, SHUFFLED))
@@ -252,16 +229,13 @@ class PositionalChannels(Study):
         return [*found, passing, self._start(layers)]
 
     def _start(self, layers: pd.DataFrame) -> Finding:
-        """Correlation of the strongest channel right after the first attention, against that of shuffled
-        positions."""
+        """Correlation of the strongest channel right after the first attention, against that of noise."""
         own = layers[layers["channel"] == layers["channel"].iloc[0]].set_index("layer")
         first, rho = int(self.site == "attention_input"), own["spearman"].abs()
         bar, early = 1.96 / math.sqrt(self.length - self.skip - 1), rho[0] if first else 0.0
         where = "input of layer 1" if first else "output of layer 0"
         before = f"; input of layer 0, where no token has seen another: {early:.2f}" if first else ""
-        words = (
-            f"channel {own['channel'].iloc[0]}'s absolute Spearman correlation with position at the {where}"
-        )
+        words = f"channel {own['channel'].iloc[0]}'s absolute Spearman correlation with position, {where}"
         note = f"95 % of uncorrelated curves stay below {bar:.2f}{before}; last layer: {rho.iloc[-1]:.2f}"
         at = rho[first], own["n"].iloc[0]
         return Finding.that(rho[first] > bar and early <= bar, START, words, at, note)
@@ -278,12 +252,9 @@ def mean_correlation(curves: Array) -> Array:
 
 
 def jackknife(groups: Array, sizes: Array) -> Estimate:
-    """Mean over layers of one channel's absolute correlation, its 95 % interval from leaving groups of
-    strings out.
+    """Mean over layers of one channel's absolute correlation, its 95 % interval from leaving groups out.
 
-    Args:
-        groups: Averages of each group, [G, L, P].
-        sizes: Strings in each group, [G].
+    ``groups`` are the averages over each group of strings, [G, L, P], ``sizes`` the strings in each, [G].
     """
     sums = groups * sizes[:, None, None]
     whole = sums.sum(0)
@@ -295,8 +266,7 @@ def jackknife(groups: Array, sizes: Array) -> Estimate:
 
 @plot.styled
 def averaged_figure(curves: pd.DataFrame) -> Figure:
-    """Curves averaged over layers, less their mean, over the token position; random ones dashed, the null
-    dotted."""
+    """Curves averaged over layers, less their mean, over the token; random ones dashed, the null dotted."""
     figure = plot.new_figure(plot.COLUMN, 3.0)
     axes = figure.subplots()
     for index, ((channel, kind), line) in enumerate(curves.groupby(["channel", "kind"], sort=False)):
@@ -312,8 +282,7 @@ def averaged_figure(curves: pd.DataFrame) -> Figure:
 
 @plot.styled
 def layer_figure(table: pd.DataFrame) -> Figure:
-    """Correlation with the position, and share of variance that it explains, over the layers; a line for each
-    channel."""
+    """Correlation with the position, and share of variance that it explains, by layer and channel."""
     figure = plot.new_figure(plot.PAGE, 2.8)
     panels = figure.subplots(1, 2)
     for axes, name, scale in zip(panels, ("spearman", "explained"), (1, 100), strict=True):
@@ -321,18 +290,14 @@ def layer_figure(table: pd.DataFrame) -> Figure:
             style = plot.line_style(index) | {"linestyle": DASHES.get(str(kind), "-")}
             axes.plot(line["layer"], scale * line[name], label=f"{channel} ({kind})", **style)
             if not index:
-                null = plot.line_style(0) | {
-                    "linestyle": ":",
-                    "marker": "",
-                    "label": f"{channel} ({SHUFFLED})",
-                }
-                axes.plot(line["layer"], scale * line[f"shuffled_{name}"], **null)
+                null = plot.line_style(0) | {"linestyle": ":", "marker": ""}
+                shuffled = scale * line[f"shuffled_{name}"]
+                axes.plot(line["layer"], shuffled, label=f"{channel} ({SHUFFLED})", **null)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     left, right = panels
     left.axhline(0, color="0.5", linewidth=0.6, zorder=0)
-    left.set(
-        xlabel="layer", ylabel="rank correlation of the averaged\ncurve with the position", ylim=(-1.08, 1.08)
-    )
+    ylabel = "rank correlation of the averaged\ncurve with the position"
+    left.set(xlabel="layer", ylabel=ylabel, ylim=(-1.08, 1.08))
     right.set(xlabel="layer", ylabel="variance that the\nposition explains (%)", ylim=(0, None))
     plot.legend_below(figure, left)
     return figure

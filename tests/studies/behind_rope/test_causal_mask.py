@@ -1,4 +1,4 @@
-"""The study of the causal mask: its tables and verdicts against the theory and against independent numbers."""
+"""The study of the causal mask: its tables and verdicts against theory and independent numbers."""
 
 from __future__ import annotations
 

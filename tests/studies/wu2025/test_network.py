@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from posbench.studies.wu2025.network import Attention, AttentionNetwork
+from posbench.studies.wu2025.sequences import Mixture
 
 
 def rng(seed: int = 0) -> torch.Generator:
@@ -87,7 +88,7 @@ NETWORKS = [
 @pytest.mark.parametrize("spec", NETWORKS, ids=lambda s: f"{s.mask}-{s.pe}-{s.depth}-{s.residual}")
 def test_network_is_the_loop(spec: Attention) -> None:
     tokens = torch.randn(2, 2, 9, 8, generator=rng(3))
-    network = AttentionNetwork(spec, 8, 5, 9, [rng(0), rng(1)])
+    network = AttentionNetwork(spec, Mixture(width=8, labels=5, copies=2), [rng(0), rng(1)])
     with torch.no_grad():
         for p in network.parameters():
             p.mul_(3)  # so that scores, and with them masks and rotations, matter
@@ -102,7 +103,7 @@ def test_network_is_the_loop(spec: Attention) -> None:
 
 
 def test_initial_weights_fill_the_default_range() -> None:
-    network = AttentionNetwork(Attention(), 64, 32, 17, [rng()])
+    network = AttentionNetwork(Attention(), Mixture(), [rng()])
     for p in network.parameters():
         assert p.abs().max() <= 1 / 8
         assert p.std().item() == pytest.approx(1 / 8 / 3**0.5, rel=0.35)
@@ -116,6 +117,6 @@ def test_full_mask_network_ignores_the_order_of_items() -> None:
         [tokens[:, :, :16].unflatten(2, (8, 2))[:, :, order].flatten(2, 3), tokens[:, :, 16:]], 2
     )
     for mask, equal in (("full", True), ("causal", False)):
-        network = AttentionNetwork(Attention(mask=mask), 16, 4, 17, [rng(2)])
+        network = AttentionNetwork(Attention(mask=mask), Mixture(width=16, labels=4), [rng(2)])
         with torch.no_grad():
             assert torch.allclose(network(tokens), network(moved), atol=1e-6) is equal

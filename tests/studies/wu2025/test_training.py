@@ -14,7 +14,7 @@ from posbench.errors import UserError
 from posbench.run.folder import RunDir
 from posbench.studies.wu2025 import training as module
 from posbench.studies.wu2025.sequences import training_batch
-from posbench.studies.wu2025.synthetic_tables import frames
+from posbench.studies.wu2025.synthetic_tables import tabulated
 from posbench.studies.wu2025.training import Condition, Ensemble, folder_of, marks, train, trainings
 
 SMALL = Condition(width=16, classes=64, labels=4, batch=8, sequences=50)
@@ -76,7 +76,7 @@ def test_killed_training_resumes_bit_identically(tmp_path: Path, monkeypatch: py
     train(SMALL, [1], 30, tmp_path / "torn", hardware="x")
     torn = train(SMALL, [1], 40, tmp_path / "torn", hardware="x")
     assert torn == whole
-    assert [row["iteration"] for row in torn[1]] == [20, 40]
+    assert [row["iteration"] for _, row in torn] == [20, 40]
     states = [
         torch.load(folder_of(tmp_path / name, SMALL, 1).path / "checkpoint.pt") for name in ("whole", "torn")
     ]
@@ -87,21 +87,19 @@ def test_killed_training_resumes_bit_identically(tmp_path: Path, monkeypatch: py
 
 def test_rows_and_marks(tmp_path: Path) -> None:
     condition = replace(SMALL, sequences=200)
-    rows = train(condition, [0, 1], 3, tmp_path, hardware="here")
-    assert list(rows) == [0, 1]
-    for seed, measured in rows.items():
-        assert [row["iteration"] for row in measured] == [3]
-        gaps, sinks = frames([(condition, measured[0])])
-        pairs = gaps.to_dict("records")
-        assert sinks["by_entry"].tolist() == measured[0]["sink_by_entry"] and list(sinks["token"]) == list(
-            range(17)
-        )
-        assert [row["pair"] for row in pairs] == ["first-middle", "first-last", "middle-last"]
-        for row in pairs:
-            assert row["gap"] == pytest.approx(row["acc_ab"] - row["acc_ba"], abs=1e-9)
-            assert row["ci_low"] <= row["gap"] <= row["ci_high"]
-            assert (row["seed"], row["n"], row["std"], row["hardware"]) == (seed, 200, 0.25, "here")
-    assert trainings(tmp_path) == [(condition, rows[0][0]), (condition, rows[1][0])]
+    measured = train(condition, [0, 1], 3, tmp_path, hardware="here")
+    assert [(row["seed"], row["iteration"]) for _, row in measured] == [(0, 3), (1, 3)]
+    assert trainings(tmp_path) == measured
+    for seed, (_, row) in enumerate(measured):
+        found = tabulated([(condition, row)], [])
+        assert found["sinks"]["by_entry"].tolist() == row["sink_by_entry"]
+        assert list(found["sinks"]["token"]) == list(range(17)) and found["paper_cells"].empty
+        pairs = found["gaps"].to_dict("records")
+        assert [pair["pair"] for pair in pairs] == ["first-middle", "first-last", "middle-last"]
+        for pair in pairs:
+            assert pair["gap"] == pytest.approx(pair["acc_ab"] - pair["acc_ba"], abs=1e-9)
+            assert pair["ci_low"] <= pair["gap"] <= pair["ci_high"]
+            assert [pair[name] for name in ("seed", "n", "std", "hardware")] == [seed, 200, 0.25, "here"]
     assert marks(3) == [3]
     assert marks(17_000) == [1000, 2000, 4000, 6000, 8000, 10_000, 12_000, 16_000, 17_000]
 
@@ -155,9 +153,9 @@ def test_checkpoint_of_another_device_is_refused(tmp_path: Path) -> None:
 def test_damaged_row_is_made_again(tmp_path: Path) -> None:
     train(SMALL, [0], 2, tmp_path, hardware="x")
     run = folder_of(tmp_path, SMALL, 0)
-    first = RunDir(run.path).rows("rows.jsonl")
+    first = [(SMALL, row) for row in RunDir(run.path).rows("rows.jsonl")]
     (run.path / "rows.jsonl").write_text((run.path / "rows.jsonl").read_text()[:-5])
-    assert train(SMALL, [0], 2, tmp_path, hardware="x")[0] == first
+    assert train(SMALL, [0], 2, tmp_path, hardware="x") == first
     train(SMALL, [0], 5, tmp_path, hardware="x")
     with pytest.raises(UserError, match="measured later only"):
         train(SMALL, [0], 1, tmp_path, hardware="x")

@@ -9,10 +9,13 @@ import torch
 
 import posbench
 from posbench.errors import UserError
+from posbench.measure.states import channel_input
 from posbench.methods import ScaleChannel
 from posbench.methods.ms_poe import MsPoE
 from posbench.model import families
-from posbench.perturbations import spans as perturb
+from posbench.perturbations.crop_mask import crop_mask
+from posbench.perturbations.move_positions import can_move, move_positions
+from posbench.perturbations.subtract_channel import subtract_channel
 from tests.models import BUILDERS, LAYERS, VOCABULARY, build
 from tests.parity import plain
 
@@ -51,7 +54,7 @@ def test_span_that_sees_nothing_before_it_is_the_span_as_a_prompt_of_its_own(nam
     lm = posbench.load(build(name))
     inputs = prompts(lm)
     free = states(lm, inputs)
-    shut = states(lm, inputs, perturb.cropped(lm, LENGTHS, SPANS, range(LAYERS), keep_first=False))
+    shut = states(lm, inputs, crop_mask(lm, LENGTHS, SPANS, range(LAYERS), keep_first=False))
     for row in range(2):
         alone = states(lm, {"input_ids": inputs["input_ids"][row : row + 1, inside(row)]})[:, 0]
         assert far(shut[:, row, inside(row)], alone) < 5e-5
@@ -67,7 +70,7 @@ def test_crop_of_some_layers_ends_with_them_and_the_first_token_may_stay(name):
     lm = posbench.load(build(name))
     inputs = prompts(lm)
     free = states(lm, inputs)
-    some = states(lm, inputs, perturb.cropped(lm, LENGTHS, SPANS, [0, 1], keep_first=False))
+    some = states(lm, inputs, crop_mask(lm, LENGTHS, SPANS, [0, 1], keep_first=False))
     alone = states(lm, {"input_ids": inputs["input_ids"][1:, inside(1)]})[:, 0]
     assert far(some[:3, 1, inside(1)], alone[:3]) < 5e-5 < 0.1 < far(some[3, 1, inside(1)], alone[3])
     other = dict(inputs, input_ids=inputs["input_ids"].clone())
@@ -76,7 +79,7 @@ def test_crop_of_some_layers_ends_with_them_and_the_first_token_may_stay(name):
         block = (
             []
             if keep is None
-            else [perturb.cropped(lm, LENGTHS, SPANS, range(LAYERS), keep_first=keep) for _ in range(2)]
+            else [crop_mask(lm, LENGTHS, SPANS, range(LAYERS), keep_first=keep) for _ in range(2)]
         )
         one, two = (
             states(lm, x, b)[-1, 0, inside(0)]
@@ -87,11 +90,10 @@ def test_crop_of_some_layers_ends_with_them_and_the_first_token_may_stay(name):
         )
     other["input_ids"][0, 0] = 7
     kept = [
-        states(lm, x, perturb.cropped(lm, LENGTHS, SPANS, range(LAYERS)))[-1, 0, inside(0)]
-        for x in (inputs, other)
+        states(lm, x, crop_mask(lm, LENGTHS, SPANS, range(LAYERS)))[-1, 0, inside(0)] for x in (inputs, other)
     ]
     assert far(*kept) > 0.01, "the first token reaches it"
-    nothing = states(lm, inputs, perturb.cropped(lm, LENGTHS, [(0, 0), (0, 0)], range(LAYERS)))
+    nothing = states(lm, inputs, crop_mask(lm, LENGTHS, [(0, 0), (0, 0)], range(LAYERS)))
     assert torch.equal(nothing, free)
 
 
@@ -139,9 +141,9 @@ def test_crop_and_move_equal_attention_written_out(name):
     # Cohere 2 rotates, and is written out, in layers 0 and 2 only.
     cropped = [2] if name == "cohere2" else [1, 2]
     got = {"none": lm.logits(inputs["input_ids"], inputs["attention_mask"])}
-    with perturb.cropped(lm, LENGTHS, SPANS, cropped):
+    with crop_mask(lm, LENGTHS, SPANS, cropped):
         got["crop"] = lm.logits(inputs["input_ids"], inputs["attention_mask"])
-    with perturb.moved(lm, LENGTHS, SPANS, TARGETS, [1, 2]):
+    with move_positions(lm, LENGTHS, SPANS, TARGETS, [1, 2]):
         got["move"] = lm.logits(inputs["input_ids"], inputs["attention_mask"])
     seen = inputs["attention_mask"].bool()
     for key, value in {"none": expected(), "crop": expected(crop=True), "move": expected(move=True)}.items():
@@ -166,7 +168,7 @@ def test_last_row_of_the_first_layer_is_that_of_a_prompt_with_those_position_ids
     for key, positions, block in (
         ("free", inputs["position_ids"], nullcontext()),
         ("ids", places, nullcontext()),
-        ("moved", inputs["position_ids"], perturb.moved(lm, LENGTHS, SPANS, TARGETS)),
+        ("moved", inputs["position_ids"], move_positions(lm, LENGTHS, SPANS, TARGETS)),
     ):
         with block, lm.last_attention() as weights:
             states(lm, inputs | {"position_ids": positions})
@@ -185,9 +187,9 @@ def test_tokens_behind_the_prompt_see_the_moved_span_too_with_and_without_a_cach
     blocks = {
         "none": nullcontext,
         # The window of 24 tokens: part of the span falls out of it as tokens are generated.
-        "move": lambda: perturb.moved(lm, LENGTHS, [(20, 30), (15, 24)], [(3, 9), (1, 22)]),
-        "crop": lambda: perturb.cropped(lm, LENGTHS, SPANS, [0, 1]),
-        "subtract": lambda: perturb.subtracted(lm, LENGTHS, SPANS, 5, {1: 2.0, 3: -1.0}),
+        "move": lambda: move_positions(lm, LENGTHS, [(20, 30), (15, 24)], [(3, 9), (1, 22)]),
+        "crop": lambda: crop_mask(lm, LENGTHS, SPANS, [0, 1]),
+        "subtract": lambda: subtract_channel(lm, LENGTHS, SPANS, 5, {1: 2.0, 3: -1.0}),
     }
     for key, block in blocks.items():
         with block():
@@ -202,7 +204,7 @@ def test_attention_weights_that_eager_returns_have_the_moved_last_row():
     model = build("llama")
     model.set_attn_implementation("eager")
     lm = posbench.load(model)
-    with perturb.moved(lm, LENGTHS, SPANS, TARGETS), lm.last_attention() as rows, torch.no_grad():
+    with move_positions(lm, LENGTHS, SPANS, TARGETS), lm.last_attention() as rows, torch.no_grad():
         weights = model(**prompts(lm), use_cache=False, output_attentions=True).attentions
     assert all(far(weights[layer][:, :, -1], rows[layer]) < 1e-6 for layer in range(LAYERS))
     assert weights[0].shape == (2, 4, TOTAL, TOTAL)
@@ -236,20 +238,17 @@ def test_subtraction_equals_a_changed_norm_or_a_changed_embedding(name):
             hook.remove()
 
     base = states(lm, inputs)
-    got = states(lm, inputs, perturb.subtracted(lm, LENGTHS, SPANS, channel, {1: 1.5, 2: 1.5}))
+    got = states(lm, inputs, subtract_channel(lm, LENGTHS, SPANS, channel, {1: 1.5, 2: 1.5}))
     assert far(got, states(lm, inputs, by_norm([1, 2]))) < 1e-5 < 1e-2 < far(got, base)
-    got = states(lm, inputs, perturb.subtracted(lm, LENGTHS, SPANS, channel, {0: 1.5}, site="residual"))
+    got = states(lm, inputs, subtract_channel(lm, LENGTHS, SPANS, channel, {0: 1.5}, site="residual"))
     changed = base[0] - change
     ids = {key: value for key, value in inputs.items() if key != "input_ids"}
     assert (
         far(got[1:], states(lm, ids | {"inputs_embeds": changed})[1:]) < 1e-5 < 1e-2 < far(got[1:], base[1:])
     )
-    with (
-        perturb.subtracted(lm, LENGTHS, SPANS, channel, {1: 1.5}),
-        perturb.channel_input(lm, [channel]) as after,
-    ):
+    with subtract_channel(lm, LENGTHS, SPANS, channel, {1: 1.5}), channel_input(lm, [channel]) as after:
         states(lm, inputs)
-    with perturb.channel_input(lm, [channel]) as before:
+    with channel_input(lm, [channel]) as before:
         states(lm, inputs)
     assert torch.equal(after[1], before[1] - change[..., channel, None])
 
@@ -261,9 +260,9 @@ def test_the_model_is_as_before_to_the_bit_also_after_an_exception(name):
     before, attention = states(lm, inputs), lm.model.config._attn_implementation
     hooks = [(len(m._forward_pre_hooks), len(m._forward_hooks)) for m in lm.model.modules()]
     blocks = [
-        lambda: perturb.cropped(lm, LENGTHS, SPANS, range(LAYERS)),
-        lambda: perturb.subtracted(lm, LENGTHS, SPANS, 3, {0: 1.0}),
-        *([] if name == "mpt" else [lambda: perturb.moved(lm, LENGTHS, SPANS, TARGETS)]),
+        lambda: crop_mask(lm, LENGTHS, SPANS, range(LAYERS)),
+        lambda: subtract_channel(lm, LENGTHS, SPANS, 3, {0: 1.0}),
+        *([] if name == "mpt" else [lambda: move_positions(lm, LENGTHS, SPANS, TARGETS)]),
     ]
     for block in blocks:
         with pytest.raises(KeyboardInterrupt), block():
@@ -279,9 +278,9 @@ def test_blocks_work_inside_a_method_that_runs_the_prompt_in_two_parts():
     inputs = prompts(lm)
     neutral = ScaleChannel(channel=5, factor=1.0, layers=(1, 2))
     for block in (
-        lambda: perturb.moved(lm, LENGTHS, SPANS, TARGETS),
-        lambda: perturb.cropped(lm, LENGTHS, SPANS, [0, 1]),
-        lambda: perturb.subtracted(lm, LENGTHS, SPANS, 5, {1: 2.0}),
+        lambda: move_positions(lm, LENGTHS, SPANS, TARGETS),
+        lambda: crop_mask(lm, LENGTHS, SPANS, [0, 1]),
+        lambda: subtract_channel(lm, LENGTHS, SPANS, 5, {1: 2.0}),
     ):
         with block():
             alone = lm.logits(inputs["input_ids"], inputs["attention_mask"])
@@ -293,8 +292,8 @@ def test_blocks_work_inside_a_method_that_runs_the_prompt_in_two_parts():
 @pytest.mark.parametrize("name", ["mpt", "falcon", "falcon-alibi", "smollm3-nope"])
 def test_positions_of_a_model_without_rope_cannot_be_moved(name):
     lm = posbench.load(build(name))
-    assert not perturb.can_move(lm)
-    with pytest.raises(UserError) as error, perturb.moved(lm, LENGTHS, SPANS, TARGETS):
+    assert not can_move(lm)
+    with pytest.raises(UserError) as error, move_positions(lm, LENGTHS, SPANS, TARGETS):
         pass
     assert "rotary position embedding" in str(error.value) and "\n" not in str(error.value)
 
@@ -304,16 +303,16 @@ def test_what_does_not_fit_is_refused(monkeypatch):
     with (
         MsPoE().applied(lm),
         pytest.raises(UserError, match="head by head"),
-        perturb.moved(lm, LENGTHS, SPANS, TARGETS),
+        move_positions(lm, LENGTHS, SPANS, TARGETS),
     ):
         pass
-    with pytest.raises(ValueError, match="span"), perturb.cropped(lm, LENGTHS, [(0, 3), (30, 34)], [0]):
+    with pytest.raises(ValueError, match="span"), crop_mask(lm, LENGTHS, [(0, 3), (30, 34)], [0]):
         pass
-    with pytest.raises(ValueError, match="1 spans for 2"), perturb.cropped(lm, LENGTHS, [(0, 3)], [0]):
+    with pytest.raises(ValueError, match="1 spans for 2"), crop_mask(lm, LENGTHS, [(0, 3)], [0]):
         pass
-    with pytest.raises(ValueError, match="3 rows"), perturb.cropped(lm, LENGTHS, SPANS, [0]):
+    with pytest.raises(ValueError, match="3 rows"), crop_mask(lm, LENGTHS, SPANS, [0]):
         lm.logits(torch.ones(3, TOTAL, dtype=torch.long))
     monkeypatch.setattr(lm.model.config, "_attn_implementation_internal", "flash_attention_2")
-    for block in (perturb.cropped(lm, LENGTHS, SPANS, [0]), perturb.moved(lm, LENGTHS, SPANS, TARGETS)):
+    for block in (crop_mask(lm, LENGTHS, SPANS, [0]), move_positions(lm, LENGTHS, SPANS, TARGETS)):
         with pytest.raises(UserError, match=r"model\.attention=sdpa"), block:
             pass

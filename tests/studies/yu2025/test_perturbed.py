@@ -4,17 +4,19 @@ norms."""
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pandas as pd
 import pytest
 import torch
-from posbench.search.channel_run import random_strings
 
 from posbench.errors import UserError
+from posbench.measure.states import Strings
+from posbench.methods.scale_channel import share
 from posbench.model.load import ModelConfig, load
-from posbench.search import ChannelSearch
-from posbench.studies import perturbing
+from posbench.stats import bootstrap
+from posbench.studies import prompts as shared
 from posbench.tasks import KVRetrieval
 from tests.conftest import Result, run_folders
 from tests.parity import plain
@@ -113,7 +115,7 @@ def test_crop_mask_equals_full_attention_written_out(
     )
     assert result.status == 0, result.err
     found = tables(outputs)
-    got = found["crop_mask"].set_index(["variant", "position", "measure"])
+    got = found["crop_mask"].set_index(["variant", "gold_position", "measure"])
     layers = found["crop_mask_layers"].set_index(["variant", "layer"])["attention"]
     task = KVRetrieval(**TASK)
     variants = {
@@ -166,9 +168,7 @@ def test_hidden_perturbation_equals_spans_run_alone_and_position_ids_by_hand(
     )
     assert result.status == 0, result.err
     found = tables(outputs)
-    texts = torch.tensor(
-        random_strings(lm, ChannelSearch(strings=6, length=length, alphabet="tokens", seed=0))
-    )
+    texts = torch.tensor(Strings(count=6, length=length, alphabet="tokens").draw(lm))
 
     def normed(ids, positions=None):
         """The channel behind the first norm of every layer, [L, B, P]."""
@@ -291,11 +291,15 @@ def test_intervals_keep_pairs_together_and_agree_with_a_plain_bootstrap() -> Non
     base, noise = rng.normal(size=60), rng.normal(size=60)
     difference = lambda m: m["b"] - m["a"]  # noqa: E731
     shifted = {"a": (list(base), clusters), "b": (list(base + 1), clusters)}
-    assert np.allclose(perturbing.interval(shifted, difference, resamples=200), 1), "what is shared cancels"
+    assert np.allclose(bootstrap.statistic(shifted, difference, resamples=200)[:3], 1), (
+        "what is shared cancels"
+    )
     apart = {"a": (list(base), clusters), "b": (list(base + 1), [f"other {c}" for c in clusters])}
-    _, low, high = perturbing.interval(apart, difference, resamples=200)
+    _, low, high, _ = bootstrap.statistic(apart, difference, resamples=200)
     assert high - low > 0.2, "and does not where the clusters differ"
-    value, low, high = perturbing.interval({"b": (list(noise), clusters)}, lambda m: m["b"], resamples=4000)
+    value, low, high, _ = bootstrap.statistic(
+        {"b": (list(noise), clusters)}, lambda m: m["b"], resamples=4000
+    )
     pairs = noise.reshape(30, 2).mean(1)
     plain_means = np.array([pairs[rng.integers(0, 30, 30)].mean() for _ in range(4000)])
     assert value == pytest.approx(noise.mean()) and np.allclose(
@@ -304,23 +308,19 @@ def test_intervals_keep_pairs_together_and_agree_with_a_plain_bootstrap() -> Non
 
 
 def test_task_without_gold_items_is_refused() -> None:
-    task = SimpleNamespace(name="mmlu", items=None, evaluation=lambda: pytest.fail("it would be downloaded"))
+    task: Any = SimpleNamespace(
+        name="mmlu", items=None, evaluation=lambda: pytest.fail("it would be downloaded")
+    )
     with pytest.raises(UserError, match="a task with a gold item among others"):
-        perturbing.placed(SimpleNamespace(task=task))
+        shared.need_items(task)
 
 
 def test_layers_of_the_paper_and_of_other_depths() -> None:
-    assert perturbing.share(perturbing.CROP, 32) == (1, 7) and perturbing.share(perturbing.RETRIEVAL, 32) == (
-        15,
-        20,
-    )
-    assert perturbing.share(perturbing.CROP, 4) == (0, 1) and perturbing.share(perturbing.RETRIEVAL, 80) == (
-        38,
-        50,
-    )
-    assert perturbing.retrieval_layers(None, [0.1] * 32) == (15, 20)
-    assert perturbing.retrieval_layers(None, [0.1, 0.3, 0.2]) == (1, 1)
-    assert perturbing.retrieval_layers((0, 2), [0.1, 0.3, 0.2]) == (0, 2)
+    assert share(shared.CROP, 32) == (1, 7) and share(shared.RETRIEVAL, 32) == (15, 20)
+    assert share(shared.CROP, 4) == (0, 1) and share(shared.RETRIEVAL, 80) == (38, 50)
+    assert shared.retrieval_layers(None, [0.1] * 32) == (15, 20)
+    assert shared.retrieval_layers(None, [0.1, 0.3, 0.2]) == (1, 1)
+    assert shared.retrieval_layers((0, 2), [0.1, 0.3, 0.2]) == (0, 2)
 
 
 @pytest.mark.parametrize(

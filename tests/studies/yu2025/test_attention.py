@@ -4,11 +4,12 @@ enumeration and controls."""
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import permutations
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -16,17 +17,21 @@ import pytest
 import torch
 import yaml
 from matplotlib.figure import Figure
-from posbench.search.channel_run import average_states, random_strings
 from scipy.stats import spearmanr
 
 import posbench as package
 from posbench.errors import UserError
-from posbench.methods import ScaleChannel
-from posbench.pipeline.config import study_of
-from posbench.pipeline.stages.intervene import attention_to_items
-from posbench.report.page import study_tables
-from posbench.search import ChannelSearch
-from posbench.studies import gold_positions as gold_statistics
+from posbench.measure.items import attention_to_items, item_tokens
+from posbench.measure.states import Site, Strings, average_states, moments
+from posbench.methods.scale_channel import ScaleChannel
+from posbench.perturbations.scale_attention import scale_attention
+from posbench.report.folder import study_tables
+from posbench.schema import instantiate, verify
+from posbench.stats.correlation import permutation_p, spearman
+from posbench.stats.frames import UNMODIFIED
+from posbench.stats.position_bias import curves, dips
+from posbench.studies.base import Study
+from posbench.studies.prompts import Prompts
 from posbench.studies.yu2025.attention_to_gold import (
     AttentionToGold,
     head_row,
@@ -34,13 +39,12 @@ from posbench.studies.yu2025.attention_to_gold import (
     scores,
     vertical_share,
 )
-from posbench.studies.yu2025.doubling import Doubling, multiplied
+from posbench.studies.yu2025.doubling import Doubling
 from posbench.studies.yu2025.positional_channels import (
     PositionalChannels,
     correlation,
     jackknife,
     mean_correlation,
-    moments,
 )
 from posbench.tasks import KVRetrieval
 from tests.conftest import Result, run_folders
@@ -107,7 +111,9 @@ def test_doubling_equals_full_matrices_with_their_last_row_changed(name: str, re
     layers, tokens = (1, 3), marked()
     with torch.no_grad():
         before = model(**call).logits
-        with multiplied(package.load(model), tokens, 2.0, layers=layers, renormalise=renormalise) as weights:
+        with scale_attention(
+            package.load(model), tokens, 2.0, layers=layers, renormalise=renormalise
+        ) as weights:
             found = model(**call).logits
         with plainly(model, tokens, 2.0, layers, renormalise, lambda n: slice(n - 1, n)) as full:
             expected = model(**call).logits
@@ -127,7 +133,7 @@ def test_doubling_while_tokens_follow_equals_one_long_forward(name: str, generat
     tokens, logits = marked()[:1], []
     first = TOTAL - 1
     with torch.no_grad():
-        with multiplied(package.load(model), tokens, 3.0, layers=range(LAYERS), generated=generated):
+        with scale_attention(package.load(model), tokens, 3.0, layers=range(LAYERS), generated=generated):
             out = model(ids[:, :TOTAL], use_cache=True)
             logits.append(out.logits[:, -1])
             for at in range(TOTAL, TOTAL + 3):
@@ -147,10 +153,10 @@ def test_doubling_by_one_changes_nothing_and_works_inside_a_method() -> None:
     ids, mask, positions = batch(PADS, TOTAL)
     call = dict(input_ids=ids, attention_mask=mask, position_ids=positions)
     with torch.no_grad():
-        with multiplied(lm, tokens, 1.0, layers=range(LAYERS)):
+        with scale_attention(lm, tokens, 1.0, layers=range(LAYERS)):
             torch.testing.assert_close(model(**call).logits, model(**call).logits)
         with ScaleChannel(channel=5, factor=-1.0, layers=(1, 2)).applied(lm):
-            with multiplied(lm, tokens, 2.0, layers=range(LAYERS)) as weights:
+            with scale_attention(lm, tokens, 2.0, layers=range(LAYERS)) as weights:
                 found = model(**call).logits[:, -1]
             with plainly(
                 model, tokens, 2.0, range(LAYERS), True, lambda n: slice(n - 1, n) if n == 1 else slice(0, 0)
@@ -168,11 +174,14 @@ def test_doubling_marks_the_tokens_of_its_item_in_any_order_of_the_batch() -> No
     )[:3]
     encoded = {e.id: lm.encode(e.prompt) for e in examples}
     study = Doubling(factor=4.0)
-    targets = [study.target("gold", e) for e in examples]
-    _, together = study.answered(lm, task, examples, encoded, targets)
-    for row, (example, target) in enumerate(zip(examples, targets, strict=True)):
-        _, alone = study.answered(lm, task, [example], encoded, [target])
-        _, plain = study.answered(lm, task, [example], encoded, [None])
+    tokens = {e.id: item_tokens(encoded[e.id], e) for e in examples}
+    run: Any = SimpleNamespace(lm=lm)
+    prompts = Prompts(run, task, examples, encoded, tokens, [examples])
+    _, together = study.answered(prompts, examples, "gold")
+    for row, example in enumerate(examples):
+        target = example.gold_position
+        _, alone = study.answered(prompts, [example], "gold")
+        _, plain = study.answered(prompts, [example], UNMODIFIED)
         torch.testing.assert_close(together[row], alone[0], atol=1e-5, rtol=1e-4)
         lm_row = attention_to_items(lm, [encoded[example.id]], [example])[0]
         torch.testing.assert_close(plain[0], lm_row, **CLOSE)
@@ -229,39 +238,38 @@ def test_layers_that_follow_are_found_and_random_ones_are_not() -> None:
     largest[:, 7] = np.where(rng.random(120) < 0.5, gold, 0)
     ones = np.ones((120, 60))
     found = scores(largest, ones, ones, gold, [str(i) for i in range(120)], least=0.0)
-    assert list(found.index[found["retrieval"]]) == [7] and (found["low"] > 0).sum() < 8
+    assert list(found.index[found["retrieval"]]) == [7] and (found["score_ci_low"] > 0).sum() < 8
     assert found.loc[7, "p"] < 0.01 < found.loc[found.index != 7, "p"].min()
     column = np.tile(rng.random(12), (120, 1))
     diagonal = np.eye(12)[gold]
-    assert vertical_share(column, gold) == pytest.approx(1) and vertical_share(diagonal, gold) < 0.4
-    mean = mean_maps(np.stack([column, diagonal], 1), gold)
+    mean = mean_maps(np.stack([column, diagonal], 1), gold, "layer")
     assert (mean["n"] == 40).all()
-    row = mean[(mean["unit"] == 1) & (mean["gold_position"] == 5)].set_index("item")["attention"]
+    vertical, other = (vertical_share(rows) for _, rows in mean.groupby("layer"))
+    assert vertical == pytest.approx(1) and other < 0.4
+    row = mean[(mean["layer"] == 1) & (mean["gold_position"] == 5)].set_index("item")["attention"]
     assert row[5] == 1 and row.drop(5).max() == 0
 
 
 def test_statistics_over_gold_positions() -> None:
     rng = np.random.default_rng(2)
     x, y = rng.random((5, 9)), rng.integers(0, 4, (5, 9)).astype(float)
-    assert np.allclose(
-        gold_statistics.spearman(x, y), [spearmanr(a, b).statistic for a, b in zip(x, y, strict=True)]
-    )
+    assert np.allclose(spearman(x, y), [spearmanr(a, b).statistic for a, b in zip(x, y, strict=True)])
     few = np.array([3.0, 1.0, 2.0, 5.0, 4.0]), np.array([2.0, 1.0, 3.0, 5.0, 4.0])
     every = [spearmanr(few[0], order).statistic for order in permutations(few[1])]
     exact = np.mean(np.array(every) >= spearmanr(*few).statistic - 1e-12)
-    assert gold_statistics.permutation_p(*few) == pytest.approx(exact, abs=0.01)
+    assert permutation_p(*few) == pytest.approx(exact, abs=0.01)
     frame = pd.DataFrame({"gold_position": np.repeat([0, 5, 10], 50), "depth": np.repeat([0, 0.5, 1], 50)})
-    frame = frame.assign(cluster=[str(i) for i in range(150)], value=np.repeat([4.0, 1.0, 2.0], 50))
-    value, drawn = gold_statistics.dips(frame, "value")
+    frame = frame.assign(cluster=[str(i) for i in range(150)], value=np.repeat([4.0, 1.0, 2.0], 50), items=11)
+    value, drawn = dips(frame, "value", 1000)
     assert value == 0.5 and np.allclose(drawn, 0.5), "half of the lower end; constant values leave no spread"
     frame["value"] += rng.normal(size=150)
-    apart = gold_statistics.position_draws(frame, ["value"])["value"]
+    apart = curves(frame, "value", "items", 1000)[11][1]
     spread = frame.groupby("gold_position")["value"].std(ddof=0) / np.sqrt(50)
     assert np.allclose(apart.std(0), spread, rtol=0.1), "the standard error of a mean"
     assert abs(np.corrcoef(apart[:, 0], apart[:, 1])[0, 1]) < 0.1
     frame["cluster"] = [str(i) for i in range(50)] * 3
     frame["value"] = np.tile(rng.normal(size=50), 3)
-    together = gold_statistics.position_draws(frame, ["value"])["value"]
+    together = curves(frame, "value", "items", 1000)[11][1]
     assert np.allclose(together[:, 0], together[:, 2]), (
         "a question asked at every position is drawn at all of them"
     )
@@ -269,18 +277,16 @@ def test_statistics_over_gold_positions() -> None:
 
 @pytest.mark.parametrize("site", ["attention_input", "residual"])
 @pytest.mark.parametrize("name", ["tiny_nope", "tiny_alibi"])
-def test_moments_equal_what_all_states_give(name: str, site: str) -> None:
+def test_moments_equal_what_all_states_give(name: str, site: Site) -> None:
     lm, skip, channels = package.load(name), 4, [3, 40]
-    search = ChannelSearch(
-        strings=45, length=24, alphabet="tokens", window=3, skip=skip, batch_size=20, site=site, seed=3
-    )
-    found = moments(lm, search, channels, skip)
-    averages = average_states(lm, search)
+    strings = Strings(count=45, length=24, alphabet="tokens", batch_size=20, seed=3)
+    found = moments(lm, strings, site, channels, skip)
+    averages = average_states(lm, strings)
     expected = averages["attention_input"] if site == "attention_input" else averages["residual"][1:]
     assert np.allclose(found.mean, expected, atol=1e-5)
     with torch.no_grad():
         out = lm.model.base_model(
-            input_ids=torch.tensor(random_strings(lm, search)), output_hidden_states=True, use_cache=False
+            input_ids=torch.tensor(strings.draw(lm)), output_hidden_states=True, use_cache=False
         )
     if site == "residual":
         states = torch.stack(out.hidden_states[1:]).double().numpy()  # [L, strings, P, D]
@@ -308,17 +314,16 @@ def test_a_planted_trend_is_found_and_noise_is_not() -> None:
     level = mean_correlation(noise.mean(0))
     assert set(np.argsort(-level)[:2]) == {5, 6} and level[[0, 1, 2, 3, 4, 7]].max() < 0.3
     assert correlation(np.array([[1.0, 2.0, 4.0], [3.0, 2.0, 1.0]])).tolist() == [1, -1]
-    value, low, high = jackknife(noise[..., 5], np.full(20, 10.0))
+    value, low, high, _ = jackknife(noise[..., 5], np.full(20, 10.0))
     assert value == pytest.approx(level[5]) and 0.5 < low < value < high <= 1
     assert jackknife(noise[..., 0], np.full(20, 10.0))[1] < 0.15
 
 
-def drawn(folder: Path) -> dict[str, tuple[Figure, str]]:
+def drawn(folder: Path) -> Mapping[str, tuple[Figure, str]]:
     """The figures of a run folder, from its files alone."""
-    study, _ = study_of(yaml.safe_load((folder / "config.yaml").read_text())["study"])
-    return dict(
-        study.figures(study_tables(folder, json.loads((folder / "study.json").read_text())["tables"]))
-    )
+    config = yaml.safe_load((folder / "config.yaml").read_text())["study"]
+    study: Any = instantiate(config, Study, "study")
+    return study.figures(study_tables(folder, json.loads((folder / "study.json").read_text())["tables"]))
 
 
 def test_an_untrained_model_has_neither_retrieval_nor_gain(
@@ -334,7 +339,7 @@ def test_an_untrained_model_has_neither_retrieval_nor_gain(
         "task.max_new_tokens=1",
     ]
     for study, fields in (
-        ("attention_to_gold", ["study.pairs=[9]", "task.positions=[0,4,8]"]),
+        ("attention_to_gold", ["study.items=[9]", "task.positions=[0,4,8]"]),
         ("doubling", []),
     ):
         result = posbench(f"study={study}", BARE, *model, *FEW, *fields)
@@ -354,7 +359,7 @@ def test_an_untrained_model_has_neither_retrieval_nor_gain(
 def test_the_studies_on_a_trained_model(posbench: Callable[..., Result], outputs: Path) -> None:
     strings = ["study.strings=60", "study.length=64"]
     for study, fields in (
-        ("attention_to_gold", [*FEW, "study.pairs=[24]", "study.least=0.2"]),
+        ("attention_to_gold", [*FEW, "study.items=[24]", "study.least=0.2"]),
         ("doubling", [*FEW, "study.item=0.5", "study.factor=3"]),
         ("positional_channels", strings),
     ):
@@ -381,7 +386,7 @@ def test_the_studies_on_a_trained_model(posbench: Callable[..., Result], outputs
     curves, null = pd.read_csv(folder / "curves.csv"), pd.read_csv(folder / "null.csv").set_index("positions")
     assert (
         15 in set(curves["channel"])
-        and curves.groupby(["channel", "kind", "layer"])["position"].count().eq(64).all()
+        and curves.groupby(["channel", "kind", "layer"])["token"].count().eq(64).all()
     )
     assert null.loc["as they are", "largest"] > null.loc["shuffled positions", "largest"]
     assert not (folder / "search_state.npz").exists()
@@ -397,15 +402,16 @@ def test_the_studies_on_a_trained_model(posbench: Callable[..., Result], outputs
         (AttentionToGold(layers=()), "layers from 0 to 3"),
         (AttentionToGold(head_layer=4), "head_layer"),
         (AttentionToGold(examples=1), "from 2 up"),
-        (AttentionToGold(pairs=(400,)), "at most 64"),
-        (Doubling(item=1.5), "a depth from 0 to 1"),
+        (AttentionToGold(items=(400,)), "at most 64"),
+        (Doubling(item=1.5), "a number from 0 to 1"),
         (Doubling(factor=0.0), "above 0"),
         (PositionalChannels(channels=(WIDTH,)), "channels from 0 to 47"),
         (PositionalChannels(strings=3), "from 20 up"),
-        (PositionalChannels(length=600), "context window of tiny"),
+        (PositionalChannels(length=600), "window of tiny"),
     ],
 )
-def test_fields_that_do_not_fit_are_refused(study, message: str) -> None:
-    config = SimpleNamespace(task=KVRetrieval(**SMALL))
+def test_fields_that_do_not_fit_are_refused(study: Study, message: str) -> None:
+    run: Any = SimpleNamespace(lm=package.load("tiny"), task=KVRetrieval(**SMALL))
     with pytest.raises(UserError, match=message):
-        study.check(config, package.load("tiny"))
+        verify(study, "study")
+        study.check(run)

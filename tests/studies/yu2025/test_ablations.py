@@ -6,26 +6,25 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
 import pytest
 import torch
-from posbench.stats.tables import mean_interval
 
 import posbench as package
 from posbench.cli.main import main
-from posbench.methods import ScaleChannel, Unmodified
+from posbench.methods.scale_channel import ScaleChannel
+from posbench.methods.unmodified import Unmodified
 from posbench.model.lm import LM
-from posbench.report.page import study_tables
-from posbench.search import Candidate, ChannelSearch, statistics
-from posbench.stats.reference import Reference
-from posbench.studies.yu2025 import ablations, layer_selection
-from posbench.studies.yu2025.ablations import CONTROL, FULL, Ablations
+from posbench.report.folder import study_tables
+from posbench.search import statistics
+from posbench.search.channel import ChannelSearch
+from posbench.studies.yu2025 import layer_selection
+from posbench.studies.yu2025.ablations import CLAIMS, CONTROL, FULL, Ablations
 from posbench.studies.yu2025.layer_selection import edges
 from posbench.tasks import KVRetrieval
-from tests.conftest import Result, run_folders
+from tests.conftest import Result, config_of, run_folders
 
 TASK = {"examples_per_position": 5, "calibration_examples": 16, "positions": "[0,8,16,24,31]"}
 FEW = [f"task.{key}={value}" for key, value in TASK.items()] + [
@@ -159,23 +158,24 @@ def test_losses_and_scores_of_the_ablations_are_those_of_plain_calls(
         assert rows.loc[name, "value"] == pytest.approx(found.mean())
         assert rows.loc[name, "difference"] == pytest.approx((found - right[FULL]).mean())
         assert rows.loc[name, "gain"] == pytest.approx((found - right["none"]).mean())
-    # Plain bootstrap of the paired difference; the drawn questions differ, the quantiles hardly.
+    # A plain bootstrap of the paired difference: other draws, hardly other quantiles.
     change = right["without validation"] - right[FULL]
-    wanted = mean_interval(change, [str(i) for i in range(len(change))], resamples=4000, seed=5)
+    drawn = np.random.default_rng(5).choice(change, (4000, len(change))).mean(1)
+    wanted = tuple(np.quantile(drawn, [0.025, 0.975]))
     row = rows.loc["without validation"]
-    assert (row["difference_low"], row["difference_high"]) == pytest.approx(wanted, abs=0.09)
-    inner = ablated["positions"].query(f"ablation == '{FULL}' and position == 16")["value"].item()
+    assert (row["difference_ci_low"], row["difference_ci_high"]) == pytest.approx(wanted, abs=0.09)
+    inner = ablated["positions"].query(f"ablation == '{FULL}' and gold_position == 16")["value"].item()
     assert inner == pytest.approx(right[FULL][[e.gold_position == 16 for e in task.evaluation()]].mean())
 
 
 def test_the_verdicts_follow_the_intervals(ablated: dict[str, pd.DataFrame]) -> None:
     rows, found = ablated["ablations"].set_index("ablation"), ablated["findings"]
     assert len(found) == 8 and found["claim"].iloc[0].startswith("C5")
-    assert (found["verdict"].iloc[0] == "holds") == (rows.loc[FULL, "gain_low"] > 0)
+    assert (found["verdict"].iloc[0] == "holds") == (rows.loc[FULL, "gain_ci_low"] > 0)
     for row in found.iloc[1:].itertuples():
         name = row.statistic.removesuffix(" minus full method, points")
         assert row.value == pytest.approx(100 * rows.loc[name, "difference"])
-        assert (row.verdict == "holds") == (row.high < 0)
+        assert (row.verdict == "holds") == (row.ci_high < 0)
 
 
 def test_on_a_random_model_the_method_gains_nothing(
@@ -196,50 +196,38 @@ def test_random_channels_take_the_place_of_smooth_ones() -> None:
     found = statistics.ChannelStatistics(np.zeros((4, 30)), np.arange(30), np.arange(30.0), list(range(25)))
     search = ChannelSearch(top_k=4)
     pools = {
-        s: Ablations(smoothness="random", seed=s).pools(search, found, found)["without smoothness"]
+        s: Ablations(search=search, smoothness="random", seed=s).pools(search, found, found)[
+            "without smoothness"
+        ]
         for s in range(6)
     }
     assert (
         all(len(pool) == 4 and set(pool) <= set(range(25)) for pool in pools.values())
         and len({*map(tuple, pools.values())}) > 1
     )
-    assert Ablations().pools(search, found, found)["without smoothness"] == list(range(25))
+    assert Ablations(search=search).pools(search, found, found)["without smoothness"] == list(range(25))
 
 
-def test_a_single_channel_has_no_second() -> None:
-    only = Candidate(3, 0.5, (1, 2))
+def test_a_single_channel_has_no_second(tiny: LM) -> None:
+    only = ScaleChannel(channel=3, factor=0.5, layers=(1, 2))
     pools = {FULL: [3], "without monotonicity": [3], "without smoothness": [3]}
-    found = Ablations(control=False).settings(pools, {only: 1.0, replace(only, factor=0.0): 2.0}, 8)
+    found = Ablations(search=ChannelSearch(), control=False).settings(
+        tiny, pools, {only: 1.0, replace(only, factor=0.0): 2.0}
+    )
     assert "top-2 channels" not in found and CONTROL not in found and found[FULL].factor == 0.5
 
 
-def test_the_papers_numbers_stand_beside_its_own_models_in_its_own_setting_only() -> None:
-    import yaml
-
-    from posbench import paths
-
-    facts = yaml.safe_load((paths.EXPERIMENTS / "yu2025_table6.yaml").read_text())["experiment"]["reference"]
-    reference = Reference(**facts)
-
-    def run(model: str, task: str, documents: int) -> SimpleNamespace:
-        config = SimpleNamespace(
-            experiment=SimpleNamespace(reference=reference),
-            model=SimpleNamespace(name=model),
-            task=SimpleNamespace(name=task, documents=documents),
-        )
-        return SimpleNamespace(config=config)
-
-    printed = ablations.paper(run("llama2_7b", "nq_multidoc", 20))
-    assert printed["all tokens"] == pytest.approx(0.44) and printed["without validation"] == pytest.approx(
-        0.301
-    )
-    assert set(printed) == {"none", FULL, *ablations.CLAIMS}
-    assert (
-        ablations.paper(run("tiny", "nq_multidoc", 20))
-        == ablations.paper(run("llama2_7b", "kv_retrieval", 20))
-        == {}
-    )
-    assert ablations.paper(run("llama2_7b", "nq_multidoc", 10)) == {}
+def test_the_papers_numbers_stand_in_its_own_setting_only() -> None:
+    llama, nq = "model=llama2_7b", "task=nq_multidoc"
+    rows = config_of("experiment=yu2025_table6", llama, nq).reference()[0]
+    printed = {r["method"]: r["value"] for r in rows if r["model"] == "llama2_7b"}
+    # Typed off Table 6 of the paper.
+    assert printed["all tokens"] == pytest.approx(0.44)
+    assert printed["without validation"] == pytest.approx(0.301)
+    assert set(printed) == {"none", FULL, *CLAIMS} and "tiny" not in {r["model"] for r in rows}
+    assert config_of("experiment=yu2025_table6", llama, "task=kv_retrieval").reference()[0] == []
+    rows, note = config_of("experiment=yu2025_table6", llama, nq, "task.documents=10").reference()
+    assert rows == [] and "documents=10 (paper 20)" in note
 
 
 def test_losses_over_ranges_are_those_of_plain_calls(
@@ -297,15 +285,12 @@ def test_the_retrieval_score_is_that_of_eager_attention(
 
 def test_edges_compare_ranges_one_step_apart() -> None:
     rng = np.random.default_rng(0)
-    changes = {
-        Candidate(1, 0.0, (a, b)): rng.normal(size=5) for a in range(0, 6, 2) for b in range(a + 1, 6, 2)
-    }
-    changes[Candidate(2, 0.0, (0, 5))] = np.full(5, 99.0)
-    rows = edges(changes, 1, 6, list("abcde"), 100).set_index("edge")["change"]
-    value = {c.layers: v.mean() for c, v in changes.items() if c.channel == 1}
+    changes = {(a, b): rng.normal(size=5) for a in range(0, 6, 2) for b in range(a + 1, 6, 2)}
+    rows = edges(changes, 6, list("abcde"), 100).set_index("edge")["change"]
+    value = {layers: v.mean() for layers, v in changes.items()}
     assert rows["first"] == pytest.approx(np.mean([value[0, b] - value[2, b] for b in (3, 5)]))
     assert rows["last"] == pytest.approx(np.mean([value[a, 5] - value[a, 3] for a in (0, 2)]))
-    assert edges({Candidate(1, 0.0, (0, 5)): np.ones(5)}, 1, 6, list("abcde"), 10).empty
+    assert edges({(0, 5): np.ones(5)}, 6, list("abcde"), 10).empty
 
 
 @pytest.mark.parametrize(

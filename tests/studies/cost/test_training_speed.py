@@ -1,14 +1,18 @@
-"""The plain loop of the speed table."""
+"""The plain loop trains the same network, on sequences of the same distribution."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
+import pandas as pd
 import pytest
 import torch
 
 from posbench.studies.cost import training_speed
 from posbench.studies.wu2025.training import Condition, Ensemble
+from tests.conftest import Result, run_folders
 
 PLAIN = [Condition(pe="rope", residual=True), Condition(mask="decay", bias=(0, 7)), Condition(pe="sin")]
 
@@ -30,3 +34,12 @@ def test_plain_loop_trains_the_same_network(condition: Condition, monkeypatch: p
     monkeypatch.setattr(training_speed.PlainNetwork, "take", lambda self, ensemble: None)
     with pytest.raises(RuntimeError, match="differ by"):
         training_speed.plain_steps(small, ensemble)
+
+
+def test_the_command(posbench: Callable[..., Result], outputs: Path) -> None:
+    result = posbench("study=training_speed", "study.depths=[1]", "study.iterations=2", "study.repeats=1")
+    assert result.status == 0, result.err
+    (folder,) = run_folders(outputs)
+    table = pd.read_csv(folder / "training_speed.csv")
+    assert table["work"].unique().tolist() == ["depth 1, no PE", "depth 1, RoPE"]
+    assert table["iterations_per_second"].to_list() == pytest.approx((2 / table["seconds"]).to_list())

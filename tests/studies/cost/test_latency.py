@@ -1,0 +1,101 @@
+"""The benchmark runs every method that applies, and its ratios are those of the seconds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pandas as pd
+import pytest
+import torch
+
+import posbench
+from posbench import paths
+from posbench.errors import choices
+from posbench.methods.base import Method
+from posbench.methods.choice import every
+from posbench.model.lm import LM
+from posbench.studies.cost import timing
+from posbench.studies.cost.latency import Latency
+from tests.conftest import Result, config_of, run_folders
+from tests.models import build
+
+ALL = every([paths.CONF], {})
+BUCKETS = "4.76 (LPES, Table 5: the row whose name is lost)"
+CPU = torch.device("cpu")
+OWN = f"--config-dir={Path(__file__).parents[3] / 'docs' / 'examples'}"
+
+
+def examples(lm: LM) -> dict[str, Method]:
+    """What the study measures."""
+    return timing.applicable(lm, ALL, lambda choice: choice.cls.example(lm))
+
+
+def ticks(monkeypatch: pytest.MonkeyPatch, *seconds: float) -> None:
+    """Let the works take these seconds, one after the other."""
+    clock = iter([time for spent in seconds for time in (0.0, spent)])
+    monkeypatch.setitem(timing.CLOCKS, "wall", lambda: next(clock))
+
+
+def test_every_method_is_measured_where_it_applies() -> None:
+    names = set(choices(paths.CONF / "method"))
+    assert set(examples(posbench.load(build("llama")))) == names
+    assert set(examples(posbench.load(build("mpt")))) == {"none", "scale_channel"}
+    assert next(iter(examples(posbench.load(build("llama"))))) == "none"
+    printed = pd.read_csv(paths.EXPERIMENTS / "reference" / "latency.csv")
+    assert set(printed["method"]) <= names
+
+
+def test_rows_of_a_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
+    ticks(monkeypatch, 1, 1, 2, 3, 4, 4)
+    lm = posbench.load(build("llama"))
+    methods = {name: examples(lm)[name] for name in ("none", "attention_buckets")}
+    rows = Latency(repeats=2).generation(lm, methods, 8, 2)
+    front = {"work": "8 + 2 tokens", "base": "none"}
+    assert rows == [
+        {**front, "way": "none", "seconds": 3, "ratio": 1, "ratio_min": 1, "ratio_max": 1, "paper": ""},
+        {**front, "way": "attention_buckets", "seconds": 3.5}
+        | {"ratio": 1.25, "ratio_min": 1, "ratio_max": 1.5, "paper": BUCKETS},
+    ]
+
+
+@pytest.mark.parametrize(("kind", "found"), [("ratio", (2, 1, 3)), ("speedup", (0.5, 1 / 3, 1))])
+def test_ratios_are_taken_round_by_round(
+    monkeypatch: pytest.MonkeyPatch, kind: str, found: tuple[float, ...]
+) -> None:
+    ticks(monkeypatch, 1, 1, 1, 2, 3, 9, 4, 4)
+    works = {"base": lambda: None, "way": lambda: None}
+    _, row = Latency(repeats=3).compared("work", works, CPU, faster=kind == "speedup")
+    assert tuple(row[f"{kind}{end}"] for end in ("", "_min", "_max")) == pytest.approx(found)
+
+
+def test_the_command(posbench: Callable[..., Result], outputs: Path) -> None:
+    """Both ways of the search give equal losses, or it stops."""
+    small = ["study.methods_at=[8]", "study.prompts=[8]", "study.search_tokens=8", "study.candidates=2"]
+    result = posbench("study=latency", "study.methods=[ms_poe]", "study.repeats=1", *small)
+    assert result.status == 0, result.err
+    (folder,) = run_folders(outputs)
+    ways = pd.read_csv(folder / "generation.csv", keep_default_na=False)["way"].tolist()
+    assert ways == ["none", "ms_poe", "none", "scale_channel", "re-projection"]
+    assert pd.read_csv(folder / "search.csv")["work"].unique().tolist() == ["2 candidates, 8 + 4 tokens"]
+    assert (folder / "figures" / "search.png").is_file()
+    refused = posbench("study=latency", "study.methods=[ms_po]")
+    assert refused.status == 2 and "study.methods = 'ms_po'" in refused.err
+
+
+def test_a_method_of_ones_own_is_measured_and_tells_runs_apart(
+    posbench: Callable[..., Result], outputs: Path
+) -> None:
+    small = ["study.methods_at=[8]", "study.prompts=[]", "study.search_tokens=0", "study.repeats=1"]
+    for own in ([], [OWN]):
+        assert posbench("study=latency", *own, *small).status == 0
+    found = [set(pd.read_csv(run / "generation.csv")["way"]) for run in run_folders(outputs)]
+    assert len(found) == 2 and set.union(*found) - set.intersection(*found) == {"damp"}
+
+
+@pytest.mark.parametrize(("model", "strength"), [("tiny", None), ("tiny_damped", 0.25)])
+def test_its_constants_are_those_of_the_model(model: str, strength: float | None) -> None:
+    config = config_of(OWN, "study=precision", f"model={model}")
+    assert config.every["damp"].values == {"strength": strength, "layers": None}
+    assert config.every["ms_poe"] == config_of("study=precision").every["ms_poe"]
+    assert not config_of(OWN, "study=rollout").every

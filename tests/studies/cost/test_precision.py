@@ -1,0 +1,42 @@
+"""The precision study: its arithmetic by hand, and an ordering that rounding must keep."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pandas as pd
+import torch
+
+from posbench import paths
+from posbench.errors import choices
+from posbench.studies.cost.precision import compare
+from tests.conftest import Result, run_folders
+
+
+def test_compare_by_hand() -> None:
+    reference = torch.tensor([[0.0, 1.0], [2.0, 0.0]])
+    found = torch.tensor([[0.5, 0.0], [2.0, 0.0]])
+    assert compare(found, reference) == {"largest": 1.0, "mean": 1.5 / 4, "changed": 0.5}
+    assert compare(reference, reference) == {"largest": 0.0, "mean": 0.0, "changed": 0.0}
+
+
+def test_every_method_is_measured_and_fewer_bits_mean_larger_errors(
+    posbench: Callable[..., Result], outputs: Path
+) -> None:
+    result = posbench("study=precision", "study.prompts=12")
+    assert result.status == 0, result.err
+    (folder,) = run_folders(outputs)
+    errors, drifts = (
+        pd.read_csv(folder / f"{name}.csv", keep_default_na=False) for name in ("errors", "drifts")
+    )
+    largest = errors.set_index(["method", "weights"])["largest"]
+    methods = choices(paths.CONF / "method")
+    for name in methods:
+        assert 0 < largest[name, "float32"] < largest[name, "float16"] < largest[name, "bfloat16"]
+        assert largest[name, "float32"] < 1e-4
+    assert largest["scale_channel", "float64"] > 1 and ("none", "float64") not in largest
+    assert set(drifts["method"]) == set(methods)
+    assert (drifts[drifts["weights"] == "float32"]["largest"] < 1e-4).all()
+    refused = posbench("study=precision", "method=ms_poe")
+    assert refused.status == 2 and "study precision looks at none" in refused.err
