@@ -117,7 +117,7 @@ def target(data: Mapping[str, Any], kind: type[T], where: str) -> tuple[type[T],
 
 
 def instantiate(data: Mapping[str, Any], kind: type[T], where: str) -> T:
-    """The object that a config node with a ``_target_`` describes, with its inner nodes; see :func:`build`."""
+    """The object that a config node with a ``_target_`` describes, with all inside; see :func:`build`."""
     cls, values = target(data, kind, where)
     own = {f.name for f in fields(cls)}  # type: ignore[arg-type]
     # Names of choices travel with the data; few classes keep them.

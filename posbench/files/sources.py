@@ -193,7 +193,8 @@ def fetch(sources: Iterable[Source], *, dry_run: bool, console: Console) -> None
                 problems.append(error)
                 table.add_row(source.field.partition(".")[0], source.id, "", "", "missing")
                 continue
-            said = f"{source.id}: not reachable ({type(error.__cause__).__name__}); a complete copy is cached"
+            reason = type(error.__cause__).__name__
+            said = f"{source.id}: not reachable ({reason}), but a complete copy is cached"
             console.print(said, soft_wrap=True)
             sha, files = "" if source.kind == "url" else here.name, _on_disk(source, here)
         if sha:
