@@ -10,15 +10,9 @@ from pathlib import Path
 
 
 class UserError(Exception):
-    """Bad input: names the field, its value, what is allowed and the next step.
+    """Bad input: the dotted name of a field, argument or file, its value, what is allowed and the next step.
 
     The command line prints ``str(error)`` and exits with status 2.
-
-    Args:
-        field: Dotted name of the config field, argument or file.
-        value: What was given.
-        allowed: What would have been accepted.
-        hint: The next step for the user.
     """
 
     def __init__(self, field: str, value: object, allowed: str, hint: str) -> None:
@@ -57,7 +51,7 @@ class SeveralErrors(UserError):
 
 
 class Faults:
-    """Collects faults, so that a user hears of all of them at once."""
+    """Collects faults in ``found``, so that a user hears of all of them at once."""
 
     def __init__(self) -> None:
         self.found: list[UserError] = []
@@ -71,13 +65,13 @@ class Faults:
             self.found.append(error)
 
     def raise_any(self) -> None:
-        """Raise what was collected.
-
-        Raises:
-            UserError: There was a fault; several make a :class:`SeveralErrors`.
-        """
+        """Raise the UserError that was collected; several make a :class:`SeveralErrors`."""
         if self.found:
-            raise self.found[0] if len(self.found) == 1 else SeveralErrors(self.found)
+            raise _together(self.found)
+
+
+def _together(faults: Sequence[UserError]) -> UserError:
+    return faults[0] if len(faults) == 1 else SeveralErrors(faults)
 
 
 def complain(error: UserError) -> None:
@@ -99,10 +93,10 @@ def renamed(own: str, shown: str) -> Iterator[None]:
     try:
         yield
     except UserError as error:
-        found = [told(fault) for fault in error.faults]
-        if found[0] is error:
+        found = _together([told(fault) for fault in error.faults])
+        if found is error:
             raise
-        raise found[0] if len(found) == 1 else SeveralErrors(found) from error
+        raise found from error
 
 
 def choices(*folders: Path) -> list[str]:

@@ -8,34 +8,25 @@ from posbench.errors import UserError
 PACKAGE = Path(__file__).resolve().parent
 
 
-def _beside_or_inside(name: str) -> Path:
-    """A top-level folder: inside the package when installed from a wheel, beside it in a checkout."""
-    inside = PACKAGE / name
-    return inside if inside.is_dir() else PACKAGE.parent / name
-
-
-CONF = _beside_or_inside("conf")
-EXPERIMENTS = _beside_or_inside("experiments")
+# Inside the package when installed from a wheel, next to it in a checkout.
+_ROOT = PACKAGE if (PACKAGE / "conf").is_dir() else PACKAGE.parent
+CONF = _ROOT / "conf"
+EXPERIMENTS = _ROOT / "experiments"
 MODELS = PACKAGE / "embedded" / "models"
 EMBEDDED = "posbench://"
 
 
 def model_path(path: str) -> str:
-    """Resolve ``posbench://NAME`` to the folder of an embedded model; other paths and hub ids pass
-    through."""
+    """``posbench://NAME`` as the folder of an embedded model; other paths and hub ids pass through."""
     embedded = path.startswith(EMBEDDED)
     return str(MODELS / path.removeprefix(EMBEDDED) if embedded else Path(path).expanduser())
 
 
 def config_folders(own: str | None, field: str = "--config-dir") -> list[Path]:
-    """posbench's config folder and the user's own, whose modules can be imported from then on.
-
-    Args:
-        own: The user's folder, or None.
-        field: What named it, for the error.
+    """posbench's config folder and the user's own, if any, whose modules can be imported from then on.
 
     Raises:
-        UserError: There is no such folder.
+        UserError: There is no such folder; ``field`` is what named it.
     """
     if own is None:
         return [CONF]

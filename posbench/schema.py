@@ -34,15 +34,11 @@ PLAIN[NoneType] = "null"
 
 
 def build(cls: type[T], data: Mapping[str, Any], where: str) -> T:
-    """Check plain data against a dataclass and make the object.
-
-    Args:
-        cls: The dataclass; annotated bounds count.
-        data: Values by field.
-        where: Dotted name of the whole, for errors.
+    """Check plain data against a dataclass, with its annotated bounds, and make the object.
 
     Raises:
-        UserError: Unknown key, missing key, wrong type or value out of bounds; all of them.
+        UserError: Unknown or missing keys, wrong types, values out of bounds: all of them, each with its
+            dotted name in ``where``.
     """
     faults, kinds = Faults(), get_type_hints(cls, include_extras=True)
     allowed = [f.name for f in fields(cls)]  # type: ignore[arg-type]
@@ -50,7 +46,7 @@ def build(cls: type[T], data: Mapping[str, Any], where: str) -> T:
         if key not in allowed:
             hint = near(str(key), allowed, "remove the key").replace("mean ", f"mean {where}.")
             known = f"keys {', '.join(allowed)}" if allowed else "no keys"
-            faults.found.append(UserError(_dotted(where, str(key)), value, known, hint))
+            faults.found.append(UserError(f"{where}.{key}".strip("."), value, known, hint))
         elif isinstance(value, bool) and "bool" not in words(kinds[key]):
             # pydantic reads true as 1; nobody means a batch size of true.
             faults.found.append(_wrong(where, key, value, kinds[key]))
@@ -69,11 +65,7 @@ def build(cls: type[T], data: Mapping[str, Any], where: str) -> T:
 
 
 def verify(thing: Any, where: str) -> None:
-    """Check the declared bounds and choices of an object that was made in Python.
-
-    Raises:
-        UserError: A field is out of bounds.
-    """
+    """Raise UserError unless an object that was made in Python keeps its declared bounds and choices."""
     faults = Faults()
     for name, kind in get_type_hints(type(thing), include_extras=True).items():
         if get_origin(kind) is not ClassVar and not _fits(getattr(thing, name), kind):
@@ -107,11 +99,7 @@ def _holds(value: Any, bound: Any) -> bool:
 
 
 def target(data: Mapping[str, Any], kind: type[T], where: str) -> tuple[type[T], dict[str, Any]]:
-    """The class that ``_target_`` names, and the other keys.
-
-    Raises:
-        UserError: There is no such class, or it is none of that kind.
-    """
+    """The class that ``_target_`` names, and the other keys; UserError unless it is one of that kind."""
     if not isinstance(data, Mapping):
         plural = {"search": "searches", "study": "studies"}.get(where, f"{where}s")
         raise UserError(where, data, "a choice of that group", f"posbench ls {plural} shows the choices")
@@ -120,10 +108,8 @@ def target(data: Mapping[str, Any], kind: type[T], where: str) -> tuple[type[T],
         module, _, name = path.rpartition(".")
         cls = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
-        hint = f"check conf/{where}/*.yaml ({error})"
-        raise UserError(
-            f"{where}._target_", data.get("_target_"), "the import path of a class", hint
-        ) from error
+        given, hint = data.get("_target_"), f"check conf/{where}/*.yaml ({error})"
+        raise UserError(f"{where}._target_", given, "the import path of a class", hint) from error
     if not (isinstance(cls, type) and issubclass(cls, kind)):
         allowed = f"a subclass of {kind.__module__}.{kind.__name__}"
         raise UserError(f"{where}._target_", path, allowed, "see CONTRIBUTING.md")
@@ -131,11 +117,7 @@ def target(data: Mapping[str, Any], kind: type[T], where: str) -> tuple[type[T],
 
 
 def instantiate(data: Mapping[str, Any], kind: type[T], where: str) -> T:
-    """The object that a config node with a ``_target_`` describes, with the nodes inside it.
-
-    Raises:
-        UserError: See :func:`target` and :func:`build`.
-    """
+    """The object that a config node with a ``_target_`` describes, with all inside; see :func:`build`."""
     cls, values = target(data, kind, where)
     own = {f.name for f in fields(cls)}  # type: ignore[arg-type]
     # Names of choices travel with the data; few classes keep them.
@@ -153,11 +135,8 @@ def _inside(value: Any, where: str) -> Any:
 
 def defaults(cls: type[Any]) -> dict[str, Any]:
     """Every field of a dataclass as plain data: its default, None where it has none."""
-    found: dict[str, Any] = {}
-    for f in fields(cls):
-        value = f.default_factory() if f.default_factory is not MISSING else f.default
-        found[f.name] = None if value is MISSING else _plain(value)
-    return found
+    given = {f: f.default if f.default_factory is MISSING else f.default_factory() for f in fields(cls)}
+    return {f.name: None if value is MISSING else _plain(value) for f, value in given.items()}
 
 
 def _plain(value: Any) -> Any:
@@ -176,12 +155,8 @@ def required(cls: type[Any]) -> set[str]:
 def _wrong(where: str, name: str, value: Any, kind: Any, reason: str = "") -> UserError:
     # These say once more what the annotation says.
     told = "" if not reason or reason.startswith(("input should be", "tuple should have")) else f" ({reason})"
-    hint = f"set {_dotted(where, name)}=...{told}"
-    return UserError(_dotted(where, name), value, words(kind), hint)
-
-
-def _dotted(where: str, name: str) -> str:
-    return f"{where}.{name}".strip(".")
+    dotted = f"{where}.{name}".strip(".")
+    return UserError(dotted, value, words(kind), f"set {dotted}=...{told}")
 
 
 def words(kind: Any) -> str:

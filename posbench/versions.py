@@ -1,5 +1,4 @@
-"""Which versions are installed, and whether posbench supports them; the ranges are stated once, in
-pyproject.toml."""
+"""Which versions are installed, and whether posbench supports them; pyproject.toml states the ranges once."""
 
 from importlib.metadata import PackageNotFoundError, requires, version
 
@@ -11,7 +10,7 @@ __version__ = "0.1.0"
 
 
 def _needed() -> list[Requirement]:
-    """What the package metadata asks for here, without extras; nothing where it was never installed."""
+    """What the package metadata asks for, without extras; nothing in a checkout that was never installed."""
     try:
         lines = [Requirement(line) for line in requires("posbench") or ()]
     except PackageNotFoundError:
@@ -25,14 +24,10 @@ def installed() -> dict[str, str]:
 
 
 def check() -> None:
-    """Refuse an unsupported transformers before its import fails in a place that says nothing.
-
-    Raises:
-        UserError: The installed version lies outside the range in posbench's package metadata.
-    """
-    for requirement in _needed():
-        found = version(requirement.name) if requirement.name == "transformers" else ""
-        if found and not requirement.specifier.contains(found, prereleases=True):
+    """Raise UserError for an unsupported transformers, before its import fails without saying why."""
+    for requirement in (r for r in _needed() if r.name == "transformers"):
+        found = version("transformers")
+        if not requirement.specifier.contains(found, prereleases=True):
             hint = f"pip install '{requirement}'"
             raise UserError("transformers", found, f"version {requirement.specifier}", hint)
 

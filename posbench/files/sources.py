@@ -32,24 +32,13 @@ from posbench.errors import UserError
 from posbench.files.atomic import write_bytes
 
 CHECKPOINT = ("*.json", "*.jinja", "*.txt", "*.model", "model*.safetensors")
-"""What a checkpoint is loaded from. The same weights as *.bin, *.pth or consolidated.safetensors stay on the
-hub."""
-
-TOKENIZER = (
-    "tokenizer*",
-    "special_tokens*",
-    "added_tokens*",
-    "vocab*",
-    "merges*",
-    "chat_template*",
-    "*.model",
-)
+"""What a checkpoint is loaded from. The same weights as *.bin, *.pth or consolidated.* stay on the hub."""
 
 A_CHECKPOINT = "a local directory with config.json, tokenizer files and *.safetensors, or a reachable hub id"
+TOKENIZER = ("tokenizer*", "special_*", "added_*", "vocab*", "merges*", "chat_template*", "*.model")
 
 FAILURES = (OSError, HTTPError, HTTPException, ValueError)
-"""What the hub's client and urllib raise: no network, no such repository, a torn answer, an id that is
-none."""
+"""What the hub's client and urllib raise: no network, no such repository, a torn answer, a bad id."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,8 +49,7 @@ class Source:
         kind: ``model`` or ``dataset`` (hub repositories), ``url``, or ``path`` (on this machine).
         id: Hub id, URL, or path of a file or folder.
         field: The config key that named it, for errors.
-        files: Wanted files of a data set, as paths in its repository; of a checkpoint, patterns in its top
-            folder.
+        files: Of a data set, paths in its repository; of a checkpoint, patterns in its top folder.
         revision: Hub branch, tag or commit; None is the default branch.
         sha256: Checksum that a URL's content must have; empty: not known.
     """
@@ -91,10 +79,7 @@ def checkpoint(path: str, revision: str | None = None) -> Source:
 
 
 def local(source: Source) -> Path:
-    """The folder (repository) or file (URL, path) on this machine.
-
-    What is complete in the cache is used without touching the network; :func:`fetch` looks for something
-    newer.
+    """The folder (repository) or file (URL, path) on this machine; what is complete needs no network.
 
     Raises:
         UserError: It is not here and cannot be downloaded, or its content is not what it was.
@@ -169,12 +154,8 @@ def listing(source: Source) -> tuple[str, list[File]]:
                 size = answer.headers.get("Content-Length")
             return "", [File(_url_file(source.id).name, int(size) if size else None, False)]
         # Without the timeout the client would retry for half a minute where there is no network.
-        asked: dict[str, Any] = {
-            "repo_type": source.kind,
-            "revision": source.revision,
-            "files_metadata": True,
-        }
-        info = HfApi().repo_info(source.id, timeout=10, **asked)
+        asked: dict[str, Any] = {"repo_type": source.kind, "revision": source.revision, "timeout": 10}
+        info = HfApi().repo_info(source.id, files_metadata=True, **asked)
     except FAILURES as error:
         raise _refused(source, error) from error
     sha, files = str(info.sha), []
@@ -193,12 +174,7 @@ def listing(source: Source) -> tuple[str, list[File]]:
 
 
 def fetch(sources: Iterable[Source], *, dry_run: bool, console: Console) -> None:
-    """Print every file of the sources, and download what is missing or newer on the hub.
-
-    Args:
-        sources: What the config needs.
-        dry_run: Print only.
-        console: Where the table goes.
+    """Print every file of the sources, and download what is missing or newer on the hub unless ``dry_run``.
 
     Raises:
         UserError: A file is missing on this machine, or a source cannot be reached and is not in the cache.
@@ -217,7 +193,8 @@ def fetch(sources: Iterable[Source], *, dry_run: bool, console: Console) -> None
                 problems.append(error)
                 table.add_row(source.field.partition(".")[0], source.id, "", "", "missing")
                 continue
-            said = f"{source.id}: not reachable ({type(error.__cause__).__name__}); a complete copy is cached"
+            reason = type(error.__cause__).__name__
+            said = f"{source.id}: not reachable ({reason}), but a complete copy is cached"
             console.print(said, soft_wrap=True)
             sha, files = "" if source.kind == "url" else here.name, _on_disk(source, here)
         if sha:
@@ -252,11 +229,8 @@ def fetch(sources: Iterable[Source], *, dry_run: bool, console: Console) -> None
 
 def _wanted(source: Source) -> dict[str, Any]:
     """Arguments that select the files of a repository in the hub's client, where * also matches a slash."""
-    patterns = {
-        "allow_patterns": list(source.files),
-        "ignore_patterns": ["*/*"] if source.kind == "model" else None,
-    }
-    return {"repo_type": source.kind, "revision": source.revision, **patterns}
+    wanted = {"repo_type": source.kind, "revision": source.revision, "allow_patterns": list(source.files)}
+    return wanted | {"ignore_patterns": ["*/*"] if source.kind == "model" else None}
 
 
 def _matches(source: Source, name: str) -> bool:
@@ -301,23 +275,17 @@ def _url_file(url: str) -> Path:
 
 def _refused(source: Source, error: Exception) -> UserError:
     """The failure of a source as one line with the next step."""
-    allowed = {
-        "model": A_CHECKPOINT,
-        "dataset": "a reachable data set of the hub",
-        "url": "a reachable URL",
-        "path": "a file on this machine",
-    }["model" if source.files == CHECKPOINT else source.kind]
-    field, value = source.field, source.id
+    field, value, whole = source.field, source.id, source.files == CHECKPOINT
+    named = {"dataset": "a reachable data set of the hub", "url": "a reachable URL"}
+    allowed = A_CHECKPOINT if whole else named.get(source.kind, "a file on this machine")
     reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
-    whole = source.files == CHECKPOINT
     own = f"set {field}=DIR to a local checkpoint" if whole else f"set {field} to a copy on this machine"
     page = f"https://huggingface.co/{'datasets/' if source.kind == 'dataset' else ''}{source.id}"
     if isinstance(error, GatedRepoError):
         hint = f"accept its licence at {page}, then `hf auth login` (or set HF_TOKEN)"
     elif isinstance(error, RepositoryNotFoundError):
-        hint = (
-            f"check the spelling; a private or gated repository needs `hf auth login` (or HF_TOKEN); or {own}"
-        )
+        login = "a private or gated repository needs `hf auth login` (or HF_TOKEN)"
+        hint = f"check the spelling; {login}; or {own}"
     elif isinstance(error, RevisionNotFoundError):
         field, value = field.replace(".path", ".revision"), source.revision or "main"
         allowed, hint = f"a branch, tag or commit of {source.id}", f"see {page}/commits"

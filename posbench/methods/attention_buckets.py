@@ -1,5 +1,4 @@
-"""Several RoPE bases side by side, their predictions mixed at every step (Attention Buckets, Chen et al.
-2023)."""
+"""Several RoPE bases side by side, their predictions mixed at every step (Attention Buckets)."""
 
 import copy
 import inspect
@@ -19,9 +18,6 @@ from posbench.model.hooks import listeners, replaced
 from posbench.model.lm import LM
 from posbench.schema import Bases, Count
 
-RAG = (10000.0, 13000.0, 16000.0, 19000.0, 22000.0, 25000.0, 28000.0)
-"""Bases of the authors' program for question answering over retrieved documents."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionBuckets(Method):
@@ -37,27 +33,24 @@ class AttentionBuckets(Method):
     another method or a listener (:meth:`posbench.model.lm.LM.last_attention`) looks into the layers.
 
     Args:
-        bases: The N bases theta, in all layers; None is the model's own. Published: 10000, 13000, 16000,
-            19000, 22000, 25000, 28000 (retrieved documents, the default here) and 10000, 17500, 18000, 19000,
-            20000, 25000 (tools). Both were made for a model of base 10000.
+        bases: The N bases theta, in all layers; None is the model's own. The default is published for
+            retrieved documents; for tools: 10000, 17500, 18000, 19000, 20000, 25000. Both were made for a
+            model of base 10000.
         mixture: ``logits`` (the authors' program): logits z_j of base j weighted by softmax over j of max_v
             z_j[v]. ``probabilities`` (the paper's text): probabilities p_j weighted by their confidence max_v
-            p_j[v], weights summing to 1; the result is given as log-probabilities. The paper's own confidence
-            formula could not be compared.
+            p_j[v], weights summing to 1; the result is given as log-probabilities.
         batch_tokens: Tokens per forward of a prompt at most, those of all bases counted: as many bases run
             together as fit, one at least. None: always all. Moves rounding alone.
 
-    Source: Chen et al. 2023, Fortify the Shortest Stave in Attention (arXiv 2312.04455), and its released
-        program.
-    Differs from source: the program runs batches of one prompt with a list of caches and returns the last
-    logits alone; here all positions are mixed, so that losses have a value, and batches with left padding
-    work.
+    Source: Chen et al. 2023, Fortify the Shortest Stave in Attention (arXiv 2312.04455); released program.
+    Differs from source: all positions are mixed (the program: the last alone), so that losses have a value;
+    batches with left padding work. The paper's own formula of confidence could not be compared.
     """
 
     needs: ClassVar[Needs] = Needs(rope=True, plain=True)
     rows_per_prompt: ClassVar[bool] = True
 
-    bases: Bases = RAG
+    bases: Bases = (10000.0, 13000.0, 16000.0, 19000.0, 22000.0, 25000.0, 28000.0)
     mixture: Literal["logits", "probabilities"] = "logits"
     batch_tokens: Count | None = 2048
 

@@ -103,9 +103,7 @@ def every(folders: Sequence[Path], blocks: Mapping[str, dict[str, Any]]) -> dict
     found = {}
     for name, file in sorted(files.items()):
         cls, given = target(yaml.safe_load(file.read_text()), Method, "method")  # type: ignore[type-abstract]
-        fields = defaults(cls)
-        values = {
-            key: value for key, value in (fields | given | blocks.get(name, {})).items() if key in fields
-        }
+        values = defaults(cls)
+        values |= {k: v for k, v in (given | blocks.get(name, {})).items() if k in values}
         found[name] = MethodChoice(name=name, cls=cls, values=values)
     return found

@@ -1,5 +1,4 @@
-"""One RoPE scale per attention head (Ms-PoE): position-aware heads keep positions further apart than
-others."""
+"""One RoPE scale per attention head (Ms-PoE): position-aware heads keep positions further apart."""
 
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -19,7 +18,8 @@ from posbench.schema import Positive, Whole
 
 @dataclass(frozen=True, kw_only=True)
 class MsPoE(Method):
-    """Divide the positions that a head sees by a ratio of its own.
+    """Divide the positions that a head sees by a ratio of its own, from the smallest to the largest of
+    ``ratios``.
 
     A head is position-aware when many keys get an outlying share of its attention: S_P is the share of keys
     whose weight, in the row of the last prompt token, reaches ``alpha`` times the row's mean. The most
@@ -27,12 +27,10 @@ class MsPoE(Method):
     heads go by their index.
 
     A call with an empty cache is a prompt and ranks the heads, for every row of the batch apart; later calls
-    on its cache keep that order. Without a cache each call is a prompt of its own. Together with
-    scale_channel, which runs a prompt in two parts, the ranking comes from the token before the last. Scoring
-    costs O(T d) per head.
+    on its cache keep that order. Together with scale_channel, which runs a prompt in two parts, the ranking
+    comes from the token before the last.
 
     Args:
-        ratios: Smallest and largest ratio.
         first_layer: First layer that is changed, 0-based; the paper's 3rd layer is 2.
         alpha: What counts as outlying, in multiples of the mean attention weight.
         variant: ``paper``, or ``official`` for what the released program does differently: scores come from
@@ -46,8 +44,7 @@ class MsPoE(Method):
     Source: Zhang et al. 2024 (Ms-PoE), Algorithm 1; released program VITA-Group/Ms-PoE, a46c3d1.
     Differs from source: batches, with a ranking per row; a new prompt is ranked anew without a reset. With
     grouped keys each query head sees keys rotated with its own ratio (released program: with that of the
-    first query head of the group); a copy of the rotated keys per query head stays with the cache, and a step
-    rotates the new ones alone.
+    first query head of the group).
     """
 
     needs: ClassVar[Needs] = Needs(rope=True, by_hand=True)
@@ -66,9 +63,9 @@ class MsPoE(Method):
     def check(self, lm: LM) -> None:
         """See :meth:`Method.check`."""
         super().check(lm)
-        if self.ratios[0] > self.ratios[1]:
-            hint = "set method.ratios=[1.2,1.8]"
-            raise UserError("method.ratios", list(self.ratios), "[smallest, largest]", hint)
+        given = list(self.ratios)
+        if given[0] > given[1]:
+            raise UserError("method.ratios", given, "[smallest, largest]", "set method.ratios=[1.2,1.8]")
         last = rope.rotated_layers(lm.model)[-1]
         if self.first_layer > last:
             allowed = f"0 to {last}, the last layer of {lm.name} with RoPE"

@@ -3,8 +3,7 @@
 Earlier tokens never see the scaled queries and keys. The prompt is therefore prefilled without the method,
 the cached keys get the rank-1 term ``(s - 1) h_p RoPE(W_K[:, p])``, and only the last tokens run with scaled
 inputs to the query and key projections. Where keys are no linear function of the input (norms or clamps
-behind the projection, quantised or adapted weights) the prefilled keys are projected again instead, from the
-stored attention input.
+behind the projection, quantised or adapted weights) they are projected again from the stored attention input.
 """
 
 from __future__ import annotations
@@ -76,8 +75,7 @@ class Prefix:
         return cache
 
     def _key_part(self, model: PreTrainedModel, layer: int, channels: tuple[int, ...]) -> Tensor:
-        """What the channels add to the rotated keys, ``h_p RoPE(W_K[:, p])``, [B, G, P, d], in float32 or
-        more."""
+        """What the channels add to rotated keys, ``h_p RoPE(W_K[:, p])``, [B, G, P, d], float32 or better."""
         if self._parts[0] != channels:
             # Candidates differ in factor and layers first: one set of channels at a time keeps memory small.
             self._parts = (channels, {})
@@ -104,16 +102,10 @@ def prefill(
     past_key_values: DynamicCache | None = None,
     **inputs: Any,
 ) -> tuple[Prefix, Any]:
-    """Run the unmodified model once and remember what any later scaling needs: the prefix, and the forward's
-    output.
+    """Run the unmodified ``forward`` once and remember what any later scaling needs.
 
-    Args:
-        model: The causal LM.
-        forward: Its unmodified forward.
-        channels: Channels of the attention input to record.
-        layers: Layers to record (0-based).
-        past_key_values: An empty cache to fill; a new one if None.
-        **inputs: ``input_ids`` [B, P], ``attention_mask`` [B, P] and further arguments of the forward.
+    Records the channels of the attention input of some layers, and fills ``past_key_values`` or a new cache.
+    Gives the prefix and the output.
     """
     cache = DynamicCache(config=model.config) if past_key_values is None else past_key_values
     prefix = Prefix(cache=cache, channels=tuple(channels))
@@ -139,13 +131,12 @@ class ScaleChannel(Method):
     all positions, are computed from the scaled input; values, the residual stream and the attention of
     earlier tokens stay as they are. The cache keeps the scaled keys.
 
-    Inside the block stock ``lm.model(...)`` and ``lm.model.generate(...)`` (with a cache) see the method. A
-    call with an empty cache is a prompt; later calls on its cache are generated or teacher-forced tokens and
-    are scaled. Without a cache each call is a prompt of its own, so ``generate(use_cache=False)`` is another
-    method.
+    Stock ``lm.model(...)`` and ``lm.model.generate(...)`` see the method. A call with an empty cache is a
+    prompt; later calls on its cache are generated or teacher-forced tokens and are scaled. Without a cache
+    each call is a prompt of its own: ``generate(use_cache=False)`` is another method.
 
     Args:
-        channel: One channel or several, 0-based, below the hidden size.
+        channel: One channel or several, 0-based.
         factor: The multiplier s; 1 changes nothing.
         layers: First and last layer, inclusive and 0-based as in the paper's Table 4.
         last: Rows of the prompt with scaled attention: 1 (paper), n, or ``"all"`` (also None): Table 6.

@@ -22,18 +22,18 @@ class Family:
         model_types: Values of ``config.model_type`` that belong to the family.
         traits: What sets it apart, in a few words for the support table.
         layers: Dotted path from the causal-LM object to its list of decoder layers.
-        attention: Attribute of a decoder layer that holds the attention module.
-        query: Attribute of the attention module that projects queries.
-        key: Attribute of the attention module that projects keys; the same as ``query`` where they are fused.
+        attention: Attribute of a decoder layer that holds the attention module, whose attributes follow.
+        query: Projects queries.
+        key: Projects keys; the same as ``query`` where they are fused.
         fused: Rows of a fused projection with H query and G key heads: ``blocks`` is all queries, all keys,
             all values; ``groups`` is, for each key head, its H / G queries, the key, the value.
-        key_norm: Attribute of the attention module that normalises keys before the rotation.
+        key_norm: Normalises keys before the rotation.
         norm_over: What that norm sees at once: one ``head``, or the whole ``projection``.
-        clip: Attribute with the bound to which the projection's output is clamped; None or 0 means no bound.
-        rope_if: Attribute that is None or 0 in layers without rotary embedding; None where all layers alike.
+        clip: The bound to which the projection's output is clamped; None or 0 means no bound.
+        rope_if: None or 0 in layers without rotary embedding; None where all layers are alike.
         position: How the model knows positions, beside its causal mask.
         interface: Whether attention runs through the library's functions, which posbench can listen to.
-        output: Attribute that projects the heads' outputs; read without ``interface``.
+        output: Projects the heads' outputs; read without ``interface``.
         shut_is_true: Whether its masks of booleans are true where a key is shut.
         mask_has_bias: Whether its mask holds the ALiBi bias, which eager attention then adds a second time.
     """
@@ -148,11 +148,7 @@ def family_of(model: PreTrainedModel) -> Family:
 
 
 def family_of_type(model_type: str | None) -> Family:
-    """Look up a family row by ``config.model_type``.
-
-    Raises:
-        UserError: The architecture is not in the table.
-    """
+    """The family row of a ``config.model_type``; UserError, with the reason, if there is none."""
     known = {kind: family for family in FAMILIES for kind in family.model_types}
     if model_type in known:
         return known[model_type]
@@ -314,10 +310,7 @@ def remove_rope(model: PreTrainedModel) -> None:
     """Make a model position-free for good: its rotary embedding yields cos = 1 and sin = 0.
 
     For checkpoints trained without position embeddings under the name of a family that rotates
-    (AntNLP/TinyLlama-NoPE-1.1B): their config does not say so, and a stock model would rotate silently.
-
-    Raises:
-        UserError: The model has no rotary embedding that serves all its layers.
+    (AntNLP/TinyLlama-NoPE-1.1B). Raises UserError where no rotary embedding serves all layers.
     """
     rotary = getattr(model.base_model, "rotary_emb", None)
     # A Falcon with ALiBi holds a rotary embedding that it does not use.

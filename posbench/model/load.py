@@ -108,11 +108,7 @@ def load(
 
 
 def model_config(source: str, **values: Any) -> ModelConfig:
-    """The config of a name in ``conf/model``, else of a directory or hub id, with some fields replaced.
-
-    Raises:
-        UserError: A field is unknown or wrong.
-    """
+    """The config of a name in ``conf/model``, else of a directory or hub id, with some fields replaced."""
     known = paths.CONF / "model" / f"{source}.yaml"
     data: Any = {"name": Path(source).name, "path": source}
     if known.is_file():
@@ -190,11 +186,7 @@ def _kernel(config: PreTrainedConfig, asked: str | None) -> str | None:
 
 
 def torch_device(device: str) -> torch.device:
-    """The device behind ``runtime.device``.
-
-    Raises:
-        UserError: This machine has no such device.
-    """
+    """The device behind ``runtime.device``; UserError if this machine has none."""
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:

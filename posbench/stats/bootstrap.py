@@ -68,13 +68,15 @@ def resampled(
         here, member = np.split(member, [len(values)])
         totals.append(np.bincount(here, weights=np.asarray(values, dtype=np.float64), minlength=len(names)))
         sizes.append(np.bincount(here, minlength=len(names)).astype(np.float64))
-    total, size = np.stack(totals, axis=1), np.stack(sizes, axis=1)
     strata = np.zeros(len(names), dtype=np.int64)
     if stratified:
-        _, strata = np.unique(size > 0, axis=0, return_inverse=True)
+        _, strata = np.unique(np.stack(sizes, axis=1) > 0, axis=0, return_inverse=True)
+    parts = list[Array]()
     with np.errstate(invalid="ignore"):
-        parts = [(w @ total) / (w @ size) for w in _draws(strata.ravel(), resamples, seed)]
-        drawn, exact = np.concatenate(parts), total.sum(0) / size.sum(0)
+        for weights in _draws(strata.ravel(), resamples, seed):
+            pairs = zip(totals, sizes, strict=True)
+            parts.append(np.stack([(weights @ total) / (weights @ size) for total, size in pairs], axis=1))
+    exact, drawn = [t.sum() / s.sum() for t, s in zip(totals, sizes, strict=True)], np.concatenate(parts)
     return {key: (float(exact[i]), drawn[:, i]) for i, key in enumerate(groups)}
 
 
