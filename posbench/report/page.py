@@ -30,11 +30,8 @@ from posbench.studies.base import Study
 
 
 def render_run(folder: Path) -> Path:
-    """Draw every figure that a run folder's files allow, and write report.html, whose path it returns.
-
-    Raises:
-        UserError: The folder is missing, is no run folder, or holds a file that cannot be read.
-    """
+    """Draw every figure that a run folder's files allow, and write report.html, whose path it returns. Raises
+    `UserError` where the folder is no run folder or holds a file that cannot be read."""
     names = ("config.yaml", "study.json", "metrics.csv", "search.csv", "attention.csv")
     need_folder(folder, "a run folder (it holds config.yaml)", *names)
     metrics, subsets, findings = (read_csv(folder / f"{n}.csv") for n in ("metrics", "subsets", "findings"))
@@ -105,10 +102,8 @@ def _scores(folder: Path, metrics: pd.DataFrame, subsets: pd.DataFrame | None) -
 
 
 def write_page(folder: Path, sentence: str, sections: Sequence[Section], **run: Any) -> Path:
-    """Save all figures under ``figures/`` and write report.html around them, whose path it returns.
-
-    Of a run, the page also shows ``prompts``, ``config``, ``provenance`` and ``status``.
-    """
+    """Save all figures under ``figures/`` and write report.html around them, whose path it returns; of a run
+    it also shows ``prompts``, ``config``, ``provenance`` and ``status``."""
     parts = []
     for section in sections:
         drawn = []
