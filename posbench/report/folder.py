@@ -29,11 +29,8 @@ NEEDED = {
 
 
 def read_csv(path: Path) -> pd.DataFrame | None:
-    """A CSV whose text (`none`, `null`) stays text; None if absent or without rows.
-
-    Raises:
-        UserError: It cannot be read, or lacks a column.
-    """
+    """A CSV whose text (`none`, `null`) stays text; None if absent or without rows. Raises `UserError` where
+    it cannot be read or lacks a column."""
     needed = NEEDED.get(path.stem, ())
 
     def parse(path: Path) -> pd.DataFrame:

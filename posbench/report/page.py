@@ -114,10 +114,8 @@ def _scores(folder: Path, metrics: pd.DataFrame, subsets: pd.DataFrame | None) -
 
 
 def write_page(folder: Path, sentence: str, sections: Sequence[Section], **run: Any) -> Path:
-    """Save all figures under ``figures/`` and write report.html around them, whose path it returns.
-
-    Of a run, the page also shows ``prompts``, ``config``, ``provenance`` and ``status``.
-    """
+    """Save all figures under ``figures/`` and write report.html around them, whose path it returns; of a run
+    it also shows ``prompts``, ``config``, ``provenance`` and ``status``."""
     parts = []
     for section in sections:
         drawn = []

@@ -22,10 +22,7 @@ TOLERANCE = 0.025  # how far (0..1) a paper's depth label may lie from the neare
 
 def beside(folder: Path, metrics: pd.DataFrame, subsets: pd.DataFrame | None) -> list[Section]:
     """What the paper of a folder's experiment says, and its numbers beside ours where the same model ran.
-
-    Raises:
-        UserError: reference.json is malformed.
-    """
+    Raises `UserError` where reference.json is malformed."""
     facts, reference = read_json(folder / "experiment.json") or {}, read_json(folder / "reference.json") or []
     if not facts and not reference:
         return []
@@ -54,10 +51,8 @@ def reference_text(facts: Mapping[str, Any], reference: Sequence[Row], compared:
 
 
 def reference_table(metrics: pd.DataFrame, reference: Sequence[Row]) -> Table:
-    """A paper's numbers beside ours as text, for the models that ran; no rows where no model matches.
-
-    Of a sweep each row names the settings that it holds for, `all` where these are all that are compared.
-    """
+    """A paper's numbers beside ours as text, for the models that ran; no rows where no model matches. Of a
+    sweep each row names the settings that it holds for, `all` where these are all that are compared."""
     swept, label = [c for c in metrics.columns[: list(metrics).index("model")] if c != "run"], ""
     if swept:
         metrics, _, label = with_setting(metrics, swept)

@@ -108,11 +108,8 @@ def _labelled(file: Path, setting: dict[str, str], axes: Sequence[str]) -> pd.Da
 
 
 def render_sweep(folder: Path) -> Path:
-    """Draw the figures of what :func:`summarise` wrote, and its report.html, whose path it returns.
-
-    Raises:
-        UserError: The folder or summary.csv is missing, or a file cannot be read.
-    """
+    """Draw the figures of what :func:`summarise` wrote, and its report.html, whose path it returns. Raises
+    `UserError` where summary.csv is missing or a file cannot be read."""
     need_folder(folder, "a sweep folder (it holds summary.csv)", "summary.csv")
     names = ("summary", "attention_summary", "subsets_summary", "trend", "findings")
     summary, attention, subsets, trend, findings = (read_csv(folder / f"{name}.csv") for name in names)

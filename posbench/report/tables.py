@@ -72,11 +72,8 @@ class _Columns:
 
 
 def position_table(metrics: pd.DataFrame) -> Table:
-    """The task's score per gold position, from metrics.csv rows of a run: a row per position, `all` last.
-
-    Columns: gold position (depth in %), score of each method in %, difference of each modified one in points,
-    each with its interval, n.
-    """
+    """From metrics.csv rows of a run, a row per gold position, `all` last: depth and score of each method in
+    %, difference of each modified one in points, with their intervals, n."""
     named = {"": "score", "difference": "score_difference"}
     rows = pd.concat([of_metric(metrics, key).assign(metric=name) for key, name in named.items()])
     columns, table = _Columns(rows), []
@@ -91,10 +88,8 @@ def position_table(metrics: pd.DataFrame) -> Table:
 
 
 def bias_table(metrics: pd.DataFrame) -> Table:
-    """What the curves over gold positions amount to, from metrics.csv rows of a run: a row per statistic.
-
-    Columns: statistic, each method and the difference of each modified one, in points with their intervals.
-    """
+    """From metrics.csv rows of a run, a row per statistic of the curves over gold positions: each method and
+    the difference of each modified one, in points with their intervals."""
     rows = metrics[metrics["metric"].str.removesuffix("_difference").isin(STATISTICS)]
     columns, there = _Columns(rows), set(rows["metric"])
     table = [[words, *columns.line(rows, name)] for name, words in BIAS_WORDS.items() if name in there]

@@ -23,10 +23,8 @@ def short(text: str) -> str:
 
 
 def headline(metrics: pd.DataFrame | None) -> str:
-    """The result in plain words, from metrics.csv rows of a run, or None when nothing was scored.
-
-    A method is said to raise or lower the average only if the 95 % interval of the difference excludes zero.
-    """
+    """The result in plain words, from metrics.csv rows of a run, or None when nothing was scored. A method
+    raises or lowers the average only if the 95 % interval of the difference excludes zero."""
     if metrics is None or overall(metrics).empty:
         return "Nothing was scored in this run."
     average: Any = overall(metrics).drop_duplicates("method").set_index("method")

@@ -137,11 +137,8 @@ class ChannelSearch(Search):
     def ask(
         self, found: ChannelStatistics, ranges: Sequence[tuple[int, int]], channel: int | None = None
     ) -> list[ScaleChannel]:
-        """Every candidate, or every one of a channel; smoother channels first, which breaks ties.
-
-        Raises:
-            UserError: No channel passes the filter.
-        """
+        """Every candidate, or every one of a channel; smoother channels first, which breaks ties. Raises
+        `UserError` where no channel passes the filter."""
         every = range(len(found.smoothness)) if self.candidates == "all" else found.ranking[: self.top_k]
         channels = every if channel is None else [channel]
         if not channels:

@@ -254,12 +254,9 @@ class GeneticSearch(ScaleSearch):
 class Evolution:
     """The search itself (Algorithm 1), generation by generation.
 
-    Attributes:
-        search: The settings.
-        layers: Layers of the model.
-        population: Genomes of the generation scored last, best first.
-        history: Per generation, from 0: fitness of the best, of the parents on average and of the worst
-            parent, scores and candidates so far, and generations since the best one changed.
+    The population is that of the generation scored last, best first. The history has, per generation from 0,
+    fitness of the best, of the parents on average and of the worst parent, scores and candidates so far, and
+    generations since the best one changed.
     """
 
     search: GeneticSearch

@@ -82,9 +82,8 @@ class RouterSearch(Search):
     ) -> tuple[dict[int, Router], list[dict[str, float]]]:
         """Train routers on texts (token ids, in another order when all were used); the model stays as it is.
 
-        Returns:
-            The routers by layer, and per step the mean loss, auxiliary loss and largest weight of a mixture
-            (1 / N for N bases: an even one).
+        Returns the routers by layer, and per step the mean loss, auxiliary loss and largest weight of a
+        mixture (1 / N for N bases: an even one).
         """
         torch.manual_seed(self.seed)
         count, top_k = len(method.bases), method.top_k
@@ -129,11 +128,7 @@ class RouterSearch(Search):
         return losses
 
     def texts(self, run: Run) -> list[list[int]]:
-        """Token ids of the training texts.
-
-        Raises:
-            UserError: A line of the file is not of its form, or there are too few texts.
-        """
+        """Token ids of the texts; `UserError` for a line that is not of its form, and for too few texts."""
         if self.data is None:
             pairs = [(e.prompt, e.answers[0]) for e in run.task.examples("calibration")]
         else:

@@ -64,8 +64,8 @@ class ScaleSearch(Search):
     ) -> None:
         """Write the found block, with its mean scale (LPES' uniform baseline)."""
         facts = {"lowest": min(scales), "highest": max(scales), "mean": float(np.mean(scales))}
-        facts["fitness"] = round(scores.bound(scales), 6)
-        facts["fitness_unmodified"] = round(scores.bound((1.0,) * len(scales)), 6)
+        for name, which in (("fitness", scales), ("fitness_unmodified", (1.0,) * len(scales))):
+            facts[name] = round(scores.bound(which), 6)
         among = f"{len(scores.positions)} calibration prompts of {run.task.name}, seed {self.seed}"
         self.write_found(run, {**parameters, **facts}, f"{how}, {among})")
 
@@ -141,11 +141,8 @@ class Scores:
 
 def calibration(task: Task, seed: int | None = None) -> tuple[list[Example], list[int]]:
     """Every calibration question three times, with the answer at the beginning, in the middle (n // 2) and at
-    the end, or at the task's three ``calibration_positions``: the examples, and for each 0, 1 or 2.
-
-    Raises:
-        UserError: The task has no such positions.
-    """
+    the end, or at the task's three ``calibration_positions``: the examples, and for each 0, 1 or 2. Raises
+    `UserError` where the task has no such positions."""
     count, places = task.calibration_items, getattr(task, "calibration_positions", None)
     if count is None or getattr(task, "calibration_path", None):
         allowed = "a task that puts the answers of calibration questions anywhere: kv_retrieval, nq_multidoc"

@@ -54,10 +54,8 @@ def of_metric(metrics: pd.DataFrame, metric: str = "") -> pd.DataFrame:
 
 
 def at_positions(metrics: pd.DataFrame, metric: str = "") -> pd.DataFrame:
-    """Rows of :func:`of_metric` at a gold position (not `all`), with `depth` as a number in 0..1.
-
-    A task that does not say how many items its prompts hold has no depth; its last position counts as 1.
-    """
+    """Rows of :func:`of_metric` at a gold position (not `all`), with `depth` as a number in 0..1; where the
+    task does not say how many items its prompts hold, the last position counts as 1."""
     rows = of_metric(metrics, metric)
     rows = rows[rows["gold_position"].astype(str) != "all"]
     index = pd.to_numeric(rows["gold_position"])

@@ -14,11 +14,8 @@ from posbench.errors import UserError
 
 
 def table(file: str, *columns: str) -> pd.DataFrame:
-    """A table of ``experiments/reference`` or of the user's own path, every cell as printed.
-
-    Raises:
-        UserError: There is no such file, or it lacks one of the columns.
-    """
+    """A table of ``experiments/reference`` or of the user's own path, every cell as printed. Raises
+    `UserError` where there is no such file or it lacks one of the columns."""
     path = paths.EXPERIMENTS / "reference" / file
     found = pd.read_csv(path, dtype=str, keep_default_na=False) if path.is_file() else pd.DataFrame()
     if found.empty or not set(columns) <= set(found):
@@ -59,10 +56,7 @@ class Reference:
 
     def rows(self) -> list[dict[str, Any]]:
         """The paper's rows in our names: model, method, task, gold_position, metric, value (0..1), source.
-
-        Raises:
-            UserError: The file is missing, or lacks the task or a name that is mapped.
-        """
+        Raises `UserError` where the file is missing or lacks the task or a name that is mapped."""
         printed = table(self.file, "model", "method", "task", "position", "metric", "value")
         tasks = {self.paper_task: self.task, **self.further_tasks}
         for column, names in {"task": tasks, "method": self.methods, "metric": self.metrics}.items():

@@ -160,10 +160,7 @@ class Tabulator:
 def scored(rows: Sequence[Mapping[str, Any]], task: Task) -> tuple[pd.DataFrame, list[str]]:
     """One row per scored reply (method, id, gold_position, cluster, subset, each metric), and the metrics.
 
-    From prediction rows; those without scores (no gold answer is known) are left out.
-
-    Raises:
-        ValueError: There are no scored rows.
+    Prediction rows without scores (no gold answer is known) are left out; `ValueError` where none has any.
     """
     kept = [r for r in rows if r["scores"]]
     if not kept:
