@@ -75,11 +75,7 @@ def move_positions(
             if last == rows:
                 return following(module, query, keys, value, mask, **rest)
             out, weights = following(module, *given, **rest)
-            if mask is not None:
-                mask = mask[:, :, -last:]
-            elif last > 1:
-                seen = torch.ones(last, total, dtype=torch.bool, device=query.device).tril(total - last)
-                mask = seen[None, None]
+            mask = _last_rows(mask, last, torch.ones(total, dtype=torch.bool, device=query.device))
             # The call that counts comes last: a listener keeps the latest.
             again, new = following(module, query[:, :, -last:], keys, value, mask, **rest)
             both = None if new is None else torch.cat([weights[:, :, :-last], new], dim=2)
@@ -88,6 +84,13 @@ def move_positions(
         stack.enter_context(before_each(families.attention_modules(lm.model), chosen, remember))
         stack.enter_context(attending(lm.model, attend))
         yield
+
+
+def _last_rows(mask: Tensor | None, last: int, every: Tensor) -> Tensor | None:
+    """A mask's last rows; of the causal one that None stands for over the keys ``every`` [T], where needed."""
+    if mask is None:
+        return every.expand(last, -1).tril(len(every) - last)[None, None] if last > 1 else None
+    return mask[:, :, -last:]
 
 
 def _sources(lengths: Sequence[int], spans: Spans, targets: Spans) -> tuple[Tensor, int]:

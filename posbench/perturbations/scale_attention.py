@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -47,45 +48,15 @@ def scale_attention(
 
     Source: Yu et al. 2025, Appendix D.2; the reading of last row and renormalisation is ours.
     """
-    prompt, extra, output = tokens.shape[1], factor - 1, families.family_of(lm.model).output
-    weights: dict[int, Tensor] = {}
-    seen: dict[int, int] = {}
-
-    def gain(layer: int, row: Tensor, value: Tensor, queries: int) -> Tensor | None:
-        """What the last row's output gains, [B, H, d]; from its weights [B, H, T'], values [B, G, T', d]."""
-        seen[layer] = seen.get(layer, 0) + queries
-        if seen[layer] < prompt or (seen[layer] > prompt and not generated):
-            return None
-        if layer not in layers:
-            weights.setdefault(layer, row)
-            return None
-        # Generated tokens lie behind the prompt, and a sliding window holds the newest keys only.
-        part = F.pad(tokens, (0, seen[layer] - prompt))[:, -row.shape[-1] :].to(row)
-        # A method may run a prompt as several rows next to each other.
-        part = part.repeat_interleave(len(row) // len(part), dim=0)[:, None]
-        values = repeat_kv(value, row.shape[1] // value.shape[1]).to(row)
-        before, more = row[:, :, None] @ values, extra * (row * part)[:, :, None] @ values
-        total = torch.ones_like(row[..., :1])
-        if renormalise:
-            total = 1 + extra * (row * part).sum(-1, keepdim=True)
-        weights.setdefault(layer, row * (1 + extra * part) / total)
-        return ((before + more) / total[..., None] - before)[:, :, 0]
-
-    def attend(module: Any, *given: Any, following: Attend, **rest: Any) -> Any:
-        query, key, value, mask = given
-        out, *others = following(module, *given, **rest)
-        more = gain(module.layer_idx, last_row(query, key, mask, **rest), value, query.shape[2])
-        if more is not None:
-            out = out.clone()
-            out[:, -1] += more.to(out)
-        return (out, *others)
+    change = _Change(tokens, factor - 1, layers, renormalise, generated)
+    output = families.family_of(lm.model).output
 
     def hook(module: nn.Module, args: Any, kwargs: dict[str, Any], out: tuple[Any, ...]) -> tuple[Any, ...]:
         cache = kwargs.get("past_key_values") or kwargs.get("layer_past")
         if cache is None:
             raise ValueError("this family's values are read from its cache: run it with use_cache=True")
         layer: Any = module.layer_idx
-        more = gain(layer, out[1][:, :, -1], cache.layers[layer].values, out[0].shape[1])
+        more = change.gain(layer, out[1][:, :, -1], cache.layers[layer].values, out[0].shape[1])
         if more is None:
             return out
         project, moved = getattr(module, output), out[0].clone()
@@ -95,9 +66,53 @@ def scale_attention(
 
     with ExitStack() as stack:
         if families.family_of(lm.model).interface:
-            stack.enter_context(attending(lm.model, attend))
+            stack.enter_context(attending(lm.model, change.attend))
         else:
             stack.enter_context(lm.eager())
             for module in families.attention_modules(lm.model):
                 stack.callback(module.register_forward_hook(hook, with_kwargs=True).remove)
-        yield weights
+        yield change.weights
+
+
+@dataclass
+class _Change:
+    """What the last row's output gains; see :func:`scale_attention`. ``extra`` is the factor minus 1."""
+
+    tokens: Tensor
+    extra: float
+    layers: Collection[int]
+    renormalise: bool
+    generated: bool
+    weights: dict[int, Tensor] = field(default_factory=dict)
+    seen: dict[int, int] = field(default_factory=dict)
+
+    def gain(self, layer: int, row: Tensor, value: Tensor, queries: int) -> Tensor | None:
+        """The gain [B, H, d], from the row's weights [B, H, T'] and values [B, G, T', d]; None: no change."""
+        self.seen[layer] = self.seen.get(layer, 0) + queries
+        behind = self.seen[layer] - self.tokens.shape[1]
+        if behind < 0 or (behind > 0 and not self.generated):
+            return None
+        if layer not in self.layers:
+            self.weights.setdefault(layer, row)
+            return None
+        # Generated tokens lie behind the prompt, and a sliding window holds the newest keys only.
+        part = F.pad(self.tokens, (0, behind))[:, -row.shape[-1] :].to(row)
+        # A method may run a prompt as several rows next to each other.
+        part = part.repeat_interleave(len(row) // len(part), dim=0)[:, None]
+        values = repeat_kv(value, row.shape[1] // value.shape[1]).to(row)
+        before, more = row[:, :, None] @ values, self.extra * (row * part)[:, :, None] @ values
+        total = torch.ones_like(row[..., :1])
+        if self.renormalise:
+            total = 1 + self.extra * (row * part).sum(-1, keepdim=True)
+        self.weights.setdefault(layer, row * (1 + self.extra * part) / total)
+        return ((before + more) / total[..., None] - before)[:, :, 0]
+
+    def attend(self, module: Any, *given: Any, following: Attend, **rest: Any) -> Any:
+        """The library's attention function, and the gain."""
+        query, key, value, mask = given
+        out, *others = following(module, *given, **rest)
+        more = self.gain(module.layer_idx, last_row(query, key, mask, **rest), value, query.shape[2])
+        if more is not None:
+            out = out.clone()
+            out[:, -1] += more.to(out)
+        return (out, *others)
