@@ -87,7 +87,7 @@ def move_positions(
 
 
 def _last_rows(mask: Tensor | None, last: int, every: Tensor) -> Tensor | None:
-    """A mask's last rows; of the causal one that None stands for over the keys ``every`` [T], where needed."""
+    """A mask's last rows; where they need the causal one that None stands for, that, over keys [T]."""
     if mask is None:
         return every.expand(last, -1).tril(len(every) - last)[None, None] if last > 1 else None
     return mask[:, :, -last:]
