@@ -98,7 +98,7 @@ def source_digest(config: Config) -> str:
     files = {Path(file).resolve() for file in own if file}
     for name in NUMBERS.split():
         part = paths.PACKAGE / name
-        files |= {part} if part.is_file() else set(part.rglob("*.py"))
+        files |= {part} if part.is_file() else {*part.rglob("*.py"), *part.glob("*.json")}
     for file in sorted(files):
         name = file.relative_to(paths.PACKAGE).as_posix() if file.is_relative_to(paths.PACKAGE) else file.name
         total.update(name.encode() + file.read_bytes())
