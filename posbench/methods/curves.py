@@ -22,8 +22,8 @@ def layer_scales(curve: str, points: Points, layers: int, x: str = "stretched") 
     Args:
         curve: ``bezier`` (degree n - 1), ``linear`` (straight lines between the points) or ``step`` (y of the
             last point that is not right of the layer).
-        points: n >= 1 control points (x, y): x in layers, y a factor. One point is a constant. From left to
-            right, but for a Bezier curve: it may turn back, and each layer then takes one of its crossings.
+        points: n >= 1 control points (x, y), x in layers, y a factor, from left to right; a Bezier curve may
+            turn back, and each layer then takes one of its crossings.
         layers: Number of layers L >= 1.
         x: ``stretched`` spreads the layers evenly from the first to the last point; ``absolute`` takes layer
             h at x = h and holds the end values outside the points.

@@ -32,8 +32,7 @@ _NAME = re.compile(r"layers\.(\d+)\..*\b(gate_[123]\.weight)$")
 
 
 class Router(nn.Module):
-    """Scores of N bases (``experts``) from a query of ``width`` coordinates, the same for all heads of a
-    layer: ``W2 (SiLU(W1 u) * W3 u)``."""
+    """Scores of N bases from a query, the same for all heads of a layer: ``W2 (SiLU(W1 u) * W3 u)``."""
 
     def __init__(self, width: int, experts: int) -> None:
         super().__init__()
@@ -57,13 +56,11 @@ def mixture(logits: Tensor, top_k: int) -> Tensor:
 
 
 def auxiliary_loss(logits: Tensor, top_k: int) -> Tensor:
-    """The loss that asks for balanced experts, ``N sum_e P_e sum_k f_ke``, a scalar, from router logits
-    [rows, N].
+    """The loss that asks for balanced experts, ``N sum_e P_e sum_k f_ke``, from router logits [rows, N].
 
     P_e is the mean probability of expert e, f_ke the share of rows (of all layers, tokens and heads) whose
-    k-th choice is e. With ``top_k`` = N, the released setting, every expert is among the choices of every
-    row: the inner sum is 1 for each e, the loss is the constant N, and its gradient is zero. It then says
-    nothing to the router.
+    k-th choice is e. With ``top_k`` = N, the released setting, the inner sum is 1 for each e: the loss is the
+    constant N, its gradient is zero, and it says nothing to the router.
     """
     experts = logits.shape[-1]
     share = F.one_hot(logits.topk(top_k, dim=-1).indices, experts).float().mean(0).sum(0)
@@ -141,8 +138,7 @@ class MoICE(Method):
         top_k: Bases that a token and head keeps, 1 to N.
 
     Source: Lin et al., NeurIPS 2024 (MoICE); released program p1nksnow/MoICE, e14b5a3.
-    Differs from source: left padding is right (the released program gives all rows the positions of the
-    first); any attention kernel serves (released: flash attention alone).
+    Differs from source: batches with left padding; any attention kernel (released: flash attention alone).
     """
 
     needs: ClassVar[Needs] = Needs(rope=True, plain=True, by_hand=True)

@@ -84,13 +84,12 @@ def load(
     """Load a model for posbench.
 
     Args:
-        source: A name of ``conf/model``, a local directory, a hub id, a model object, or a
-            :class:`ModelConfig`.
+        source: A name of ``conf/model``, a local directory, a hub id, a model object or a config.
         tokenizer: For a model object; without it only token-level calls work.
         name: Short name; taken from the source if None.
         device: ``auto`` (a GPU where there is one), ``cpu``, ``cuda``, ``cuda:1`` ...
-        device_map: Shards the layers instead, as accelerate's ``device_map``: ``auto``, ``balanced``,
-            ``balanced_low_0``, ``sequential``, or module names to devices, ``cpu`` or ``disk``.
+        device_map: Shards the layers instead, as accelerate's: ``auto``, ``balanced``, ``balanced_low_0``,
+            ``sequential``, or module names to devices, ``cpu`` or ``disk``.
         max_memory: For a ``device_map`` in words: ``{0: "70GiB", "cpu": "100GiB"}``.
         **values: Fields of :class:`ModelConfig` to override.
 

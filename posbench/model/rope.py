@@ -43,10 +43,7 @@ class Call:
     bases: tuple[float | None, ...] = ()
 
     def table(self, positions: Tensor | None = None, base: float | None = None) -> Table:
-        """The tables at other positions, which may be fractional, [B, T], or with another base theta.
-
-        Positions of each head, [B * H, T], give tables [B * H, T, r].
-        """
+        """The tables at other positions [B, T] (or of each head, [B * H, T]), or with another base theta."""
         at = self.positions if positions is None else positions.to(self.hidden.device)
         if base is None and self.bases:
             rows, alone = self.hidden.shape[0], replace(self, bases=())
@@ -110,13 +107,10 @@ def rotated_layers(model: PreTrainedModel) -> list[int]:
 
 
 def check(lm: LM, method: str, *, plain: bool = False, by_hand: bool = False) -> None:
-    """Refuse a model to which a method of rotary embeddings does not apply.
+    """Raise UserError for a model to which a method of rotary embeddings does not apply.
 
     A method that sets the base needs ``plain`` rotary embeddings, whose angles are not rescaled; one that
     rotates ``by_hand`` needs attention through the library's functions.
-
-    Raises:
-        UserError: The model has no rotary embedding, or not of the needed kind, or another method rotates.
     """
     family, module = families.family_of(lm.model), rotary_module(lm.model)
 
@@ -160,8 +154,7 @@ def tables(
 ) -> Iterator[None]:
     """Rotate in some layers with other tables. An inner block changes what the outer ones made of the call.
 
-    Per layer, ``layers`` holds what to change in the call, whose tables ``make`` then makes. Layers that
-    share a function share their tables.
+    Per layer, ``layers`` holds what to change in the call; layers that share a function share their tables.
     """
     made: dict[tuple[int, Any], tuple[Call, _Tables]] = {}
     with ExitStack() as stack:
@@ -202,6 +195,7 @@ def scaled(scales: Mapping[int, float]) -> dict[int, Callable[[Call], Call]]:
 
 
 ByHand = Callable[["HandRotation"], Tensor]
+"""From what a layer gives to the attention output [B, T, H, d]."""
 
 
 @dataclass(frozen=True)
@@ -268,10 +262,7 @@ class _Held:
 
 @contextmanager
 def by_hand(model: PreTrainedModel, layers: Mapping[int, ByHand]) -> Iterator[None]:
-    """Keep keys un-rotated in the cache of some layers; a function rotates queries and keys at every step.
-
-    It maps a :class:`HandRotation` to the attention output [B, T, H, d].
-    """
+    """Keep keys un-rotated in the cache of some layers; functions rotate queries and keys at every step."""
     with ExitStack() as stack:
         call_of = stack.enter_context(calls_of(model))
         stack.enter_context(tables(model, dict.fromkeys(layers, lambda call: call), Call.identity))
