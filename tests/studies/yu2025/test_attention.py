@@ -389,7 +389,7 @@ def test_the_studies_on_a_trained_model(posbench: Callable[..., Result], outputs
         and curves.groupby(["channel", "kind", "layer"])["token"].count().eq(64).all()
     )
     assert null.loc["as they are", "largest"] > null.loc["shuffled positions", "largest"]
-    assert not (folder / "search_state.npz").exists()
+    assert not (folder / "search_state.pt").exists()
     assert {"averaged", "statistics", "layers_15"} <= set(drawn(folder)) and set(
         drawn(folders["doubling"])
     ) == {"doubling"}
