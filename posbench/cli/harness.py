@@ -111,8 +111,7 @@ def configured(
 
 
 def _spelled(value: Any) -> str:
-    """A value as an override; ``2:5`` is the list [2, 5], for a string of arguments is split at its
-    commas."""
+    """A value as an override; ``2:5`` is the list [2, 5], for commas part the arguments."""
     if value is None or isinstance(value, bool | dict):
         return json.dumps(value)
     if re.fullmatch(r"\d+(:\d+)+", str(value)):

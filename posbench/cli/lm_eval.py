@@ -1,5 +1,4 @@
-"""``posbench lm_eval``: lm-evaluation-harness with the model type ``posbench`` and the harness's own
-flags."""
+"""``posbench lm_eval``: lm-evaluation-harness with the model type ``posbench``; the flags are its own."""
 
 from __future__ import annotations
 

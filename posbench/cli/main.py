@@ -118,8 +118,7 @@ def _job(composed: Any, command: str) -> None:
 
 
 def _show_config(args: list[str]) -> int:
-    """Print the whole config of ``--cfg job``, defaults filled in and resolved; Hydra prints other
-    choices."""
+    """Print the whole config of ``--cfg job``, filled in and resolved; Hydra prints other choices."""
     import yaml
 
     from posbench.pipeline.compose import compose

@@ -48,8 +48,7 @@ def attention_to_items(
 
 
 def item_pool(encoded: Sequence[Encoded], examples: Sequence[Example], width: int) -> Tensor:
-    """One over an item's number of tokens at its tokens, else 0, [B, N, width]; prompts are padded on the
-    left."""
+    """1 / (an item's tokens) at its tokens, else 0, [B, N, width]; prompts are padded on the left."""
     pool = torch.zeros(len(examples), len(examples[0].items), width)
     for row, (code, example) in enumerate(zip(encoded, examples, strict=True)):
         for item, (first, last) in enumerate(item_tokens(code, example)):
@@ -59,8 +58,7 @@ def item_pool(encoded: Sequence[Encoded], examples: Sequence[Example], width: in
 
 
 def pooled(weights: Sequence[Tensor], pool: Tensor) -> Tensor:
-    """Weights [B, H, T'] of each layer, averaged over the tokens of each item by :func:`item_pool`, [B, L, H,
-    N]."""
+    """Weights [B, H, T'] of each layer, averaged over each item's tokens by :func:`item_pool`, [B, L, H, N]."""
     # A sliding-window layer may hold the newest keys only: the others have no weight.
     layers = [F.pad(row, (pool.shape[-1] - row.shape[-1], 0)) for row in weights]
     return torch.einsum("lbht,bit->blhi", torch.stack(layers), pool)

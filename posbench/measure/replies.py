@@ -30,8 +30,7 @@ def encode(lm: LM, task: Task, example: Example) -> Encoded:
 
 
 def encode_longest(lm: LM, task: Task) -> tuple[Example, Encoded]:
-    """The evaluation example with the longest prompt in characters: one that does not fit shows it at
-    once."""
+    """The evaluation example with the longest prompt in characters: what does not fit shows at once."""
     longest = max(task.evaluation(), key=lambda e: len(e.prompt))
     return longest, encode(lm, task, longest)
 
@@ -57,8 +56,7 @@ def plan(
 def replies(
     lm: LM, task: Task, batch: Sequence[Example], encoded: Mapping[str, Encoded]
 ) -> list[dict[str, Any]]:
-    """``output`` of each example of a batch, and the ``loglikelihoods`` (nats) of its choices where it has
-    some."""
+    """``output`` of each example of a batch, and ``loglikelihoods`` (nats) of its choices, if any."""
     tokens, first = [encoded[e.id].ids for e in batch], batch[0]
     if first.choices:
         asked = [[lm.continuation_ids(encoded[e.id], choice) for choice in e.choices] for e in batch]

@@ -1,2 +1,1 @@
-"""From a command line to a finished run: compose the config, check it, claim a folder, take each stage in
-order."""
+"""From a command line to a finished run: compose, check, claim a folder, take the stages in order."""

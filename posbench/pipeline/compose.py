@@ -159,8 +159,7 @@ def _hydra_at(records: str) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _Request:
-    """What Hydra gets: primary config, further flags, overrides; what the experiment set; overrides as
-    typed."""
+    """What Hydra gets: primary config, flags, overrides; what the experiment set; overrides as typed."""
 
     config: str
     flags: tuple[str, ...]
@@ -278,8 +277,7 @@ def _values(override: Override) -> list[str]:
 
 
 def _rewritten(override: Override, folders: Sequence[Path]) -> str:
-    """An override for Hydra: a list of methods as the name of a stored config, a key as one that may be
-    new."""
+    """An override for Hydra: a list of methods as the name of a stored config, keys as ones that may be new."""
     line = str(override.input_line)
     key, _, value = line.partition("=")
     if key == "method":
@@ -349,8 +347,7 @@ def _blocks(model: Mapping[str, Any], folders: Sequence[Path]) -> dict[str, dict
 
 
 def _fill(node: dict[str, Any], where: str, blocks: Mapping[str, Mapping[str, Any]], kept: set[str]) -> None:
-    """Lay a node over the model's block of its name, and that over its class's defaults; likewise inside
-    it."""
+    """Lay a node over the model's block of its name, and that over its class's defaults; so inside it."""
     if "_target_" not in node:
         return
     cls, given = target(node, object, where)

@@ -1,5 +1,4 @@
-"""What tells runs apart: all that can move a number, and nothing else; and the record of where a run was
-made."""
+"""What tells runs apart: all that can move a number, and nothing else; and where a run was made."""
 
 from __future__ import annotations
 
@@ -25,8 +24,7 @@ NUMBERS += " pipeline/stages schema.py files/atomic.py"
 
 
 def identity(config: Config) -> dict[str, Any]:
-    """What, beside method and task, can move a number: code, weights, kernel, precision, batch size, device
-    kind."""
+    """What, apart from method and task, can move a number: code, weights, kernel, precision, device kind."""
     model, runtime = config.model, config.runtime
     found: dict[str, Any] = {"code": source_digest(config), "device": torch_device(runtime.device).type}
     found |= {
@@ -70,8 +68,7 @@ def run_name(config: Config, who: Mapping[str, Any]) -> str:
 
 
 def fingerprint(model: ModelConfig) -> str:
-    """Identity of a checkpoint: a local folder's small files and the edges of its weights, or hub id and
-    commit."""
+    """Identity of a checkpoint: its small files and the edges of its weights, or hub id and commit."""
     source = sources.checkpoint(model.path, model.revision)
     if source.kind == "model":
         return f"{source.id}@{sources.commit(source)}"
@@ -88,8 +85,7 @@ def fingerprint(model: ModelConfig) -> str:
 
 
 def source_digest(config: Config) -> str:
-    """Hash of the code that can move a number, the user's own included: two codes never meet in one
-    folder."""
+    """Hash of the code that can move a number, the user's own too: two codes never meet in one folder."""
     total = hashlib.sha256()
     searching = "search" in config.stages
     parts = [*[config.task] * config.uses_task, *[config.search] * searching, *filter(None, [config.study])]
@@ -125,8 +121,7 @@ def provenance(config: Config, command: str, who: Mapping[str, Any]) -> dict[str
 
 
 def _git() -> str | None:
-    """Commit of the checkout this package runs from, marked when it has changes; None for an installed
-    wheel."""
+    """Commit of the checkout this runs from, marked when it has changes; None for an installed wheel."""
     if not (paths.PACKAGE.parent / ".git").exists():
         return None
     ask = ["git", "-C", str(paths.PACKAGE.parent), "describe", "--always", "--dirty", "--abbrev=12"]

@@ -1,5 +1,4 @@
-"""What searches for the scales of layer_scaling share: calibration questions at three gold positions, and
-the found block."""
+"""What searches for the scales of layer_scaling share: questions at three gold positions, found block."""
 
 from __future__ import annotations
 

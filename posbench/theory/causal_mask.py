@@ -150,8 +150,7 @@ def rising_rows(scores: Array) -> int:
 
 
 def beyond_distance(scores: Array) -> float:
-    """Share of the variance below the diagonal that is left without each diagonal's mean; 0 where all are
-    equal."""
+    """Share of the variance below the diagonal left without each diagonal's mean; 0 where all are equal."""
     lower = np.tril_indices(len(scores), -1)
     whole = ((scores[lower] - scores[lower].mean()) ** 2).sum()
     return float((diagonal_normalised(scores)[lower] ** 2).sum() / whole) if whole > 1e-20 else 0.0

@@ -43,8 +43,7 @@ class Step(NamedTuple):
 
 
 def extrema(scores: Array, reach: int) -> Extrema:
-    """Indices of peaks and troughs: the largest and smallest value within ``reach`` on both sides, ends left
-    out."""
+    """Indices of peaks and troughs: extremes within ``reach`` on both sides, ends left out."""
     return argrelextrema(scores, np.greater, order=reach)[0], argrelextrema(scores, np.less, order=reach)[0]
 
 
