@@ -48,29 +48,14 @@ Request = tuple[tuple[str, str] | None, list[int], list[int]]
 
 @dataclass(frozen=True, kw_only=True)
 class Harness:
-    """Settings of the harness's Hugging Face model that keep their names and meaning.
+    """Settings of the harness's Hugging Face model that keep their names and meaning."""
 
-    Attributes:
-        batch_size: Contexts per forward, or ``auto``: the most that fits at the length of the longest
-            request.
-        max_batch_size: Where ``auto`` starts.
-        max_length: Tokens per context and continuation; longer ones lose their beginning. None: the context
-            window.
-        add_bos_token: Whether prompts begin with the beginning-of-sequence token; None: as the tokenizer
-            does.
-        prefix_token_id: Token that stands before a continuation without a context.
-        logits_cache: Whether requests with the same context share its forward.
-        think_end_token: See the harness.
-        enable_thinking: See the harness.
-        chat_template_args: See the harness.
-    """
-
-    batch_size: int | str = 1
-    max_batch_size: Count = 64
-    max_length: Count | None = None
-    add_bos_token: bool | None = None
-    prefix_token_id: int | None = None
-    logits_cache: bool = True
+    batch_size: int | str = 1  # contexts per forward, or ``auto``: the most that fits the longest request
+    max_batch_size: Count = 64  # where ``auto`` starts
+    max_length: Count | None = None  # tokens; longer requests lose their beginning. None: the context window
+    add_bos_token: bool | None = None  # None: as the tokenizer does
+    prefix_token_id: int | None = None  # stands before a continuation without a context
+    logits_cache: bool = True  # whether requests with the same context share its forward
     think_end_token: str | int | None = None
     enable_thinking: bool | None = None
     chat_template_args: dict[str, Any] | None = None

@@ -58,7 +58,7 @@ def item_pool(encoded: Sequence[Encoded], examples: Sequence[Example], width: in
 
 
 def pooled(weights: Sequence[Tensor], pool: Tensor) -> Tensor:
-    """Weights [B, H, T'] of each layer, averaged over each item's tokens by :func:`item_pool`, [B, L, H, N]."""
+    """Weights [B, H, T'] of each layer averaged over items' tokens by :func:`item_pool`: [B, L, H, N]."""
     # A sliding-window layer may hold the newest keys only: the others have no weight.
     layers = [F.pad(row, (pool.shape[-1] - row.shape[-1], 0)) for row in weights]
     return torch.einsum("lbht,bit->blhi", torch.stack(layers), pool)

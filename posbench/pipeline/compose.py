@@ -277,7 +277,7 @@ def _values(override: Override) -> list[str]:
 
 
 def _rewritten(override: Override, folders: Sequence[Path]) -> str:
-    """An override for Hydra: a list of methods as the name of a stored config, keys as ones that may be new."""
+    """An override for Hydra: a list of methods as a stored config's name, a key as one that may be new."""
     line = str(override.input_line)
     key, _, value = line.partition("=")
     if key == "method":

@@ -30,42 +30,19 @@ NONE = {"_target_": "posbench.methods.unmodified.Unmodified", "name": "none"}
 
 @dataclass(frozen=True, kw_only=True)
 class Experiment:
-    """What turns a config into one table or figure of a paper.
+    """What turns a config into one table or figure of a paper."""
 
-    Attributes:
-        name: File name in ``experiments/``, and the folder under the outputs.
-        title: What it shows, with paper, table or figure.
-        grid: Values by key, swept unless the user types the key.
-        reference: The paper's numbers.
-        claims: What the paper reads off the figure, where it prints no numbers.
-        needs_weights: Whether it says nothing without a real checkpoint.
-    """
-
-    name: str
-    title: str
-    grid: dict[str, list[Any]] = field(default_factory=dict)
-    reference: Reference | None = None
-    claims: tuple[str, ...] = ()
-    needs_weights: bool = False
+    name: str  # file name in ``experiments/``, and the folder under the outputs
+    title: str  # what it shows, with paper, table or figure
+    grid: dict[str, list[Any]] = field(default_factory=dict)  # swept unless the user types the key
+    reference: Reference | None = None  # the paper's numbers
+    claims: tuple[str, ...] = ()  # what the paper reads off the figure, where it prints no numbers
+    needs_weights: bool = False  # whether it says nothing without a real checkpoint
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """One run, checked.
-
-    Attributes:
-        model: The model's config.
-        task: The benchmark.
-        choice: The method.
-        search: The search, used by the search stage.
-        target: The choice, or the part of it, whose parameters the search finds; None where it finds none.
-        runtime: Where and how.
-        stages: Stages to run, in order.
-        experiment: The experiment this run belongs to.
-        study: The study of the stage of that name.
-        raw: The plain data, for the record: the groups that take part.
-        every: Every method there is, by name; empty unless the study measures them all.
-    """
+    """One run, checked; ``target``, ``raw`` and ``every`` are those of :class:`posbench.run.base.Run`."""
 
     model: ModelConfig
     task: Task

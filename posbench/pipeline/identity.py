@@ -27,11 +27,8 @@ def identity(config: Config) -> dict[str, Any]:
     """What, apart from method and task, can move a number: code, weights, kernel, precision, device kind."""
     model, runtime = config.model, config.runtime
     found: dict[str, Any] = {"code": source_digest(config), "device": torch_device(runtime.device).type}
-    found |= {
-        "batch_size": runtime.batch_size,
-        "batch_tokens": runtime.batch_tokens,
-        "threads": threads(config),
-    }
+    found |= {name: getattr(runtime, name) for name in ("batch_size", "batch_tokens")}
+    found["threads"] = threads(config)
     if config.uses_model:
         kept = ("dtype", "attention", "rope", "chat_template", "context_window")
         found |= {"weights": fingerprint(model), **{name: getattr(model, name) for name in kept}}

@@ -40,41 +40,25 @@ class IncompleteRun(Exception):
 
 @dataclass
 class Run:
-    """One run.
-
-    Attributes:
-        model: The model's config.
-        task: The benchmark.
-        choice: The method under test.
-        target: The choice, or the part of it, whose parameters the search finds; None where it finds none.
-        runtime: Where and how.
-        raw: The resolved config as plain data.
-        stages: Stages that run.
-        reference: The paper's rows that apply to this run (:meth:`posbench.stats.reference.Reference.rows`).
-        console: Where progress and tables go.
-        identity: What identifies model, weights, code and kernel; part of every stage key.
-        out: The claimed folder; there is none yet while the fields are checked.
-        missing: What to do where a parameter of the method is missing.
-        standins: What stands for parameters that the search stage will find, by name.
-        found: What the search found.
-        every: Every method there is, by name; empty unless the study measures them all.
-    """
+    """One run."""
 
     model: ModelConfig
     task: Task
-    choice: MethodChoice
-    target: MethodChoice | None
+    choice: MethodChoice  # the method under test
+    target: MethodChoice | None  # the choice, or its part, whose parameters the search finds; None: no search
     runtime: Runtime
-    raw: Mapping[str, Any]
+    raw: Mapping[str, Any]  # the resolved config as plain data: the groups that take part
     stages: Sequence[str]
-    reference: Sequence[Row]
+    reference: Sequence[Row]  # the paper's rows that apply, see :class:`posbench.stats.reference.Reference`
     console: Console
-    identity: Mapping[str, Any]
-    out: RunDir = field(init=False)
-    missing: str = ""
-    standins: Mapping[str, Any] = field(default_factory=dict)
-    found: dict[str, Any] | None = None
-    every: Mapping[str, MethodChoice] = field(default_factory=dict)
+    identity: Mapping[str, Any]  # model, weights, code and kernel: part of every stage key
+    out: RunDir = field(init=False)  # the claimed folder; none yet while the fields are checked
+    missing: str = ""  # what to do where a parameter of the method is missing
+    standins: Mapping[str, Any] = field(default_factory=dict)  # for what the search stage will find
+    found: dict[str, Any] | None = None  # what the search found
+    every: Mapping[str, MethodChoice] = field(
+        default_factory=dict
+    )  # empty unless the study measures them all
 
     @cached_property
     def lm(self) -> LM:
