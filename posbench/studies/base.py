@@ -19,20 +19,14 @@ Tables = Mapping[str, pd.DataFrame]
 
 @dataclass(frozen=True, kw_only=True)
 class Study(ABC):
-    """An analysis other than "score a task"; its fields are the keys of ``study.*``, with their defaults.
+    """An analysis other than "score a task"; its fields are the keys of ``study.*``, with their defaults."""
 
-    Attributes:
-        needs_model: Whether it measures on a model; without one ``run.lm`` stays untouched.
-        needs_task: Whether it asks the task's prompts.
-        uses_method: Whether it applies the method itself. Otherwise all of it runs inside the method that the
-            user typed, and on the unmodified model where none was typed.
-        all_methods: Whether it measures every method of the config folders, ``run.every``, and takes none.
-    """
-
-    needs_model: ClassVar[bool] = True
-    needs_task: ClassVar[bool] = True
+    needs_model: ClassVar[bool] = True  # without one ``run.lm`` stays untouched
+    needs_task: ClassVar[bool] = True  # whether it asks the task's prompts
+    # Whether it applies the method itself. Otherwise all of it runs inside the method that the user typed,
+    # and on the unmodified model where none was typed.
     uses_method: ClassVar[bool] = False
-    all_methods: ClassVar[bool] = False
+    all_methods: ClassVar[bool] = False  # whether it measures ``run.every`` method, and takes none
 
     def check(self, run: Run) -> None:  # noqa: B027
         """Compare the fields with model and task, before anything is written.

@@ -119,23 +119,14 @@ def gold_attention(batch: Sequence[Example], attention: Array) -> list[Row]:
 
 @dataclass(frozen=True)
 class Prompts:
-    """Prompts of a task, ready to run.
-
-    Attributes:
-        run: The run.
-        task: Their task.
-        examples: The examples, sorted by gold position.
-        encoded: Tokens by example id.
-        tokens: Spans of tokens of every item, by example id.
-        batches: All of them, those of a batch decoded alike, the longest first as in :meth:`LM.generate`.
-    """
+    """Prompts of a task, ready to run."""
 
     run: Run
     task: Task
-    examples: list[Example]
-    encoded: dict[str, Encoded]
-    tokens: dict[str, list[tuple[int, int]]]
-    batches: list[list[Example]]
+    examples: list[Example]  # sorted by gold position
+    encoded: dict[str, Encoded]  # by example id
+    tokens: dict[str, list[tuple[int, int]]]  # spans of every item, by example id
+    batches: list[list[Example]]  # those of a batch decoded alike, the longest first as in LM.generate
 
     @classmethod
     def of(

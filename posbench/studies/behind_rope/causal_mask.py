@@ -64,22 +64,17 @@ class CausalMask(Study):
 
     Source: Behind RoPE, Sections 3 to 5.1, Figures 1, 2, 4, 6, 7, 9, 10. The paper counts layers from 1.
 
-    Attributes:
-        show: Which of these figures; 1 is exact, and so are the closed forms that come with it.
-        draws: Random inputs to average over (the paper: 100,000).
-        tokens: Tokens n.
-        dim: Dimensions d, an even number.
-        seed: Seed of the draws.
-        input_norm: Length of the inputs of the LayerNorm runs. ``unit``: 1, as the text says of all inputs;
-            the first update then weighs sqrt(d) times the stream. ``sqrt_dim``: sqrt(d), with which LayerNorm
-            and scores over d are the model of the L2 norm again.
+    ``input_norm`` is the length of the inputs of the LayerNorm runs. ``unit``: 1, as the text says of all
+    inputs; the first update then weighs sqrt(d) times the stream. ``sqrt_dim``: sqrt(d), with which LayerNorm
+    and scores over d are the model of the L2 norm again.
     """
 
     needs_model: ClassVar[bool] = False
     needs_task: ClassVar[bool] = False
 
+    # Which of these figures; 1 is exact, and so are the closed forms that come with it.
     show: Annotated[tuple[Literal[1, 2, 4, 6, 7, 9, 10], ...], MinLen(1)] = (1, 2, 4, 6, 7, 9, 10)
-    draws: Several = 10000
+    draws: Several = 10000  # random inputs to average over (the paper: 100,000)
     tokens: Annotated[int, Ge(4)] = 50
     dim: Several = 64
     seed: int = 0

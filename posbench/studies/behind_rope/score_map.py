@@ -32,22 +32,13 @@ PAPER = "Behind RoPE, Section"
 
 @dataclass(frozen=True, kw_only=True)
 class Sampled(Study):
-    """A study that averages over samples of tokens.
+    """A study that averages over samples of tokens."""
 
-    Attributes:
-        samples: Token rows.
-        tokens: Tokens of a row, a beginning-of-sequence token counted where the tokenizer has one.
-        text: A UTF-8 text file whose pieces are the rows; None: tokens drawn evenly, which know nothing of
-            each other.
-        seed: Seed of the draws, and of the order in which pieces of a text are taken.
-        cells: Largest side of the maps that are written; of a larger map the means over blocks, no diagonal.
-    """
-
-    samples: Several = 1000
-    tokens: Annotated[int, Ge(8)] = 50
-    text: str | None = None
-    seed: int = 0
-    cells: Annotated[int, Ge(8)] = 128
+    samples: Several = 1000  # token rows
+    tokens: Annotated[int, Ge(8)] = 50  # of a row, with the beginning-of-sequence token where there is one
+    text: str | None = None  # UTF-8 file whose pieces are the rows; None: tokens drawn evenly
+    seed: int = 0  # of the draws, and of the order in which pieces of a text are taken
+    cells: Annotated[int, Ge(8)] = 128  # side of the written maps; larger ones: means of blocks, no diagonal
 
     def check(self, run: Run) -> None:
         """See :meth:`Study.check`."""

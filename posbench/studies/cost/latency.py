@@ -34,30 +34,19 @@ ANSWER = 4  # tokens whose loss the search measures
 
 @dataclass(frozen=True, kw_only=True)
 class Latency(Timed):
-    """Prefill and decoding under every method, scale_channel and its direct way, and the channel search.
-
-    Attributes:
-        shape: A model of ``shapes.yaml``.
-        dtype: Its weights.
-        methods_at: Prompt lengths at which all methods run side by side.
-        prompts: Prompt lengths of scale_channel and its direct way.
-        new_tokens: Generated tokens; 1 measures the prefill.
-        search_tokens: Prompt length of the search; 0 leaves it out.
-        candidates: Candidates of the search.
-        methods: These only, with the unmodified model; empty: all that apply.
-    """
+    """Prefill and decoding under every method, scale_channel and its direct way, and the channel search."""
 
     all_methods: ClassVar[bool] = True
     caption: ClassVar[str] = "What methods and the channel search cost, on random weights."
 
     shape: Shape = "small"
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    methods_at: tuple[Count, ...] = (2048,)
-    prompts: tuple[Count, ...] = (4096,)
-    new_tokens: tuple[Count, ...] = (1,)
-    search_tokens: Whole = 2048
-    candidates: Count = 40
-    methods: tuple[str, ...] = ()
+    methods_at: tuple[Count, ...] = (2048,)  # prompt lengths at which all methods run side by side
+    prompts: tuple[Count, ...] = (4096,)  # prompt lengths of scale_channel and its direct way
+    new_tokens: tuple[Count, ...] = (1,)  # generated; 1 measures the prefill
+    search_tokens: Whole = 2048  # prompt length of the search; 0 leaves it out
+    candidates: Count = 40  # of the search
+    methods: tuple[str, ...] = ()  # these only, with the unmodified model; empty: all that apply
 
     def check(self, run: Run) -> None:
         """See :meth:`Study.check`."""

@@ -34,14 +34,11 @@ class Precision(Study):
 
     Float64 is exact but for norms, rotations and the softmax, which transformers computes in float32. Larger
     batches are padded on the left and sum in another order.
-
-    Attributes:
-        prompts: Prompts of several lengths, so that batches are padded.
     """
 
     all_methods: ClassVar[bool] = True
 
-    prompts: Count = 512
+    prompts: Count = 512  # of several lengths, so that batches are padded
 
     def measure(self, run: Run) -> dict[str, pd.DataFrame]:
         """Tables ``errors`` and ``drifts``: method, weights, and :func:`compare` of the logits.

@@ -76,16 +76,12 @@ BENCHMARKS: dict[str, tuple[str, Callable[[Path], Scored]]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Scorers(Study):
-    """Whether our scorers give real outputs the scores that the released evaluations gave them.
-
-    Attributes:
-        data: A folder that holds those of some :data:`BENCHMARKS`, outputs with their official scores; None:
-            ``POSBENCH_DATA`` of the environment, else what ships.
-    """
+    """Whether our scorers give real outputs the scores that the released evaluations gave them."""
 
     needs_model: ClassVar[bool] = False
     needs_task: ClassVar[bool] = False
 
+    # A folder with outputs and official scores of some BENCHMARKS; None: POSBENCH_DATA, else what ships.
     data: str | None = None
 
     @property

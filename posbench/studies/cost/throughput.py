@@ -26,21 +26,14 @@ CHOICES = 4
 
 @dataclass(frozen=True, kw_only=True)
 class Throughput(Timed):
-    """Generated and chosen replies of the embedded model and of one with random weights, in float32.
-
-    Attributes:
-        shape: The latter's, of ``shapes.yaml``.
-        pairs: Pairs per prompt of key-value retrieval: short and long prompts.
-        examples: Prompts.
-        new_tokens: Generated tokens.
-    """
+    """Generated and chosen replies of the embedded model and of one with random weights, in float32."""
 
     caption: ClassVar[str] = "The evaluate stage and a loop over single prompts, with equal outputs."
 
     shape: Shape = "small"
-    pairs: tuple[Several, ...] = (8, 56)
+    pairs: tuple[Several, ...] = (8, 56)  # per prompt of key-value retrieval: short and long prompts
     examples: Several = 60
-    new_tokens: Count = 8
+    new_tokens: Count = 8  # generated
 
     def measure(self, run: Run) -> dict[str, pd.DataFrame]:
         """Table ``throughput``; see :meth:`Timed.compared`."""

@@ -36,20 +36,14 @@ Shape = Literal["small", "wide", "llama2_7b", "mistral7b", "gemma_7b", "qwen2_5_
 
 @dataclass(frozen=True, kw_only=True)
 class Timed(Study):
-    """A study that compares times.
-
-    Attributes:
-        caption: What it measures.
-        repeats: Measured rounds.
-        clock: ``processor`` where a CPU is shared with other work.
-    """
+    """A study that compares times."""
 
     needs_model: ClassVar[bool] = False
     needs_task: ClassVar[bool] = False
     caption: ClassVar[str]
 
-    repeats: Count = 3
-    clock: Literal["wall", "processor"] = "wall"
+    repeats: Count = 3  # measured rounds
+    clock: Literal["wall", "processor"] = "wall"  # processor where a CPU is shared with other work
 
     def compared(
         self, work: str, ways: Mapping[str, Callable[[], Any]], device: torch.device, *, faster: bool = True

@@ -32,17 +32,12 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingSpeed(Timed):
-    """Trainings of one seed on the CPU, causal mask, without and with RoPE; take runtime.threads=1.
-
-    Attributes:
-        depths: Attention layers.
-        iterations: Iterations a round of each way.
-    """
+    """Trainings of one seed on the CPU, causal mask, without and with RoPE; take runtime.threads=1."""
 
     caption: ClassVar[str] = "Trainings and a plain loop, of the same network (logits equal to 1e-5)."
 
     depths: tuple[Count, ...] = (2, 6)
-    iterations: Count = 20
+    iterations: Count = 20  # a round of each way
     repeats: Count = 5
 
     def measure(self, run: Run) -> dict[str, pd.DataFrame]:

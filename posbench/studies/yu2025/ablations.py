@@ -52,19 +52,12 @@ class Ablations(Study):
 
     Source: Yu et al. 2025, Appendix E, Table 6. The definitions are ours, for the paper gives none ("details
     in Appendix C" are not there); see ``conf/study/ablations.yaml``.
-
-    Attributes:
-        search: The channel search that is ablated.
-        smoothness: What goes to validation in place of the smoothest K: ``all`` monotone channels, or
-            ``random`` K.
-        control: Whether a channel drawn at random is scaled, too, with the full method's factor and layers.
-        seed: Seed of both draws.
     """
 
-    search: Search
-    smoothness: Literal["all", "random"] = "all"
-    control: bool = True
-    seed: Whole = 0
+    search: Search  # the channel search that is ablated
+    smoothness: Literal["all", "random"] = "all"  # monotone channels validated instead of the smoothest K
+    control: bool = True  # whether a random channel is scaled, too, with the full method's factor and layers
+    seed: Whole = 0  # of both draws
 
     def check(self, run: Run) -> None:
         """See :meth:`Study.check`; refuses methods that would be ablated, too."""

@@ -69,20 +69,14 @@ class AttentionToGold(Study):
 
     Source: Yu et al. 2025, Section 2.1, Eq. 4, Figures 2, 12 and 13, Appendix F. The paper picks the
     retrieval-related layers by eye (15 to 20 of Mistral-7B).
-
-    Attributes:
-        examples: Examples per gold position at most; None: all of the task.
-        items: Further numbers of items, for the decline with context length; each is a copy of the task.
-        layers: Retrieval-related layers, 0-based, in place of those that are detected.
-        head_layer: Layer whose heads are drawn one by one (Figure 13: 15); None: the one with the best score.
-        least: Lower end of the score's interval that a retrieval-related layer or head must pass: 0.2, say,
-            leaves out those that find the gold item at the two ends of the prompt alone.
     """
 
-    examples: Several | None = 100
-    items: tuple[int, ...] | None = None
-    layers: tuple[int, ...] | None = None
-    head_layer: int | None = None
+    examples: Several | None = 100  # per gold position at most; None: all of the task
+    items: tuple[int, ...] | None = None  # further numbers of items, for the decline with context length
+    layers: tuple[int, ...] | None = None  # retrieval-related ones, in place of those that are detected
+    head_layer: int | None = None  # whose heads are drawn (Figure 13: 15); None: the one with the best score
+    # Lower end of the score's interval that a retrieval-related layer or head must pass: 0.2, say, leaves out
+    # those that find the gold item at the two ends of the prompt alone.
     least: float = 0.0
 
     def check(self, run: Run) -> None:

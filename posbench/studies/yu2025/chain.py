@@ -36,13 +36,6 @@ class Chain(Study):
 
     Source: Yu et al. 2025: Appendix D.4 (mask to channel), Section 2.2 (mask to attention), Appendix D.5
     (channel to attention), Appendix D.2 (attention to accuracy), Section 3 (the method).
-
-    Attributes:
-        hidden_perturbation: Crop mask and shifted position ids on random text.
-        crop_mask: Crop mask of the gold item, and moved position ids.
-        channel_subtraction: One channel of one item lowered.
-        doubling: The attention to one item doubled.
-        examples: Examples of each gold position, for the first panels.
     """
 
     uses_method: ClassVar[bool] = True
@@ -51,7 +44,7 @@ class Chain(Study):
     crop_mask: crop_mask.CropMask
     channel_subtraction: channel_subtraction.ChannelSubtraction
     doubling: doubling.Doubling
-    examples: Count = 40
+    examples: Count = 40  # of each gold position, for the first panels
 
     def _links(self) -> dict[str, Study]:
         return {name: link for name, link in vars(self).items() if isinstance(link, Study)}

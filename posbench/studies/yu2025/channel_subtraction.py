@@ -44,30 +44,20 @@ class ChannelSubtraction(Study):
     (gold) or 36, layers 15 to 20. Ours are the random channels as a control and the sign: subtracted where
     the channel rises over the items, added where it falls: the item always moves towards the beginning.
 
-    Attributes:
-        channel: The positional channel, 0-based; None: that of the model's scale_channel block.
-        value: How much; by default the channel's whole range over the items, which takes any item at least to
-            where the first one stands. The paper's 0.3 belongs to one channel of one model.
-        unit: ``range`` of the unmodified model's item means, by layer; ``absolute``: as it is (paper).
-        gold: Depth of the gold item; the nearest gold position of the task is taken (paper: 25 / 49).
-        other: Depth of the item without the answer (paper: 35 / 49).
-        layers: Layers that are changed and averaged; None: :func:`posbench.studies.prompts.retrieval_layers`.
-        site: ``attention_input``, each layer alone, or ``residual``, which adds up; the paper does not say.
-        controls: Random channels, from which the same amount is taken.
-        examples: Prompts at most.
-        seed: Seed of the random channels.
+    By default ``value`` is the channel's whole range over the items, which takes any item at least to where
+    the first one stands; the paper's 0.3 belongs to one channel of one model.
     """
 
-    channel: int | None = None
+    channel: int | None = None  # the positional channel; None: that of the model's scale_channel block
     value: Positive = 1.0
-    unit: Literal["range", "absolute"] = "range"
-    gold: Share = 0.5
-    other: Share = 0.7
-    layers: tuple[int, int] | None = None
-    site: Site = "attention_input"
-    controls: Count = 3
+    unit: Literal["range", "absolute"] = "range"  # of the unmodified item means by layer; as it is (paper)
+    gold: Share = 0.5  # depth of the gold item: the nearest gold position of the task (paper: 25 / 49)
+    other: Share = 0.7  # depth of the item without the answer (paper: 35 / 49)
+    layers: tuple[int, int] | None = None  # changed and averaged; None: see retrieval_layers
+    site: Site = "attention_input"  # each layer alone; ``residual`` adds up; the paper does not say
+    controls: Count = 3  # random channels, from which the same amount is taken
     examples: Count = 100
-    seed: Whole = 0
+    seed: Whole = 0  # of the random channels
 
     def check(self, run: Run) -> None:
         """See :meth:`Study.check`."""

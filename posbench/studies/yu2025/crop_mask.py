@@ -47,21 +47,15 @@ class CropMask(Study):
     without rotary embedding.
 
     Source: Yu et al. 2025, Section 2.2, Appendix D.3, Figures 3, 8 and 9. The control is ours.
-
-    Attributes:
-        layers: First and last layer with a cropped mask, 0-based; None: the paper's 2 to 8 of 32, counted
-            from 1 (D.3: 1 to 8), or that share, and none from the retrieval layers on.
-        retrieval: Layers that are averaged; None: :func:`posbench.studies.prompts.retrieval_layers`.
-        keep_first: Whether the cropped item still sees the prompt's first token (Appendix D.3: yes).
-        examples: Prompts of each gold position at most.
-        seed: Seed of the control's items.
     """
 
+    # First and last layer with a cropped mask; None: the paper's 2 to 8 of 32, counted from 1 (D.3: 1 to 8),
+    # or that share, and none from the retrieval layers on.
     layers: tuple[int, int] | None = None
-    retrieval: tuple[int, int] | None = None
-    keep_first: bool = True
-    examples: Count = 100
-    seed: Whole = 0
+    retrieval: tuple[int, int] | None = None  # averaged; None: see retrieval_layers
+    keep_first: bool = True  # whether the cropped item sees the prompt's first token (Appendix D.3: yes)
+    examples: Count = 100  # of each gold position at most
+    seed: Whole = 0  # of the control's items
 
     def check(self, run: Run) -> None:
         """See :meth:`Study.check`."""

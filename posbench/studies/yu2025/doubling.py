@@ -44,24 +44,15 @@ class Doubling(Study):
     last prompt token's row changes; later layers, and further tokens of the reply, see the consequences.
 
     Source: Yu et al. 2025, Appendix D.2, Figure 7. The paper states neither layers nor renormalisation.
-
-    Attributes:
-        examples: Examples per gold position at most; None: all of the task.
-        item: Depth of the changed item (0 first, 1 last), rounded down; the paper's 25th of 50 is 0.5.
-        factor: What its weight is multiplied with.
-        renormalise: Whether the row sums to 1 again. Otherwise the head's output grows by the added weight.
-        layers: Layers, 0-based; None: all.
-        generated: Whether rows of generated tokens are changed too.
-        seed: Seed of the control's items.
     """
 
-    examples: Several | None = 100
-    item: Share = 0.5
-    factor: Positive = 2.0
-    renormalise: bool = True
-    layers: tuple[int, ...] | None = None
-    generated: bool = False
-    seed: Whole = 0
+    examples: Several | None = 100  # per gold position at most; None: all of the task
+    item: Share = 0.5  # depth of the changed item, rounded down; the paper's 25th of 50 is 0.5
+    factor: Positive = 2.0  # of its weight
+    renormalise: bool = True  # to sum 1; otherwise the head's output grows by the added weight
+    layers: tuple[int, ...] | None = None  # None: all
+    generated: bool = False  # whether rows of generated tokens are changed too
+    seed: Whole = 0  # of the control's items
 
     def check(self, run: Run) -> None:
         """See :meth:`Study.check`."""

@@ -45,34 +45,20 @@ class HiddenPerturbation(Study):
     the text in that layer, positive towards the beginning; a mean of the layers behind the first cropped one.
 
     Source: Yu et al. 2025, Appendix D.4, Figure 11. Random channels as a control are ours.
-
-    Attributes:
-        channel: The positional channel, 0-based; None: that of the model's scale_channel block.
-        texts: Random texts to average over.
-        length: Tokens per text (paper: 1000).
-        alphabet: See :class:`posbench.measure.states.Strings`.
-        span: Start and end of the span, as shares of the text (paper: tokens 400 to 600).
-        layers: First and last layer with a cropped mask, 0-based; None is all (the paper does not say).
-        keep_first: Whether the span still sees the first token (D.4: no; D.3: yes).
-        site: ``attention_input``, the tensor whose channel is scaled, or the ``residual`` stream.
-        skip: First tokens left out of the range (paper: 30).
-        bins: Points of a curve: means over equal parts of the text.
-        controls: Random channels.
-        seed: Seed of the texts and of the random channels.
     """
 
-    channel: int | None = None
+    channel: int | None = None  # the positional channel; None: that of the model's scale_channel block
     texts: Count = 100
-    length: Count = 1000
-    alphabet: Alphabet = "characters"
-    span: tuple[Share, Share] = (0.4, 0.6)
-    layers: tuple[int, int] | None = None
-    keep_first: bool = False
+    length: Count = 1000  # tokens per text (as the paper)
+    alphabet: Alphabet = "characters"  # see measure.states.Strings
+    span: tuple[Share, Share] = (0.4, 0.6)  # start and end, as shares of the text (as the paper)
+    layers: tuple[int, int] | None = None  # first and last cropped one; None is all (the paper does not say)
+    keep_first: bool = False  # whether the span still sees the first token (D.4: no; D.3: yes)
     site: Site = "attention_input"
-    skip: Whole = 30
-    bins: Count = 40
-    controls: Count = 5
-    seed: Whole = 0
+    skip: Whole = 30  # first tokens left out of the range (as the paper)
+    bins: Count = 40  # points of a curve: means over equal parts of the text
+    controls: Count = 5  # random channels
+    seed: Whole = 0  # of the texts and of the random channels
 
     def check(self, run: Run) -> None:
         """See :meth:`Study.check`."""

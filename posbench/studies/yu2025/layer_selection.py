@@ -39,19 +39,13 @@ class LayerSelection(Study):
 
     Source: beyond Yu et al. 2025, who choose layers "based on engineering experience" (Section 3.3,
     Limitations) as those "more likely to be retrieval-related". Channel and factor stay the method's own.
-
-    Attributes:
-        search: The channel search, for its calibration losses and steps.
-        step: Ranges start and end on multiples of this; None: about eight steps, as ``search.layers=auto``.
-        control: Whether the ranges of a channel drawn at random are tried, too.
-        seed: Seed of that draw.
     """
 
     uses_method: ClassVar[bool] = True
 
-    search: Search
-    step: Count | None = None
-    control: bool = True
+    search: Search  # the channel search, for its calibration losses and steps
+    step: Count | None = None  # of starts and ends; None: about eight steps, as ``search.layers=auto``
+    control: bool = True  # whether the ranges of a channel drawn at random are tried, too
     seed: Whole = 0
 
     def check(self, run: Run) -> None:

@@ -48,30 +48,19 @@ class PositionalChannels(Study):
     held against random ones, and against the largest correlation of any with the positions shuffled.
 
     Source: Yu et al. 2025, Definition 2.1, Section 2.3, Appendix C.1, Figures 4 and 14.
-
-    Attributes:
-        channels: Channels to draw; None: the paper's for this model, that of its YAML, and ``top`` more.
-        top: Channels with the strongest trend: the largest :func:`mean_correlation`.
-        controls: Random channels, as a control.
-        site: ``attention_input`` (what scale_channel scales) or ``residual`` (block outputs).
-        strings: Random strings, once to choose and once to measure (paper 2000).
-        length, alphabet, batch_size: Of these; see :class:`posbench.measure.states.Strings`.
-        window: Tokens in the sliding mean of the filter.
-        skip: First tokens left out (paper 30).
-        seed: Seed of the strings, the random channels and the shuffles.
     """
 
-    channels: tuple[int, ...] | None = None
-    top: Count = 2
-    controls: Count = 2
+    channels: tuple[int, ...] | None = None  # None: the paper's for this model, its YAML's, and ``top`` more
+    top: Count = 2  # with the strongest trend: the largest mean_correlation
+    controls: Count = 2  # random channels
     site: Site = "attention_input"
-    strings: Annotated[int, Ge(GROUPS)] = 2000
-    length: Count = 1000
+    strings: Annotated[int, Ge(GROUPS)] = 2000  # once to choose and once to measure (as the paper)
+    length: Count = 1000  # see measure.states.Strings
     alphabet: Alphabet = "characters"
-    window: Count = 100
-    skip: Whole = 30
+    window: Count = 100  # tokens in the sliding mean of the filter
+    skip: Whole = 30  # first tokens left out (as the paper)
     batch_size: Count = 8
-    seed: Whole = 0
+    seed: Whole = 0  # of the strings, the random channels and the shuffles
 
     def check(self, run: Run) -> None:
         """See :meth:`Study.check`."""
