@@ -55,8 +55,7 @@ class FirstItem(Study):
 @plot.styled
 def figure(table):
     """The share over the gold position."""
-    drawn = plot.new_figure(plot.COLUMN, 2.4)
-    axes = drawn.subplots()
+    drawn, axes = plot.new_figure(plot.COLUMN, 2.4)
     plot.band(axes, table, plot.line_style(0), name="share")
     plot.percent_axes(axes, "attention to the first item (%)")
     return drawn

@@ -42,9 +42,10 @@ styled = matplotlib.style.context(["default", STYLE])
 """Decorator: draw under our style alone, whatever the user's matplotlibrc says."""
 
 
-def new_figure(width: float, height: float) -> Figure:
-    """An empty figure of that size in inches that lays itself out."""
-    return Figure(figsize=(width, height), layout="constrained")
+def new_figure(width: float, height: float, *shape: int, **grid: Any) -> tuple[Figure, Any]:
+    """A figure of that size in inches that lays itself out, and its axes, as of :meth:`Figure.subplots`."""
+    figure = Figure(figsize=(width, height), layout="constrained")
+    return figure, figure.subplots(*shape, **grid)
 
 
 def line_style(index: int, unmodified: bool = False, of: int = 0) -> dict[str, Any]:

@@ -22,8 +22,7 @@ def accuracy_by_position(metrics: pd.DataFrame, chance: float | None = None) -> 
     rows = frames.at_positions(metrics)
     frames.need(rows, "metrics (score per position)", "value")
     by = ["method", *(c for c in ("model", "task", "seed") if c in rows and rows[c].nunique() > 1)]
-    figure = plot.new_figure(plot.COLUMN, 2.5)
-    axes = figure.subplots()
+    figure, axes = plot.new_figure(plot.COLUMN, 2.5)
     counts = {True: 0, False: 0}
     for (method, *rest), line in rows.groupby(by, sort=False):
         unmodified = method == frames.UNMODIFIED
@@ -50,8 +49,7 @@ def by_subset(subsets: pd.DataFrame) -> Figure:
     rows = frames.of_metric(subsets)
     names = list(dict.fromkeys(zip(rows["kind"], rows["subset"], strict=True)))
     methods = sorted(rows["method"].unique(), key=lambda m: m != frames.UNMODIFIED)
-    figure = plot.new_figure(plot.PAGE, 0.9 + 0.16 * len(names))
-    axes = figure.subplots()
+    figure, axes = plot.new_figure(plot.PAGE, 0.9 + 0.16 * len(names))
     for index, method in enumerate(methods):
         here = rows[rows["method"] == method].set_index(["kind", "subset"]).reindex(names)
         y = np.arange(len(names)) + 0.3 * (index - (len(methods) - 1) / 2)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
 
 from posbench.plots import base as plot
 from posbench.stats.frames import need
@@ -18,8 +17,7 @@ def convergence(generations: pd.DataFrame) -> Figure:
     """Best and mean fitness of the parents per generation, in %; where a column ``search`` names several
     searches, one line each, the best only. From generations.csv rows (fitness in 0..1)."""
     need(generations, "generations", "generation", "best", "mean", "unmodified")
-    figure = plot.new_figure(plot.COLUMN, 2.7)
-    axes = figure.subplots()
+    figure, axes = plot.new_figure(plot.COLUMN, 2.7)
     rows = generations.set_index("generation")
     lines = {"best": rows["best"], "mean of the parents": rows["mean"]}
     if "search" in rows:
@@ -30,7 +28,7 @@ def convergence(generations: pd.DataFrame) -> Figure:
     for value in generations["unmodified"].dropna().unique():
         axes.axhline(100 * value, label="unmodified", **plot.LEVEL)
     axes.set(xlabel="generation", ylabel="fitness (%)")
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.locator_params("x", integer=True)
     plot.legend_below(figure, axes)
     return figure
 
@@ -45,19 +43,16 @@ def curve_figure(parts: pd.DataFrame, search: pd.DataFrame) -> Figure:
     need(parts, "curve", "part", "x", "y")
     need(search, "search", *POSITIONS, "fitness", "unmodified", "selected")
     points, drawn, layers = (parts[parts["part"] == part] for part in ("point", "curve", "layer"))
-    figure = plot.new_figure(plot.PAGE, 2.2)
-    panels = list(figure.subplots(1, 3 if len(points) else 2))
-    if len(points):
-        axes = panels.pop(0)
+    figure, (*more, left, fitness) = plot.new_figure(plot.PAGE, 2.2, 1, 3 if len(points) else 2)
+    for axes in more:
         axes.plot(drawn["x"], drawn["y"], color=plot.COLOURS[0], label="curve")
         axes.plot(points["x"], points["y"], "s:", color=plot.COLOURS[1], label="control points")
         axes.set(xlabel="x (layers)", ylabel="y (scale)")
         axes.legend()
-    axes, fitness = panels
-    axes.plot(layers["x"], layers["y"], color=plot.COLOURS[0], marker="o")
-    axes.axhline(1, **plot.LEVEL)
-    axes.set(xlabel="layer", ylabel="scale")
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    left.plot(layers["x"], layers["y"], color=plot.COLOURS[0], marker="o")
+    left.axhline(1, **plot.LEVEL)
+    left.set(xlabel="layer", ylabel="scale")
+    left.locator_params("x", integer=True)
     columns, places, width = [*POSITIONS, "fitness"], np.arange(len(POSITIONS) + 1), 0.38
     outlined = dict(color="white", edgecolor="black", linestyle="--", label="unmodified")
     filled = dict(color=plot.COLOURS[0], label="found")
@@ -82,8 +77,8 @@ def channel_curves(channels: pd.DataFrame, channel: int | str) -> Figure:
     need(rows, f"channels (channel {channel})", "value")
     colours = plot.LayerColours(sorted(rows["layer"].unique()))
     sites = list(rows["site"].unique())
-    figure = plot.new_figure(plot.COLUMN if len(sites) == 1 else plot.PAGE, 2.4)
-    panels = np.atleast_1d(figure.subplots(1, len(sites)))
+    width = plot.COLUMN if len(sites) == 1 else plot.PAGE
+    figure, (panels,) = plot.new_figure(width, 2.4, 1, len(sites), squeeze=False)
     for axes, site in zip(panels, sites, strict=True):
         here = rows[rows["site"] == site]
         for layer, line in here.groupby("layer"):
@@ -120,8 +115,7 @@ def candidate_losses_figure(search: pd.DataFrame, most: int = 30) -> Figure:
     need(search, "search", *front, "loss", "loss_unmodified", "selected")
     search = search.sort_values("loss")
     best = search[(np.arange(len(search)) < most) | search["selected"]]
-    figure = plot.new_figure(plot.COLUMN, 0.9 + 0.125 * max(len(best), 4))
-    axes = figure.subplots()
+    figure, axes = plot.new_figure(plot.COLUMN, 0.9 + 0.125 * max(len(best), 4))
     row, selected = np.arange(len(best)), best["selected"].to_numpy(dtype=bool)
     blue, red = plot.COLOURS[:2]
     for mask, form, colour, fill in ((~selected, "o", blue, "white"), (selected, "D", red, red)):

@@ -100,8 +100,7 @@ def factor_sweep(summary: pd.DataFrame, axis: str | Sequence[str] = "method.fact
     """
     frames.need(summary, "summary", "model", "method", "gold_position", "depth", "metric", *columns())
     rows, settings, label = with_setting(frames.of_metric(summary), axis)
-    figure = plot.new_figure(plot.PAGE, max(2.6, 0.8 + 0.16 * len(settings)))
-    left, right = figure.subplots(1, 2)
+    figure, (left, right) = plot.new_figure(plot.PAGE, max(2.6, 0.8 + 0.16 * len(settings)), 1, 2)
     _overall_panel(left, rows, settings, label)
     _setting_lines(right, frames.at_positions(rows), settings, "value", 100)
     handles, labels = right.get_legend_handles_labels()
@@ -163,8 +162,7 @@ def attention_sweep(
     rows, settings, label = with_setting(gold[gold["layer"].isin(shown)], axis)
     by = ["setting", *(["run"] if "run" in rows else []), "method", "depth"]
     curves = rows.groupby(by, sort=False)["attention"].mean().reset_index()
-    figure = plot.new_figure(plot.COLUMN + 1.4, max(2.6, 0.8 + 0.16 * len(settings)))
-    axes = figure.subplots()
+    figure, axes = plot.new_figure(plot.COLUMN + 1.4, max(2.6, 0.8 + 0.16 * len(settings)))
     _setting_lines(axes, curves, settings, "attention", 1)
     plot.attention_axes(axes, plot.layer_title(shown, layers is None))
     figure.legend(*axes.get_legend_handles_labels(), loc="outside right center", title=label)
@@ -178,8 +176,9 @@ def trend(rows: pd.DataFrame) -> Figure:
     frames.need(rows, "trend", "group", "axis", "statistic", "number", *columns())
     panels = [name for name in PANELS if (rows["statistic"] == name).any()]
     groups = list(rows["group"].unique())
-    figure = plot.new_figure(plot.PAGE if len(panels) > 1 else plot.COLUMN, 2.6)
-    for axes, name in zip(np.atleast_1d(figure.subplots(1, len(panels))), panels, strict=True):
+    width = plot.PAGE if len(panels) > 1 else plot.COLUMN
+    figure, grid = plot.new_figure(width, 2.6, 1, len(panels), squeeze=False)
+    for axes, name in zip(grid[0], panels, strict=True):
         label, scale, level = PANELS[name]
         axes.axhline(level, color="0.5", linestyle=":", linewidth=1)
         for index, group in enumerate(groups):

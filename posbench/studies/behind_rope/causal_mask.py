@@ -296,8 +296,8 @@ def exact_tables(n: int) -> dict[str, pd.DataFrame]:
 @plot.styled
 def first_figure(steps: pd.DataFrame) -> Figure:
     """Behind RoPE, Figure 1: three tokens, alpha 0, from the inputs to the scores of the second layer."""
-    figure, panels = plot.new_figure(plot.PAGE, 1.9), list(steps.groupby("step", sort=False))
-    for axes, (title, frame) in zip(figure.subplots(1, len(panels)), panels, strict=True):
+    figure, panels = plot.new_figure(plot.PAGE, 1.9, 1, steps["step"].nunique())
+    for axes, (title, frame) in zip(panels, steps.groupby("step", sort=False), strict=True):
         shown = frame.pivot(index="token", columns="other", values="value").to_numpy()
         axes.imshow(shown, cmap="viridis", vmin=0, vmax=2)
         for i, j in zip(*np.nonzero(~np.isnan(shown)), strict=True):
@@ -312,8 +312,7 @@ def first_figure(steps: pd.DataFrame) -> Figure:
 @plot.styled
 def forms_figure(lengths: pd.DataFrame, last: pd.DataFrame) -> Figure:
     """The closed forms g and h, where rising stops at alpha 0, and the sign in Appendix A.2."""
-    figure = plot.new_figure(plot.PAGE, 4.2)
-    one, two, three, four = figure.subplots(2, 2).flat
+    figure, ((one, two), (three, four)) = plot.new_figure(plot.PAGE, 4.2, 2, 2)
     for colour, (alpha, line) in zip(plot.COLOURS, lengths.groupby("alpha"), strict=False):
         one.plot(line["token"], line["g"], color=colour, label=f"alpha {alpha:g}")
         two.plot(line["token"], line["h"], color=colour)
@@ -339,9 +338,10 @@ def forms_figure(lengths: pd.DataFrame, last: pd.DataFrame) -> Figure:
 @plot.styled
 def layernorm_figure(table: pd.DataFrame, length: str) -> Figure:
     """The last row of the second layer with LayerNorm and with the L2 norm, a panel for each alpha."""
-    figure, parts = plot.new_figure(plot.PAGE, 2.0), table["setting"].str.split(", ", expand=True)
-    panels = list(table.assign(alpha=parts[0], norm=parts[1]).groupby("alpha", sort=False))
-    for axes, (alpha, frame) in zip(figure.subplots(1, len(panels)), panels, strict=True):
+    parts = table["setting"].str.split(", ", expand=True)
+    figure, panels = plot.new_figure(plot.PAGE, 2.0, 1, parts[0].nunique())
+    groups = table.assign(alpha=parts[0], norm=parts[1]).groupby("alpha", sort=False)
+    for axes, (alpha, frame) in zip(panels, groups, strict=True):
         for colour, (norm, line) in zip(plot.COLOURS, frame.groupby("norm", sort=False), strict=False):
             axes.plot(line["key"], line["score"] / line["score"].max(), color=colour, label=str(norm))
         style = {"color": "black", "linestyle": plot.DASHED, "label": "L2 norm, exact"}

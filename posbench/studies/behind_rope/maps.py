@@ -64,8 +64,8 @@ def maps_figure(rows: Sequence[tuple[str, Mapping[str, Array]]], last: int | Non
     """
     across = max(len(maps) for _, maps in rows)
     width = max(plot.PAGE, 1.4 * across)
-    figure = plot.new_figure(width, len(rows) * width / across + 0.1)
-    grid = figure.subplots(len(rows), across, squeeze=False)
+    height = len(rows) * width / across + 0.1
+    figure, grid = plot.new_figure(width, height, len(rows), across, squeeze=False)
     for line, (name, maps) in zip(grid, rows, strict=True):
         line[0].set_ylabel(name.replace(", ", "\n") + "\n\nquery" if name else "query")
         for axes, (title, values) in zip(line, maps.items(), strict=False):

@@ -103,8 +103,7 @@ def compare(found: Tensor, reference: Tensor) -> dict[str, float]:
 @plot.styled
 def errors_figure(errors: pd.DataFrame) -> Figure:
     """Mean difference of logits, a line for each method, a mark for each weight type and its own effect."""
-    figure = plot.new_figure(plot.PAGE, 2.4)
-    axes = figure.subplots()
+    figure, axes = plot.new_figure(plot.PAGE, 2.4)
     for index, (weights, rows) in enumerate(errors.groupby("weights", sort=False)):
         label = "effect of the method, float64" if weights == "float64" else f"error of {weights}"
         axes.plot(rows["mean"], rows["method"], **plot.line_style(index) | {"linestyle": "", "label": label})

@@ -114,10 +114,10 @@ def random_model(shape: Shape, device: torch.device, dtype: str = "float32", tok
 def ratio_figure(measured: pd.DataFrame) -> Figure:
     """A panel for each work: median ratio of each way, and its range over rounds."""
     panels, kind = list(measured.groupby("work", sort=False)), "ratio" if "ratio" in measured else "speedup"
-    figure = plot.new_figure(plot.PAGE, sum(0.22 * len(rows) + 0.55 for _, rows in panels))
-    heights = [len(rows) + 1.5 for _, rows in panels]
-    every = figure.subplots(len(panels), 1, squeeze=False, sharex=True, height_ratios=heights)[:, 0]
-    for axes, (work, rows) in zip(every, panels, strict=True):
+    height, ratios = 0.22 * len(measured) + 0.55 * len(panels), [len(rows) + 1.5 for _, rows in panels]
+    shape: dict[str, Any] = {"sharex": True, "squeeze": False, "height_ratios": ratios}
+    figure, grid = plot.new_figure(plot.PAGE, height, len(panels), **shape)
+    for axes, (work, rows) in zip(grid.flat, panels, strict=True):
         rows = rows[::-1]
         away = rows[kind] - rows[f"{kind}_min"], rows[f"{kind}_max"] - rows[kind]
         axes.errorbar(rows[kind], rows["way"], xerr=away, fmt="o", color=plot.COLOURS[0], capsize=2)
@@ -125,5 +125,5 @@ def ratio_figure(measured: pd.DataFrame) -> Figure:
         axes.set(title=work)
         axes.margins(y=0.5 / len(rows))
     words = {"ratio": "time over that of", "speedup": "speed-up over"}[kind]
-    every[-1].set(xlabel=f"{words} {measured['base'].iloc[0]} (median and range over rounds)", xlim=(0, None))
+    axes.set(xlabel=f"{words} {measured['base'].iloc[0]} (median and range over rounds)", xlim=(0, None))
     return figure

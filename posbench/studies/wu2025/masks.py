@@ -302,8 +302,8 @@ def _log_ticks(axes: Axes, x: Sequence[float], y: Sequence[float]) -> None:
 @plot.styled
 def theory_figure(tables: Tables) -> Figure:
     """Theorems 4.1, 4.2 and 4.5: dots are stacks of attention with equal scores, lines are predictions."""
-    figure, rates, halves = plot.new_figure(plot.PAGE, 4.6), tables["causal_rates"], tables["half_times"]
-    one, two, three, four = figure.subplots(2, 2).flat
+    figure, ((one, two), (three, four)) = plot.new_figure(plot.PAGE, 4.6, 2, 2)
+    rates, halves = tables["causal_rates"], tables["half_times"]
     _dots(one, rates, "token", "layers", "weight", "token {}", predicted="-", bound=":")
     one.set(yscale="log", ylim=(rates["weight"].min() / 3, 2), xlabel="layers", ylabel=LAST_ROW)
     one.set_title("4.1 causal: rate log j (line), bound (dotted)")
@@ -325,8 +325,8 @@ def theory_figure(tables: Tables) -> Figure:
 @plot.styled
 def rope_figure(tables: Tables) -> Figure:
     """Theorems 4.3 and 4.7, and the weights of both kinds of attention with the paper's accuracy gaps."""
-    figure, prefix, tops = plot.new_figure(plot.PAGE, 4.6), tables["prefix_mass"], tables["rope_peaks"]
-    one, two, three, four = figure.subplots(2, 2).flat
+    figure, ((one, two), (three, four)) = plot.new_figure(plot.PAGE, 4.6, 2, 2)
+    prefix, tops = tables["prefix_mass"], tables["rope_peaks"]
     mean = prefix.groupby(["kind", "layers"], sort=False)[["weight", "predicted"]].mean().reset_index()
     words = {"prefix": "each prefix token (mean)", "behind": "first token behind"}
     _dots(one, mean.replace(words), "kind", "layers", "weight", predicted="-")
@@ -353,8 +353,7 @@ def rope_figure(tables: Tables) -> Figure:
 @plot.styled
 def bounds_figure(table: pd.DataFrame) -> Figure:
     """Factors of weights and bounds by query: the smallest of Lemma 4.4's upper bound, the medians of all."""
-    figure = plot.new_figure(plot.PAGE, 2.3)
-    left, right = figure.subplots(1, 2)
+    figure, (left, right) = plot.new_figure(plot.PAGE, 2.3, 1, 2)
     for name, line in table.groupby("bound", sort=False):
         kind, _, row = str(name).partition(", ")
         if row:

@@ -105,12 +105,11 @@ def summary(rows: Sequence[Row], clusters: Sequence[str], resamples: int = 2000)
 @plot.styled
 def rollout_figure(table: pd.DataFrame) -> Figure:
     """Rollout by depth of the prompt, a line per number of layers; a panel per kind of rollout."""
-    figure = plot.new_figure(plot.PAGE, 2.6)
+    figure, panels = plot.new_figure(plot.PAGE, 2.6, 1, len(KINDS))
     table = table.assign(place=100 * (table["part"] + 0.5) / table["part"].nunique())
     depths = sorted(table["layers"].unique())
-    # Eight lines can be told apart.
-    shown = depths[:: -(-len(depths) // 8)]
-    for axes, kind in zip(figure.subplots(1, len(KINDS)), KINDS, strict=True):
+    shown = depths[:: -(-len(depths) // 8)]  # eight lines can be told apart
+    for axes, kind in zip(panels, KINDS, strict=True):
         for index, layers in enumerate(shown):
             line = table[(table["rollout"] == kind) & (table["layers"] == layers)]
             style, name = plot.line_style(index, of=len(shown)), f"{layers} layer{'s' if layers > 1 else ''}"

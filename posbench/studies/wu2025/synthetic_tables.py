@@ -161,8 +161,8 @@ def gaps_figure(gaps: pd.DataFrame, cells: pd.DataFrame) -> Figure:
     seeds = last.merge(mean[mean["seeds"] > 1][[*key, "place"]], on=key)
     top, lines = np.nanmax([*last["gap"].abs(), *mean["paper"].abs()]), 1 + mean["place"].max() // PER_ROW
     diamond: dict[str, Any] = {"color": "black", "markerfacecolor": "white", "markersize": 4, "zorder": 4}
-    figure = plot.new_figure(plot.PAGE, 0.5 + 2.0 * lines)
-    for line, axes in enumerate(figure.subplots(lines, 1, squeeze=False).flat):
+    figure, grid = plot.new_figure(plot.PAGE, 0.5 + 2.0 * lines, lines, squeeze=False)
+    for line, axes in enumerate(grid.flat):
         _policies(axes, top)
         for index, pair in enumerate(PAIR_NAMES):
             bars, dots = (f[(f["pair"] == pair) & (f["place"] // PER_ROW == line)] for f in (mean, seeds))
@@ -187,15 +187,14 @@ def _by_condition(frame: pd.DataFrame, draw: Callable[[Axes, Row, pd.DataFrame],
     groups = list(frame.groupby(SETTINGS, sort=False))
     columns = min(3, len(groups))
     lines = -(-len(groups) // columns)
-    figure = plot.new_figure(plot.PAGE, 0.4 + 1.6 * lines)
-    panels = figure.subplots(lines, columns, squeeze=False).flat
-    for axes in panels[len(groups) :]:
+    figure, panels = plot.new_figure(plot.PAGE, 0.4 + 1.6 * lines, lines, columns, squeeze=False)
+    for axes in panels.flat[len(groups) :]:
         axes.set_visible(False)
-    for number, (axes, (key, rows)) in enumerate(zip(panels, groups, strict=False)):
+    for number, (axes, (key, rows)) in enumerate(zip(panels.flat, groups, strict=False)):
         draw(axes, dict(zip(SETTINGS, key, strict=True)), rows)
         if number % columns:
             axes.label_outer(remove_inner_ticks=False)
-    plot.legend_below(figure, panels[0])
+    plot.legend_below(figure, panels[0, 0])
     return figure
 
 

@@ -197,18 +197,17 @@ def _shown(method: ScaleChannel | None) -> dict[str, str | float]:
 @plot.styled
 def ablation_figure(table: pd.DataFrame) -> Figure:
     """Scores of the ablations, and their paired differences from the full method, with 95 % intervals."""
-    figure, rows = plot.new_figure(plot.PAGE, 0.9 + 0.2 * len(table)), table.set_index("ablation")
-    panels, y = figure.subplots(1, 2, sharey=True), np.arange(len(table))
+    figure, (left, right) = plot.new_figure(plot.PAGE, 0.9 + 0.2 * len(table), 1, 2, sharey=True)
+    rows, y = table.set_index("ablation"), np.arange(len(table))
     style = {"linestyle": "none", "marker": "o", "color": plot.COLOURS[0]}
     diamond = {"linestyle": "none", "marker": "D", "color": plot.COLOURS[1], "markerfacecolor": "white"}
-    for axes, name in zip(panels, ("", "difference"), strict=True):
+    for axes, name in ((left, ""), (right, "difference")):
         points = rows[columns(name)].set_axis(columns(), axis=1)
         plot.percent_bars(axes, y, points, upright=False, label="posbench", **style)
         axes.grid(axis="y", color="0.9", linewidth=0.5)
         paper = rows["paper"] - (rows.loc[FULL, "paper"] if name else 0)
         if paper.notna().any():
             axes.plot(100 * paper, y, label="paper", **diamond)
-    left, right = panels
     if rows["paper"].notna().any():
         plot.legend_below(figure, left)
     left.axvline(100 * rows.loc[UNMODIFIED, "value"], color="black", linestyle=plot.DASHED, linewidth=1)

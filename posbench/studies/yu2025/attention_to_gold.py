@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -318,8 +319,9 @@ def map_panels(frame: pd.DataFrame, unit: str, titles: Mapping[int, str]) -> Fig
     """A heat map of gold position x item for each value of the column ``unit``, on one colour scale."""
     columns = min(4 if len(titles) <= 12 else 8, len(titles))
     large, lines = columns <= 4, -(-len(titles) // columns)
-    figure = plot.new_figure(plot.PAGE, 0.75 + (1.55 if large else 0.95) * lines)
-    panels = figure.subplots(lines, columns, sharex=True, sharey=True, squeeze=False)
+    shape: dict[str, Any] = {"sharex": True, "sharey": True, "squeeze": False}
+    height = 0.75 + (1.55 if large else 0.95) * lines
+    figure, panels = plot.new_figure(plot.PAGE, height, lines, columns, **shape)
     norm = PowerNorm(0.5, vmin=0, vmax=float(frame["attention"].max()))
     for axes in panels.flat[len(titles) :]:
         axes.set_visible(False)
@@ -333,7 +335,7 @@ def map_panels(frame: pd.DataFrame, unit: str, titles: Mapping[int, str]) -> Fig
     figure.supxlabel("item", fontsize=plot.STYLE["axes.labelsize"])
     figure.supylabel("gold position (item)", fontsize=plot.STYLE["axes.labelsize"])
     label = "attention of the last token\n(mean weight per token)"
-    bar = figure.colorbar(image, ax=panels.ravel().tolist(), label=label)
+    bar = figure.colorbar(image, ax=figure.axes, label=label)
     bar.ax.ticklabel_format(axis="y", scilimits=(-3, 3))
     return figure
 
@@ -342,8 +344,8 @@ def map_panels(frame: pd.DataFrame, unit: str, titles: Mapping[int, str]) -> Fig
 def head_figure(heads: pd.DataFrame) -> Figure:
     """Retrieval score by layer and head; a dot on retrieval-related heads."""
     grid = heads.pivot_table(index="layer", columns="head", values="score")
-    figure = plot.new_figure(plot.COLUMN, 1.1 + 0.16 * max(len(grid.index), 5))
-    axes, lowest = figure.subplots(), min(0.0, float(grid.min().min()))
+    figure, axes = plot.new_figure(plot.COLUMN, 1.1 + 0.16 * max(len(grid.index), 5))
+    lowest = min(0.0, float(grid.min().min()))
     image = axes.imshow(grid.to_numpy(), vmin=lowest, vmax=1, cmap="viridis", aspect="auto", origin="lower")
     marked, colour = heads[heads["retrieval"]], plot.COLOURS[1]
     axes.plot(marked["head"], marked["layer"], linestyle="none", marker="o", color=colour, markersize=3)
@@ -357,8 +359,7 @@ def head_figure(heads: pd.DataFrame) -> Figure:
 @plot.styled
 def curve_figure(lengths: pd.DataFrame) -> Figure:
     """Attention to the gold item and score over the gold position, a line for each number of items."""
-    figure = plot.new_figure(plot.PAGE, 2.5)
-    left, right = figure.subplots(1, 2)
+    figure, (left, right) = plot.new_figure(plot.PAGE, 2.5, 1, 2)
     labels = {number: f"{number} items" for number in sorted(lengths["items"].unique())}
     over_positions(left, right, lengths, "items", labels, ordered=len(labels) > 1)
     if len(labels) > 1:

@@ -113,8 +113,7 @@ def _of(link: str, tables: Tables) -> Tables:
 @plot.styled
 def chain_figure(tables: Tables) -> Figure:
     """Six panels in the order of the argument; see the caption of :class:`Chain`."""
-    figure, bias = plot.new_figure(plot.PAGE, 5.4), tables["bias"]
-    grid = figure.subplots(2, 3)
+    (figure, grid), bias = plot.new_figure(plot.PAGE, 5.4, 2, 3), tables["bias"]
     labels = {method: f"with {method}" for method in bias["method"].unique()} | {UNMODIFIED: "unmodified"}
     over_positions(grid[0][1], grid[0][0], bias, "method", labels)
     grid[0][0].set_title("position bias")

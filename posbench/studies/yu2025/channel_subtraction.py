@@ -223,8 +223,8 @@ def panel(axes: Axes, items: pd.DataFrame, where: str, measure: str) -> None:
 @plot.styled
 def items_figure(items: pd.DataFrame) -> Figure:
     """Channel (above) and attention (below) of every item, a column for each changed item."""
-    figure, first = plot.new_figure(plot.PAGE, 4.2), items.iloc[0]
-    grid = figure.subplots(2, 2, sharex=True, sharey="row")
+    figure, grid = plot.new_figure(plot.PAGE, 4.2, 2, 2, sharex=True, sharey="row")
+    first = items.iloc[0]
     for column, (where, words) in zip(grid.T, WHERE.items(), strict=True):
         for axes, measure in zip(column, ("channel", "attention"), strict=True):
             panel(axes, items, where, measure)

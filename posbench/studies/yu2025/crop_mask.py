@@ -10,7 +10,6 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
 
 from posbench.files.atomic import Row
 from posbench.methods.scale_channel import check_layers, share
@@ -229,18 +228,18 @@ def attention_panel(axes: Axes, table: pd.DataFrame) -> None:
 @plot.styled
 def crop_figure(table: pd.DataFrame, layers: pd.DataFrame) -> Figure:
     """Score and attention over the gold position, change of attention by layer; a line for each variant."""
-    figure, first = plot.new_figure(plot.PAGE, 2.7), layers.iloc[0]
-    left, middle, right = figure.subplots(1, 3)
+    figure, (left, middle, right) = plot.new_figure(plot.PAGE, 2.7, 1, 3)
     metric = next(m for m in table["measure"].unique() if m != "attention")
     plot.bands(left, table[table["measure"] == metric], "variant", LABELS)
     plot.percent_axes(left, f"{metric.replace('_', ' ')} (%)")
     attention_panel(middle, table)
-    right.axvspan(first["crop_first"] - 0.5, first["crop_last"] + 0.5, color="0.9", linewidth=0)
+    first, last = layers[["crop_first", "crop_last"]].iloc[0]
+    right.axvspan(first - 0.5, last + 0.5, color="0.9", linewidth=0)
     right.axhline(0, color="black", linewidth=0.6)
     changed = layers[layers["variant"] != UNMODIFIED]
     plot.bands(right, changed, "variant", LABELS, x="layer", name="change", scale=1)
     right.set(xlabel="layer", ylabel="change of that attention\n(inner positions)")
-    right.xaxis.set_major_locator(MaxNLocator(integer=True))
+    right.locator_params("x", integer=True)
     right.ticklabel_format(axis="y", scilimits=(-3, 3))
     plot.legend_below(figure, left)
     return figure

@@ -164,8 +164,7 @@ class Doubling(Study):
 @plot.styled
 def doubling_figure(table: pd.DataFrame, place: int) -> Figure:
     """Attention to the gold item and score over its position by change; dotted: the changed place."""
-    figure = plot.new_figure(plot.PAGE, 2.6)
-    left, right = figure.subplots(1, 2)
+    figure, (left, right) = plot.new_figure(plot.PAGE, 2.6, 1, 2)
     over_positions(left, right, table, "mode", LABELS)
     depth = 100 * place / max(int(table["items"].iloc[0]) - 1, 1)
     for axes in (left, right):

@@ -11,7 +11,6 @@ import numpy as np
 import pandas as pd
 import torch
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
 
 from posbench.errors import UserError
 from posbench.files.atomic import Row, rounded
@@ -211,8 +210,7 @@ def curves_figure(curves: pd.DataFrame) -> Figure:
     rows = curves[~curves["control"]]
     colours, first = plot.LayerColours(sorted(rows["layer"].unique())), rows.iloc[0]
     variants = [v for v in LABELS if v in set(rows["variant"])]
-    figure = plot.new_figure(plot.PAGE, 2.4)
-    panels = figure.subplots(1, len(variants), sharey=True)
+    figure, panels = plot.new_figure(plot.PAGE, 2.4, 1, len(variants), sharey=True)
     for axes, variant in zip(panels, variants, strict=True):
         axes.axvspan(first["start"], first["end"], color="0.9", linewidth=0)
         for layer, line in rows[rows["variant"] == variant].groupby("layer"):
@@ -227,8 +225,7 @@ def curves_figure(curves: pd.DataFrame) -> Figure:
 def layers_figure(table: pd.DataFrame) -> Figure:
     """Change inside the span by layer: the positional channel (95 %), and the mean of the random ones."""
     inside = table[table["where"] == "inside"]
-    figure = plot.new_figure(plot.COLUMN, 2.5)
-    axes = figure.subplots()
+    figure, axes = plot.new_figure(plot.COLUMN, 2.5)
     axes.axhline(0, color="black", linewidth=0.6)
     dashed: dict[str, Any] = {"linestyle": "--", "markerfacecolor": "white"}
     for index, variant in enumerate(v for v in LABELS if v in set(inside["variant"])):
@@ -239,6 +236,6 @@ def layers_figure(table: pd.DataFrame) -> Figure:
         axes.plot(random, **style | dashed)
     axes.plot([], [], label="random channels", color="0.4", marker="o", **dashed)
     axes.set(xlabel="layer", ylabel="change inside the span\n(share of the range)")
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.locator_params("x", integer=True)
     plot.legend_below(figure, axes)
     return figure

@@ -188,8 +188,7 @@ def layer_table(run: Run, changes: Mapping[Range, Array], ranges: Mapping[str, r
 def layer_figure(ranges: pd.DataFrame, layers: pd.DataFrame) -> Figure:
     """Loss over ranges, a map per channel on one scale (left); retrieval and benefit by layer (right)."""
     kinds, rows = list(ranges["kind"].unique()), layers[layers["layer"].str.isdigit()]
-    figure = plot.new_figure(plot.PAGE, 2.6)
-    *maps, right = figure.subplots(1, len(kinds) + 1)
+    figure, (*maps, right) = plot.new_figure(plot.PAGE, 2.6, 1, len(kinds) + 1)
     top, x = float(ranges["change"].abs().max()) or 1.0, rows["layer"].astype(int)
     published = x[rows["published"].astype(str).str.lower() == "true"]
     for axes, kind in zip(maps, kinds, strict=True):

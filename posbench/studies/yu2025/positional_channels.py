@@ -11,7 +11,6 @@ import numpy as np
 import pandas as pd
 from annotated_types import Ge
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
 from scipy.stats import t
 
 from posbench.errors import UserError
@@ -250,8 +249,7 @@ def jackknife(groups: Array, sizes: Array) -> Estimate:
 @plot.styled
 def averaged_figure(curves: pd.DataFrame) -> Figure:
     """Curves averaged over layers, less their mean, over the token; random ones dashed, the null dotted."""
-    figure = plot.new_figure(plot.COLUMN, 3.0)
-    axes = figure.subplots()
+    figure, axes = plot.new_figure(plot.COLUMN, 3.0)
     for index, ((channel, kind), line) in enumerate(curves.groupby(["channel", "kind"], sort=False)):
         mean = line.groupby("token")[["value", "sliding_mean"]].mean()
         mean -= mean["value"].mean()
@@ -266,9 +264,8 @@ def averaged_figure(curves: pd.DataFrame) -> Figure:
 @plot.styled
 def layer_figure(table: pd.DataFrame) -> Figure:
     """Correlation with the position, and share of variance that it explains, by layer and channel."""
-    figure = plot.new_figure(plot.PAGE, 2.8)
-    panels = figure.subplots(1, 2)
-    for axes, name, scale in zip(panels, ("spearman", "explained"), (1, 100), strict=True):
+    figure, (left, right) = plot.new_figure(plot.PAGE, 2.8, 1, 2)
+    for axes, name, scale in ((left, "spearman", 1), (right, "explained", 100)):
         for index, ((channel, kind), line) in enumerate(table.groupby(["channel", "kind"], sort=False)):
             style = plot.line_style(index) | {"linestyle": DASHES.get(str(kind), "-")}
             axes.plot(line["layer"], scale * line[name], label=f"{channel} ({kind})", **style)
@@ -276,8 +273,7 @@ def layer_figure(table: pd.DataFrame) -> Figure:
                 null = plot.line_style(0) | {"linestyle": ":", "marker": ""}
                 shuffled = scale * line[f"shuffled_{name}"]
                 axes.plot(line["layer"], shuffled, label=f"{channel} ({SHUFFLED})", **null)
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    left, right = panels
+        axes.locator_params("x", integer=True)
     left.axhline(0, color="0.5", linewidth=0.6, zorder=0)
     ylabel = "rank correlation of the averaged\ncurve with the position"
     left.set(xlabel="layer", ylabel=ylabel, ylim=(-1.08, 1.08))
