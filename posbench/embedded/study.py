@@ -37,20 +37,16 @@ class EmbeddedModel(Study):
 
     Trainings lie next to the run folder and go on where they were killed. Runs of the same code share them:
     two shells can train different seeds. On another processor a seed ends at other weights.
-
-    Attributes:
-        model: Whose recipe.
-        seeds: Training seeds, the one to release first. None: the shipped seed, then 0, 1, ... until one
-            meets the criteria. ``[]``: none, and the shipped checkpoint is measured.
-        attempts: Seeds at most where ``seeds`` is None.
     """
 
     needs_model: ClassVar[bool] = False
     needs_task: ClassVar[bool] = False
 
-    model: Literal["tiny", "tiny_b", "tiny_nope", "tiny_alibi"] = "tiny"
+    model: Literal["tiny", "tiny_b", "tiny_nope", "tiny_alibi"] = "tiny"  # whose recipe
+    # training seeds, the one to release first. None: the shipped seed, then 0, 1, ... until one meets the
+    # criteria. ``[]``: none, and the shipped checkpoint is measured
     seeds: tuple[Whole, ...] | None = None
-    attempts: Count = 6
+    attempts: Count = 6  # seeds at most where ``seeds`` is None
 
     def measure(self, run: Run) -> dict[str, pd.DataFrame]:
         """Tables ``criteria`` (by seed and prompts), ``training`` (the curve), ``seeds`` (by training)."""

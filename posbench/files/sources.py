@@ -43,23 +43,16 @@ FAILURES = (OSError, HTTPError, HTTPException, ValueError)
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """Files that a config needs, in one place.
+    """Files that a config needs, in one place."""
 
-    Attributes:
-        kind: ``model`` or ``dataset`` (hub repositories), ``url``, or ``path`` (on this machine).
-        id: Hub id, URL, or path of a file or folder.
-        field: The config key that named it, for errors.
-        files: Of a data set, paths in its repository; of a checkpoint, patterns in its top folder.
-        revision: Hub branch, tag or commit; None is the default branch.
-        sha256: Checksum that a URL's content must have; empty: not known.
-    """
-
+    # ``model`` or ``dataset`` (hub repositories), ``url``, or ``path`` (on this machine)
     kind: Literal["model", "dataset", "url", "path"]
-    id: str
-    field: str
+    id: str  # hub id, URL, or path of a file or folder
+    field: str  # the config key that named it, for errors
+    # of a data set, paths in its repository; of a checkpoint, patterns in its top folder
     files: tuple[str, ...] = ()
-    revision: str | None = None
-    sha256: str = ""
+    revision: str | None = None  # hub branch, tag or commit; None is the default branch
+    sha256: str = ""  # checksum that a URL's content must have; empty: not known
 
 
 @dataclass(frozen=True)

@@ -17,22 +17,14 @@ from posbench.schema import build, defaults, required, target
 
 @dataclass(frozen=True, kw_only=True)
 class MethodChoice:
-    """Class and parameters of a method, or of a part of a list of methods.
+    """Class and parameters of a method, or of a part of a list of methods."""
 
-    Attributes:
-        name: What tables call it.
-        cls: Its class.
-        values: Its parameters; None marks what a search must find.
-        typed: Keys of these that the user typed; a search leaves them alone.
-        where: Dotted name of its config node.
-        parts: In a list of methods, the choices by name, the outermost first.
-    """
-
-    name: str
-    cls: type[Method]
-    values: dict[str, Any]
-    typed: frozenset[str] = frozenset()
-    where: str = "method"
+    name: str  # what tables call it
+    cls: type[Method]  # its class
+    values: dict[str, Any]  # its parameters; None marks what a search must find
+    typed: frozenset[str] = frozenset()  # keys of these that the user typed; a search leaves them alone
+    where: str = "method"  # dotted name of its config node
+    # in a list of methods, the choices by name, the outermost first
     parts: dict[str, MethodChoice] = field(default_factory=dict)
 
     @classmethod

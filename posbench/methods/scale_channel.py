@@ -41,19 +41,14 @@ _MARK = "posbench_scaled_in"
 
 @dataclass
 class Prefix:
-    """An unmodified prefill of P tokens that serves any number of (channel, factor, layers) candidates.
+    """An unmodified prefill of P tokens that serves any number of (channel, factor, layers) candidates."""
 
-    Attributes:
-        cache: Keys and values of the P tokens, never changed by :meth:`fork`.
-        channels: The C recorded channels of the attention input.
-        inputs: Per layer, the attention input at these channels, [B, P, C]; all of it, [B, P, D], where keys
-            are not linear in it.
-        rotary: Per layer, (cos, sin) of the P positions; None in models without rotary embedding.
-    """
-
-    cache: DynamicCache
-    channels: tuple[int, ...] = ()
+    cache: DynamicCache  # keys and values of the P tokens, never changed by :meth:`fork`
+    channels: tuple[int, ...] = ()  # the C recorded channels of the attention input
+    # per layer, the attention input at these channels, [B, P, C]; all of it, [B, P, D], where keys are not
+    # linear in it
     inputs: dict[int, Tensor] = field(default_factory=dict)
+    # per layer, (cos, sin) of the P positions; None in models without rotary embedding
     rotary: dict[int, tuple[Tensor, Tensor] | None] = field(default_factory=dict)
     _parts: tuple[tuple[int, ...], dict[int, Tensor]] = field(default_factory=lambda: ((), {}), repr=False)
 

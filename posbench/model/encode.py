@@ -25,19 +25,13 @@ Parts = list[tuple[str, int]]
 
 @dataclass(frozen=True)
 class Encoded:
-    """One prompt as tokens.
+    """One prompt as tokens."""
 
-    Attributes:
-        ids: Token ids, special tokens included.
-        offsets: Per token, the (start, end) characters of the *task's* prompt it covers; (0, 0) if added.
-        text: What the tokens spell, as rendered for the model.
-        dropped: Tokens of the prompt that were removed to fit.
-    """
-
-    ids: list[int]
+    ids: list[int]  # token ids, special tokens included
+    # per token, the (start, end) characters of the *task's* prompt it covers; (0, 0) if added
     offsets: list[tuple[int, int]]
-    text: str
-    dropped: int = 0
+    text: str  # what the tokens spell, as rendered for the model
+    dropped: int = 0  # tokens of the prompt that were removed to fit
 
 
 class Encoder:

@@ -15,45 +15,31 @@ from posbench.errors import UserError
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """Where one model family keeps its attention, and what happens to a key between projection and cache.
+    """Where one model family keeps its attention, and what happens to a key between projection and cache."""
 
-    Attributes:
-        name: Name shown to users.
-        model_types: Values of ``config.model_type`` that belong to the family.
-        traits: What sets it apart, in a few words for the support table.
-        layers: Dotted path from the causal-LM object to its list of decoder layers.
-        attention: Attribute of a decoder layer that holds the attention module, whose attributes follow.
-        query: Projects queries.
-        key: Projects keys; the same as ``query`` where they are fused.
-        fused: Rows of a fused projection with H query and G key heads: ``blocks`` is all queries, all keys,
-            all values; ``groups`` is, for each key head, its H / G queries, the key, the value.
-        key_norm: Normalises keys before the rotation.
-        norm_over: What that norm sees at once: one ``head``, or the whole ``projection``.
-        clip: The bound to which the projection's output is clamped; None or 0 means no bound.
-        rope_if: None or 0 in layers without rotary embedding; None where all layers are alike.
-        position: How the model knows positions, beside its causal mask.
-        interface: Whether attention runs through the library's functions, which posbench can listen to.
-        output: Projects the heads' outputs; read without ``interface``.
-        shut_is_true: Whether its masks of booleans are true where a key is shut.
-        mask_has_bias: Whether its mask holds the ALiBi bias, which eager attention then adds a second time.
-    """
-
-    name: str
-    model_types: tuple[str, ...]
-    traits: str = ""
-    layers: str = "model.layers"
+    name: str  # name shown to users
+    model_types: tuple[str, ...]  # values of ``config.model_type`` that belong to the family
+    traits: str = ""  # what sets it apart, in a few words for the support table
+    layers: str = "model.layers"  # dotted path from the causal-LM object to its list of decoder layers
+    # attribute of a decoder layer that holds the attention module, whose attributes follow
     attention: str = "self_attn"
-    query: str = "q_proj"
-    key: str = "k_proj"
+    query: str = "q_proj"  # projects queries
+    key: str = "k_proj"  # projects keys; the same as ``query`` where they are fused
+    # rows of a fused projection with H query and G key heads: ``blocks`` is all queries, all keys, all
+    # values; ``groups`` is, for each key head, its H / G queries, the key, the value
     fused: Literal["blocks", "groups"] | None = None
-    key_norm: str | None = None
+    key_norm: str | None = None  # normalises keys before the rotation
+    # what that norm sees at once: one ``head``, or the whole ``projection``
     norm_over: Literal["head", "projection"] = "head"
-    clip: str | None = None
+    clip: str | None = None  # the bound to which the projection's output is clamped; None or 0 means no bound
+    # None or 0 in layers without rotary embedding; None where all layers are alike
     rope_if: str | None = None
-    position: str = "RoPE"
+    position: str = "RoPE"  # how the model knows positions, beside its causal mask
+    # whether attention runs through the library's functions, which posbench can listen to
     interface: bool = True
-    output: str = "o_proj"
-    shut_is_true: bool = False
+    output: str = "o_proj"  # projects the heads' outputs; read without ``interface``
+    shut_is_true: bool = False  # whether its masks of booleans are true where a key is shut
+    # whether its mask holds the ALiBi bias, which eager attention then adds a second time
     mask_has_bias: bool = False
 
 

@@ -32,36 +32,27 @@ Dtype = Literal["auto", "float64", "float32", "bfloat16", "float16"]
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """One file of ``conf/model/``.
+    """One file of ``conf/model/``."""
 
-    Attributes:
-        name: Short name used in folders and tables.
-        path: Hub id, local directory, or ``posbench://NAME`` for an embedded model.
-        revision: Hub branch, tag or commit; None takes the default branch, as cached if that is complete.
-        dtype: Weight type; ``auto`` is the checkpoint's own on a GPU and float32 on a CPU.
-        attention: Attention kernel; ``auto`` is sdpa where the family has it, else eager (Gemma 2, MPT).
-        rope: ``checkpoint``, or ``none`` for one trained without position embeddings whose config hides it.
-        chat_template: ``auto`` applies the tokenizer's template where it has one, ``none`` never; or the name
-            of one in ``posbench/model/templates``, for a checkpoint that does not carry its own.
-        context_window: Tokens the model reads; None takes the checkpoint's ``max_position_embeddings``.
-        threads: CPU threads; None leaves torch's choice.
-        stages: Stages that run when the user names none.
-        source: Where the facts of this file come from.
-        blocks: What the file brings for methods, tasks, searches and studies, by their names: every other key
-            of the file that holds a mapping.
-    """
-
-    name: str
-    path: str
+    name: str  # short name used in folders and tables
+    path: str  # hub id, local directory, or ``posbench://NAME`` for an embedded model
+    # hub branch, tag or commit; None takes the default branch, as cached if that is complete
     revision: str | None = None
-    dtype: Dtype = "auto"
+    dtype: Dtype = "auto"  # weight type; ``auto`` is the checkpoint's own on a GPU and float32 on a CPU
+    # attention kernel; ``auto`` is sdpa where the family has it, else eager (Gemma 2, MPT)
     attention: Kernel = "auto"
+    # ``checkpoint``, or ``none`` for one trained without position embeddings whose config hides it
     rope: Literal["checkpoint", "none"] = "checkpoint"
+    # ``auto`` applies the tokenizer's template where it has one, ``none`` never; or the name of one in
+    # ``posbench/model/templates``, for a checkpoint that does not carry its own
     chat_template: str = "auto"
+    # tokens the model reads; None takes the checkpoint's ``max_position_embeddings``
     context_window: Count | None = None
-    threads: Count | None = None
-    stages: tuple[str, ...] = ("intervene", "evaluate", "report")
-    source: str = ""
+    threads: Count | None = None  # CPU threads; None leaves torch's choice
+    stages: tuple[str, ...] = ("intervene", "evaluate", "report")  # stages that run when the user names none
+    source: str = ""  # where the facts of this file come from
+    # what the file brings for methods, tasks, searches and studies, by their names: every other key of the
+    # file that holds a mapping
     blocks: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

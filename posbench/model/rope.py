@@ -26,20 +26,13 @@ _BUSY = "posbench_rotates"
 
 @dataclass(frozen=True)
 class Call:
-    """One evaluation of a model's rotary embedding.
+    """One evaluation of a model's rotary embedding."""
 
-    Attributes:
-        module: The rotary embedding.
-        hidden: A tensor of the dtype and device that the tables take.
-        positions: Positions of the tokens, [B, T].
-        options: Further arguments, such as the kind of layer in Gemma 3.
-        bases: Bases theta that the rows of the batch take in turn, None or empty for the model's own.
-    """
-
-    module: nn.Module
-    hidden: Tensor
-    positions: Tensor
-    options: dict[str, Any]
+    module: nn.Module  # the rotary embedding
+    hidden: Tensor  # a tensor of the dtype and device that the tables take
+    positions: Tensor  # positions of the tokens, [B, T]
+    options: dict[str, Any]  # further arguments, such as the kind of layer in Gemma 3
+    # bases theta that the rows of the batch take in turn, None or empty for the model's own
     bases: tuple[float | None, ...] = ()
 
     def table(self, positions: Tensor | None = None, base: float | None = None) -> Table:
@@ -200,28 +193,23 @@ ByHand = Callable[["HandRotation"], Tensor]
 
 @dataclass(frozen=True)
 class HandRotation:
-    """What a method that rotates by hand gets for one layer of one forward.
-
-    Attributes:
-        query: Un-rotated queries of the new tokens, [B, H, T, d], at ``query_positions`` [B, T].
-        key: Un-rotated keys of all tokens that the layer holds, [B, G, S, d], at ``key_positions`` [B, S].
-        call: The evaluation of the rotary embedding, for tables at any positions and base.
-        attend: Kernel from rotated queries [B, H, T, d] and keys [B, G or H, S, d] to [B, T, H, d].
-        last_row: Attention weights of the last query, [B, H, S], from the same two arguments.
-        memory: Whatever the function left here at the cache's last step in this layer; empty at a prompt.
-        unchanged: Whether the cached keys are those of that step: not so after a beam search has reordered
-            its rows, after a crop, or when another method has corrected them.
-    """
+    """What a method that rotates by hand gets for one layer of one forward."""
 
     layer: int
-    query: Tensor
+    query: Tensor  # un-rotated queries of the new tokens, [B, H, T, d], at ``query_positions`` [B, T]
+    # un-rotated keys of all tokens that the layer holds, [B, G, S, d], at ``key_positions`` [B, S]
     key: Tensor
     query_positions: Tensor
     key_positions: Tensor
-    call: Call
+    call: Call  # the evaluation of the rotary embedding, for tables at any positions and base
+    # kernel from rotated queries [B, H, T, d] and keys [B, G or H, S, d] to [B, T, H, d]
     attend: Callable[[Tensor, Tensor], Tensor]
+    # attention weights of the last query, [B, H, S], from the same two arguments
     last_row: Callable[[Tensor, Tensor], Tensor]
+    # whatever the function left here at the cache's last step in this layer; empty at a prompt
     memory: dict[str, Any]
+    # whether the cached keys are those of that step: not so after a beam search has reordered its rows, after
+    # a crop, or when another method has corrected them
     unchanged: bool
     model: PreTrainedModel
 

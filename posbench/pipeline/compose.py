@@ -48,23 +48,14 @@ RESULTS = "POSBENCH_SWEEP"
 
 @dataclass(frozen=True)
 class Composed:
-    """One composed config.
+    """One composed config."""
 
-    Attributes:
-        raw: The config as plain data, every default filled in, nothing left to resolve.
-        typed: Dotted keys that the user set.
-        overrides: The arguments of this job as typed.
-        folders: posbench's config folder, and the user's own.
-        number: Number of the job in a sweep.
-        multirun: Whether it is one of a sweep.
-    """
-
-    raw: dict[str, Any]
-    typed: tuple[str, ...]
-    overrides: tuple[str, ...]
-    folders: tuple[Path, ...]
-    number: int = 0
-    multirun: bool = False
+    raw: dict[str, Any]  # the config as plain data, every default filled in, nothing left to resolve
+    typed: tuple[str, ...]  # dotted keys that the user set
+    overrides: tuple[str, ...]  # the arguments of this job as typed
+    folders: tuple[Path, ...]  # posbench's config folder, and the user's own
+    number: int = 0  # number of the job in a sweep
+    multirun: bool = False  # whether it is one of a sweep
 
 
 def compose(args: Sequence[str], each: Callable[[Composed], None]) -> list[dict[str, Any]]:

@@ -12,30 +12,21 @@ from posbench.schema import Count
 
 @dataclass(frozen=True, kw_only=True)
 class Runtime:
-    """Where and how to run. The fields are the keys of ``runtime.*``.
+    """Where and how to run. The fields are the keys of ``runtime.*``."""
 
-    Attributes:
-        device: ``auto`` (a GPU where there is one), ``cpu``, ``cuda``, ``cuda:1`` ...
-        device_map: Shards the model's layers over all visible GPUs, then memory, then disk; None puts all on
-            ``device``. ``auto`` and ``balanced`` share evenly, ``balanced_low_0`` spares the first GPU.
-        max_memory: For ``device_map``: memory by GPU number and ``cpu``, as in ``{0: 70GiB, cpu: 99GiB}``.
-        batch_size: Prompts per forward at most (moves rounding, so it is part of a run's identity).
-        batch_tokens: Tokens per forward at most, padding and reply counted; None: no limit.
-        threads: CPU threads; None takes the model's, or leaves torch's choice.
-        outputs: Folder that receives the runs.
-        intervene_examples: Examples per gold position whose attention is measured.
-        resamples: Bootstrap resamples for paired differences.
-    """
-
-    device: str = "auto"
+    device: str = "auto"  # ``auto`` (a GPU where there is one), ``cpu``, ``cuda``, ``cuda:1``
+    # shards the model's layers over all visible GPUs, then memory, then disk; None puts all on ``device``.
+    # ``auto`` and ``balanced`` share evenly, ``balanced_low_0`` spares the first GPU
     device_map: Literal["auto", "balanced", "balanced_low_0", "sequential"] | None = None
+    # for ``device_map``: memory by GPU number and ``cpu``, as in ``{0: 70GiB, cpu: 99GiB}``
     max_memory: dict[int | str, str] | None = None
-    batch_size: Count = 64
+    batch_size: Count = 64  # prompts per forward at most (moves rounding, so it is part of a run's identity)
+    # tokens per forward at most, padding and reply counted; None: no limit
     batch_tokens: Count | None = 16384
-    threads: Count | None = None
-    outputs: str = "outputs"
-    intervene_examples: Count = 20
-    resamples: Count = 2000
+    threads: Count | None = None  # CPU threads; None takes the model's, or leaves torch's choice
+    outputs: str = "outputs"  # folder that receives the runs
+    intervene_examples: Count = 20  # examples per gold position whose attention is measured
+    resamples: Count = 2000  # bootstrap resamples for paired differences
 
     def __post_init__(self) -> None:
         if self.device_map and self.device not in ("auto", "cuda"):

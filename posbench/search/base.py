@@ -27,19 +27,12 @@ Read = Callable[[str], pd.DataFrame | None]
 
 @dataclass(frozen=True, kw_only=True)
 class Search(ABC):
-    """A search for parameters of a method; the dataclass fields are the keys of ``search.*``.
+    """A search for parameters of a method; the dataclass fields are the keys of ``search.*``."""
 
-    Attributes:
-        serves: The method whose parameters it finds.
-        place: Where that may stand among others.
-        finds: Their names, each with a value that stands for it until it is found.
-        results: Files that it leaves, beside ``found.yaml``.
-    """
-
-    serves: ClassVar[type[Method]]
-    place: ClassVar[str] = "alone or in a list of methods"
-    finds: ClassVar[Mapping[str, Any]]
-    results: ClassVar[Sequence[str]] = ("search.csv",)
+    serves: ClassVar[type[Method]]  # the method whose parameters it finds
+    place: ClassVar[str] = "alone or in a list of methods"  # where that may stand among others
+    finds: ClassVar[Mapping[str, Any]]  # their names, each with a value that stands for it until it is found
+    results: ClassVar[Sequence[str]] = ("search.csv",)  # files that it leaves, beside ``found.yaml``
 
     def target(self, choice: MethodChoice) -> MethodChoice | None:
         """The choice, or the part of it, whose parameters it finds with the others applied; None without."""

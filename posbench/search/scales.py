@@ -30,21 +30,16 @@ NEUTRAL = {"points": None, "curve": "bezier", "x": "stretched", "scales": None}
 
 @dataclass(frozen=True, kw_only=True)
 class ScaleSearch(Search):
-    """A search for the scales of layer_scaling.
-
-    Attributes:
-        weights: Of examples with the answer at the beginning, in the middle, at the end (0.2, 0.3, 0.5).
-        batch_size: Prompts per forward (32).
-        seed: Seed of the draws.
-        calibration_seed: Of the calibration questions; None: the task's, which also draws the evaluation.
-    """
+    """A search for the scales of layer_scaling."""
 
     serves: ClassVar[type[LayerScaling]] = LayerScaling
     finds: ClassVar[Mapping[str, Any]] = {**NEUTRAL, "points": ((0.0, 1.0),)}
 
+    # of examples with the answer at the beginning, in the middle, at the end (0.2, 0.3, 0.5)
     weights: tuple[NonNegative, NonNegative, NonNegative] = (0.2, 0.3, 0.5)
-    batch_size: Count = 32
-    seed: int = 0
+    batch_size: Count = 32  # prompts per forward (32)
+    seed: int = 0  # seed of the draws
+    # of the calibration questions; None: the task's, which also draws the evaluation
     calibration_seed: int | None = None
 
     def __post_init__(self) -> None:
@@ -78,18 +73,14 @@ class ScaleSearch(Search):
 
 @dataclass
 class Scores:
-    """What each candidate scores on each of N examples.
+    """What each candidate scores on each of N examples."""
 
-    Attributes:
-        search: Weights and batch size.
-        positions: [N], 0 where an example's answer stands at the beginning, 1 in the middle, 2 at the end.
-        answer: Scores a candidate on some examples: one number in 0..1 for each, in order.
-        known: Candidate to scores [N], NaN where there is none yet.
-    """
-
-    search: ScaleSearch
+    search: ScaleSearch  # weights and batch size
+    # [N], 0 where an example's answer stands at the beginning, 1 in the middle, 2 at the end
     positions: NDArray[np.int64]
+    # scores a candidate on some examples: one number in 0..1 for each, in order
     answer: Callable[[Scales, list[int]], Sequence[float]]
+    # candidate to scores [N], NaN where there is none yet
     known: dict[Scales, NDArray[np.float64]] = field(default_factory=dict)
 
     @property

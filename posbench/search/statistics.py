@@ -17,19 +17,12 @@ Array = NDArray[np.floating]
 
 @dataclass(frozen=True)
 class ChannelStatistics:
-    """What the filter measured.
+    """What the filter measured."""
 
-    Attributes:
-        direction: +1 rising, -1 falling, 0 neither, [L, D].
-        monotone_layers: Layers that count as monotone, [D].
-        smoothness: Lower is smoother; infinite without a monotone layer, [D].
-        ranking: Channels that pass the threshold, smoothest first.
-    """
-
-    direction: NDArray[np.int8]
-    monotone_layers: NDArray[np.int64]
-    smoothness: Array
-    ranking: list[int]
+    direction: NDArray[np.int8]  # +1 rising, -1 falling, 0 neither, [L, D]
+    monotone_layers: NDArray[np.int64]  # layers that count as monotone, [D]
+    smoothness: Array  # lower is smoother; infinite without a monotone layer, [D]
+    ranking: list[int]  # channels that pass the threshold, smoothest first
 
 
 def paper(

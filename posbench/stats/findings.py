@@ -18,26 +18,16 @@ COLUMNS = ("model", "claim", "statistic", "value", "ci_low", "ci_high", "n", "ve
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """A paper's claim held against a number.
+    """A paper's claim held against a number."""
 
-    Attributes:
-        claim: The claim with its source.
-        statistic: What ``value`` is, with its unit.
-        value: The number.
-        ci_low, ci_high: Ends of its 95 % interval; not a number where it has none.
-        n: Observations behind it.
-        verdict: Whether the interval supports the claim.
-        note: What a reader must know to judge it.
-    """
-
-    claim: str
-    statistic: str
-    value: float
-    ci_low: float = math.nan
+    claim: str  # the claim with its source
+    statistic: str  # what ``value`` is, with its unit
+    value: float  # the number
+    ci_low: float = math.nan  # ends of its 95 % interval; not a number where it has none
     ci_high: float = math.nan
-    n: int
-    verdict: Verdict
-    note: str = ""
+    n: int  # observations behind it
+    verdict: Verdict  # whether the interval supports the claim
+    note: str = ""  # what a reader must know to judge it
 
     @classmethod
     def that(

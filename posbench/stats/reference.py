@@ -26,33 +26,24 @@ def table(file: str, *columns: str) -> pd.DataFrame:
 
 @dataclass(frozen=True, kw_only=True)
 class Reference:
-    """Which rows of a paper's table an experiment is held against, and how their names map to ours.
+    """Which rows of a paper's table an experiment is held against, and how their names map to ours."""
 
-    Attributes:
-        file: CSV in ``experiments/reference`` with columns model, method, task, position, metric, value.
-        paper_task: Value of its task column.
-        task: Our name of it; ``task/subset`` for a data set of a benchmark, whose name is then the position.
-        further_tasks: Further tasks of the same table, paper's name -> ours.
-        source: Paper and table, for the report.
-        models: Paper's model name -> ours; rows of other models keep the paper's name.
-        methods: Paper's method name -> ours; rows of other methods are left out.
-        positions: Paper's position label -> ours (``all`` for the average); others stay as printed.
-        metrics: Paper's metric -> ours; values in percent become shares.
-        percent: Whether values are in percent although the metric's name does not say ``(%)``.
-        setting: Task fields that must have these values for the numbers to be comparable.
-    """
-
-    file: str
-    paper_task: str
+    file: str  # CSV in ``experiments/reference`` with columns model, method, task, position, metric, value
+    paper_task: str  # value of its task column
+    # our name of it; ``task/subset`` for a data set of a benchmark, whose name is then the position
     task: str
-    source: str
-    models: dict[str, str]
-    methods: dict[str, str]
+    source: str  # paper and table, for the report
+    models: dict[str, str]  # paper's model name -> ours; rows of other models keep the paper's name
+    methods: dict[str, str]  # paper's method name -> ours; rows of other methods are left out
+    # further tasks of the same table, paper's name -> ours
     further_tasks: dict[str, str] = field(default_factory=dict)
+    # paper's position label -> ours (``all`` for the average); others stay as printed
     positions: dict[str, str] = field(default_factory=dict)
+    # paper's metric -> ours; values in percent become shares
     metrics: dict[str, str] = field(default_factory=lambda: {"accuracy(%)": "accuracy"})
+    # task fields that must have these values for the numbers to be comparable
     setting: dict[str, Any] = field(default_factory=dict)
-    percent: bool = False
+    percent: bool = False  # whether values are in percent although the metric's name does not say ``(%)``
 
     def rows(self) -> list[dict[str, Any]]:
         """The paper's rows in our names: model, method, task, gold_position, metric, value (0..1), source.

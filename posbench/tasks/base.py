@@ -42,18 +42,7 @@ class Example:
 
 @dataclass(frozen=True, kw_only=True)
 class Task(ABC):
-    """A benchmark. The dataclass fields are the keys of ``task.*``; a default stands here alone.
-
-    Attributes:
-        name: Short name, used in folders and tables.
-        max_new_tokens: Tokens to generate at most; an example may say otherwise.
-        truncation: Prompts over the context window: ``refuse``; ``middle`` removes tokens from the middle of
-            the prompt before any chat template (LongBench, LooGLE); ``document`` cuts the end of the document
-            (ZeroSCROLLS); ``words`` does so 250 words at a time (L-Eval).
-        max_prompt_tokens: Tokens of the prompt before any chat template; None: what the window has room for.
-        limit: Questions per subset and gold position at most, the first ones; None: all.
-        repetition_penalty: Divisor of the positive logits of tokens that occurred before; 1: greedy decoding.
-    """
+    """A benchmark. The dataclass fields are the keys of ``task.*``; a default stands here alone."""
 
     version: ClassVar[str] = "1"  # increases when a number can move
     metric: ClassVar[str]  # the score, in 0..1, that tables and "best" refer to
@@ -65,11 +54,16 @@ class Task(ABC):
     calibration_items: ClassVar[int | None] = None  # those per calibration prompt
     chance: ClassVar[float | None] = None  # score of a guess, where that means something
 
-    name: str
-    max_new_tokens: Count
+    name: str  # short name, used in folders and tables
+    max_new_tokens: Count  # tokens to generate at most; an example may say otherwise
+    # prompts over the context window: ``refuse``; ``middle`` removes tokens from the middle of the prompt
+    # before any chat template (LongBench, LooGLE); ``document`` cuts the end of the document (ZeroSCROLLS);
+    # ``words`` does so 250 words at a time (L-Eval)
     truncation: Truncation = "refuse"
+    # tokens of the prompt before any chat template; None: what the window has room for
     max_prompt_tokens: Several | None = None
-    limit: Count | None = None
+    limit: Count | None = None  # questions per subset and gold position at most, the first ones; None: all
+    # divisor of the positive logits of tokens that occurred before; 1: greedy decoding
     repetition_penalty: Positive = 1.0
 
     @abstractmethod

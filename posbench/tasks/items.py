@@ -18,26 +18,19 @@ Spans = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True, kw_only=True)
 class Placed(Task):
-    """A task whose gold item is moved over positions among others.
-
-    Attributes:
-        path: File of the benchmark; see the task.
-        positions: Gold positions; ``"50%"`` is index floor(0.5 * (items - 1)), which gives the benchmarks'
-            0/4/9/14/19 of 20 documents and 0/34/69/104/139 of 140 pairs; or explicit 0-based indices.
-        examples_per_position: Questions per position.
-        calibration_examples: Calibration questions.
-        calibration_positions: Gold positions that they take in turn; None: see the task.
-        seed: Seed of what is drawn.
-    """
+    """A task whose gold item is moved over positions among others."""
 
     sizes: ClassVar[tuple[str, str]]  # fields with the items per prompt, and per calibration prompt
 
-    path: str | None = None
+    path: str | None = None  # file of the benchmark; see the task
+    # gold positions; ``"50%"`` is index floor(0.5 * (items - 1)), which gives the benchmarks' 0/4/9/14/19 of
+    # 20 documents and 0/34/69/104/139 of 140 pairs; or explicit 0-based indices
     positions: Positions = ("0%", "25%", "50%", "75%", "100%")
-    examples_per_position: Count = 500
-    calibration_examples: Count = 100
+    examples_per_position: Count = 500  # questions per position
+    calibration_examples: Count = 100  # calibration questions
+    # gold positions that they take in turn; None: see the task
     calibration_positions: Positions | None = None
-    seed: int = 0
+    seed: int = 0  # seed of what is drawn
 
     @property
     def items(self) -> int:  # type: ignore[override]

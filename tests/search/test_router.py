@@ -1,4 +1,4 @@
-"""Training the router of MoICE: gradients against finite differences, a frozen model, a search's files."""
+"""Training the router of MoICE: gradients against finite differences, and what a search leaves."""
 
 import json
 
@@ -47,14 +47,14 @@ def test_gradients_equal_finite_differences():
 def test_it_learns_and_leaves_the_model_as_it_was():
     lm = package.load(build("llama-gqa"))
     before = {name: value.clone() for name, value in lm.model.state_dict().items()}
-    search = RouterSearch(steps=25, batch=2, learning_rate=0.05)
-    routers, steps = search.train(lm, ROWS[:2], APART, 3)
+    search, method = RouterSearch(steps=25, batch=2, learning_rate=0.05), MoICE(bases=APART, top_k=3)
+    routers, steps = search.train(lm, ROWS[:2], method, lambda n: None)
     assert steps[-1]["loss"] < steps[0]["loss"] - 0.1
-    losses = search.held_out(lm, ROWS[:2], routers, MoICE(bases=APART, top_k=3))
+    losses = search.held_out(lm, ROWS[:2], routers, method)
     assert sum(losses["trained router"]) < sum(losses["even mixture"])
     assert all(torch.equal(value, before[name]) for name, value in lm.model.state_dict().items())
     assert all(p.requires_grad and p.grad is None for p in lm.model.parameters())
-    again, _ = search.train(lm, ROWS[:2], APART, 3)
+    again, _ = search.train(lm, ROWS[:2], method, lambda n: None)
     assert all(
         torch.equal(a, b)
         for i in routers
@@ -68,7 +68,7 @@ def test_the_auxiliary_coefficient_matters_only_below_all_experts(top_k, matters
     found = []
     for aux in (0.0, 1.0):
         search = RouterSearch(steps=2, batch=3, learning_rate=1e-2, aux=aux)
-        routers, steps = search.train(lm, ROWS, APART, top_k)
+        routers, steps = search.train(lm, ROWS, MoICE(bases=APART, top_k=top_k), lambda n: None)
         found.append(torch.cat([p.flatten() for router in routers.values() for p in router.parameters()]))
         if top_k == len(APART):
             assert [step["aux"] for step in steps] == pytest.approx([3.0] * 2, abs=1e-5)

@@ -61,7 +61,7 @@ def test_tidy_by_hand() -> None:
 def _curve(
     shares: list[float], n: int, seed: int, method: str = "none", together: bool = False
 ) -> list[dict[str, Any]]:
-    """Right-or-wrong rows at gold positions 0, 1, ...; ``together``: one draw decides a question."""
+    """Right-or-wrong rows at gold positions 0, 1, ...; ``together``: one draw decides a question anywhere."""
     luck = np.random.default_rng(seed).random((n, len(shares)))
     luck = luck[:, :1].repeat(len(shares), 1) if together else luck
     return [
