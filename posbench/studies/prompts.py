@@ -6,7 +6,6 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -20,7 +19,7 @@ from posbench.model import families
 from posbench.model.encode import Encoded
 from posbench.model.lm import LM
 from posbench.run.base import Run
-from posbench.stats import bootstrap
+from posbench.stats import bootstrap, reference
 from posbench.stats.bootstrap import Array, Estimate, Group, K
 from posbench.stats.findings import Finding, ends, estimate
 from posbench.stats.frames import UNMODIFIED
@@ -244,32 +243,22 @@ def minus(groups: Mapping[K, Group], one: K, other: K, resamples: int) -> Estima
     return bootstrap.statistic(groups, lambda m: m[one] - m[other], resamples=resamples)
 
 
-class Claim(NamedTuple):
-    """A claim that the interval of an effect, and that of ``also``, lies above a bound.
+def judged(table: pd.DataFrame, study: str, note: str = "", **words: str) -> list[Finding]:
+    """The verdicts on a study's claims of ``yu2025_claims.csv``, from a table of effects.
 
-    ``effects`` are its name and, after spaces, those of further ones that the note quotes; the source is
-    added to a claim unless it is a control.
+    A claim holds where the interval of an effect, and that of ``also``, lies above a bound. Behind its name
+    stand the effects that the note quotes; a claim without its effect is not testable.
     """
-
-    effects: str
-    claim: str
-    statistic: str
-    bound: float = 0.0
-    also: str = ""
-
-
-def judged(table: pd.DataFrame, source: str, claims: Sequence[Claim], note: str = "") -> list[Finding]:
-    """The verdicts on claims, from a table of effects; a claim without its effect is not testable."""
-    effects = {row["effect"]: estimate(row) for row in table.to_dict("records")}
-    found = []
-    for each in claims:
-        claim = each.claim if each.claim.startswith("Control") else f"{each.claim} ({source})"
-        name, *quoted = each.effects.split()
+    effects, found = {row["effect"]: estimate(row) for row in table.to_dict("records")}, []
+    claims = reference.table("yu2025_claims.csv", "study", "effects", "claim", "statistic", "bound", "also")
+    for each in claims[claims["study"] == study].itertuples():
+        statistic, (name, *quoted) = each.statistic.format(**words), each.effects.split()
         if name not in effects:
-            found.append(Finding.untestable(claim, each.statistic, NO_ROPE))
+            found.append(Finding.untestable(each.claim, statistic, NO_ROPE))
             continue
         told = [f"{q.replace('_', ' ')} {effects[q].value:.3g}" for q in quoted if q in effects]
         text = "; ".join(filter(None, [note, *told]))
         low = min(effects[name].ci_low, effects[each.also or name].ci_low)
-        found.append(Finding.that(low > each.bound, claim, each.statistic, effects[name], text))
+        holds = low > float(each.bound or 0)
+        found.append(Finding.that(holds, each.claim, statistic, effects[name], text))
     return found

@@ -29,11 +29,10 @@ from posbench.stats.findings import Finding, ends
 from posbench.stats.frames import UNMODIFIED
 from posbench.studies import prompts as shared
 from posbench.studies.base import Study, Tables
-from posbench.studies.prompts import Claim, Measured, Prompts, gold
+from posbench.studies.prompts import Measured, Prompts, gold
 from posbench.tasks import Example
 
 WHERE = {"gold": "the gold item", "other": "another item"}
-SOURCE = "Yu et al. 2025, Appendix D.5, Figure 10"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,27 +138,8 @@ class ChannelSubtraction(Study):
         first = tables["items"].iloc[0]
         layers = shared.named(first["layer_first"], first["layer_last"])
         amounts = [f"{row.subtracted:.3g} in layer {row.layer}" for row in tables["amounts"].itertuples()]
-        note, claims = f"channel {first['tested_channel']}, subtracted: {', '.join(amounts)}", []
-        for where, item in WHERE.items():
-            claims += [
-                Claim(
-                    f"{where}_rise {where}_score",
-                    f"C4: moving a channel of {item} towards the beginning raises attention to it",
-                    f"change of the attention per token to the changed item, {layers}",
-                ),
-                Claim(
-                    f"{where}_over_first {where}_before",
-                    f"C4: it lifts attention to {item} over that to the first one",
-                    f"attention to the changed minus that to the first item, {layers}; holds if it rose, too",
-                    also=f"{where}_rise",
-                ),
-                Claim(
-                    f"{where}_over_control {where}_control",
-                    f"Control: the same amount taken from random channels of {item} does less",
-                    f"change of that attention minus the mean change under the random channels, {layers}",
-                ),
-            ]
-        return shared.judged(tables["effects"], SOURCE, claims, note)
+        note = f"channel {first['tested_channel']}, subtracted: {', '.join(amounts)}"
+        return shared.judged(tables["effects"], "channel_subtraction", note, layers=layers)
 
 
 def _frame(prompts: Prompts, measured: Measured, layers: slice) -> pd.DataFrame:

@@ -24,7 +24,7 @@ from posbench.stats.findings import Finding, ends
 from posbench.stats.frames import UNMODIFIED
 from posbench.studies import prompts as shared
 from posbench.studies.base import Study, Tables
-from posbench.studies.prompts import Block, Claim, Measured, Prompts, Range, gold
+from posbench.studies.prompts import Block, Measured, Prompts, Range, gold
 from posbench.tasks import Example
 
 LABELS = {
@@ -35,7 +35,6 @@ LABELS = {
     "crop_other": "crop another (control)",
 }
 MOVES = ("pe_to_beginning", "pe_to_end")
-SOURCE = "Yu et al. 2025, Section 2.2, Figure 3"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,39 +114,7 @@ class CropMask(Study):
         table = tables["crop_mask"].iloc[0]
         where = shared.named(table["retrieval_first"], table["retrieval_last"])
         note = f"mask cropped in {shared.named(table['crop_first'], table['crop_last'])}"
-        inner = f"{where}, inner gold positions"
-
-        def late(effect: str, what: str, value: str) -> Claim:
-            claim = f"C2: PE to beginning lowers {what} a gold item close to the end"
-            return Claim(effect, claim, f"fall of the {value} then, last third of the gold positions")
-
-        claims = [
-            Claim(
-                "crop_attention unmodified_inner unmodified_first",
-                "C2: the crop mask raises attention to the gold item in later, unmodified layers",
-                f"change of the attention per token to the gold item, {inner}",
-            ),
-            Claim(
-                "crop_level",
-                "C2: the crop mask brings that attention nearly to its level at the beginning",
-                f"its level ({inner}) as a share of the unmodified model's first one; holds above 0.8",
-                0.8,
-            ),
-            Claim("crop_score", "C2: the crop mask raises accuracy", "change of the score, inner positions"),
-            Claim(
-                "crop_over_moves pe_to_beginning_attention pe_to_end_attention",
-                "C2: moved position ids raise attention less than the crop mask",
-                f"change under the crop mask minus the larger one under PE to beginning or end, {inner}",
-            ),
-            late("beginning_late_attention", "attention to", f"attention in {where}"),
-            late("beginning_late_score", "the accuracy of", "score"),
-            Claim(
-                "crop_over_other crop_other_attention",
-                "Control: cropping another item does not do it",
-                f"change under the crop mask of the gold item minus that of another item, {inner}",
-            ),
-        ]
-        return shared.judged(tables["crop_mask_effects"], SOURCE, claims, note)
+        return shared.judged(tables["crop_mask_effects"], "crop_mask", note, layers=where)
 
 
 def _by_position(frame: pd.DataFrame, metric: str, resamples: int) -> pd.DataFrame:

@@ -29,10 +29,9 @@ from posbench.stats.findings import Finding, ends
 from posbench.stats.frames import UNMODIFIED
 from posbench.studies import prompts as shared
 from posbench.studies.base import Study, Tables
-from posbench.studies.prompts import Claim, Range
+from posbench.studies.prompts import Range
 
 LABELS = {UNMODIFIED: "unmodified", "crop": "crop mask", "shift": "position ids shifted"}
-SOURCE = "Yu et al. 2025, Appendix D.4, Figure 11"
 Changes = Mapping[str, Array]
 
 
@@ -150,26 +149,7 @@ class HiddenPerturbation(Study):
 
     def findings(self, tables: Tables) -> Sequence[Finding]:
         """Claim C3, second half: the mask, not the position embedding, makes positional hidden states."""
-        inside = "change inside the span under the crop mask"
-        unit = "in ranges of the channel, towards its value at the beginning, mean over layers and texts"
-        claims = [
-            Claim(
-                "crop_inside crop_behind",
-                "C3: without what comes before, the channel in the span falls back",
-                f"{inside}, {unit}",
-            ),
-            Claim(
-                "crop_over_shift shift_inside shift_behind",
-                "C3: the causal mask, not the position embedding, makes positional hidden states",
-                f"{inside} minus the size of that under shifted position ids, same unit",
-            ),
-            Claim(
-                "crop_over_control control_crop_inside",
-                "Control: the crop mask moves random channels less",
-                f"{inside} minus the mean over the random channels, same unit",
-            ),
-        ]
-        return shared.judged(tables["effects"], SOURCE, claims)
+        return shared.judged(tables["effects"], "hidden_perturbation")
 
 
 def _by_layer(change: Changes, channels: list[int], variants: list[str], resamples: int) -> pd.DataFrame:
