@@ -131,10 +131,7 @@ class Ablations(Study):
 
     def figures(self, tables: Tables) -> Drawn:
         """See :meth:`Study.figures`."""
-        caption = (
-            "Left: score over all gold positions with 95 % intervals. Right: paired difference from the full "
-            "method. Diamonds: the paper's numbers, where this model, task and setting have any."
-        )
+        caption = "With 95 % intervals; diamonds: the paper's numbers, where this setting has any."
         return {"ablations": (ablation_figure(tables["ablations"]), caption)}
 
     def findings(self, tables: Tables) -> Sequence[Finding]:

@@ -162,24 +162,24 @@ class AttentionToGold(Study):
         items, head_maps = int(own["item"].max()) + 1, tables["head_maps"]
         used = ", ".join(map(str, layers.loc[layers["used"], "layer"]))
         titles = {row.layer: f"layer {row.layer} (score {row.score:.2f})" for row in layers.itertuples()}
+        maps = (
+            "Mean of heads, root scale. A diagonal follows the gold item, a vertical line stays where it is."
+        )
+        heads = "Share of examples in which the gold item gets the most weight, minus that under shuffled "
+        heads += "positions. Dots: retrieval-related heads."
+        by_head = f"The heads of layer {head_maps['layer'].iloc[0]}, drawn as the layers are."
+        curve = f"Attention to the gold item (mean of layers {used}) and score, same examples (95 %)."
+        names = {head: f"head {head}" for head in head_maps["head"]}
         drawn = {
-            "maps": map_panels(own, "layer", titles),
-            "heads": head_figure(tables["heads"]),
-            "head_maps": map_panels(head_maps, "head", {head: f"head {head}" for head in head_maps["head"]}),
-            "gold": curve_figure(lengths[lengths["items"] == items]),
+            "maps": (map_panels(own, "layer", titles), maps),
+            "heads": (head_figure(tables["heads"]), heads),
+            "head_maps": (map_panels(head_maps, "head", names), by_head),
+            "gold": (curve_figure(lengths[lengths["items"] == items]), curve),
         }
         if lengths["items"].nunique() > 1:
-            drawn["lengths"] = curve_figure(lengths)
-        captions = {
-            "maps": "Attention of the last token to every item (columns) as the gold item moves (rows), mean "
-            "of heads. A diagonal follows the gold item, a vertical line stays where it is. Root scale.",
-            "heads": "Retrieval score of every head: share of examples in which the gold item gets the most "
-            "weight, minus the same share under shuffled positions. Dots: retrieval-related heads.",
-            "head_maps": f"The heads of layer {head_maps['layer'].iloc[0]}, drawn as the layers are.",
-            "gold": f"Attention to the gold item (mean of layers {used}) and score, same examples (95 %).",
-            "lengths": f"The same for several numbers of items; layers ({used}) as found with {items}.",
-        }
-        return {name: (figure, captions[name]) for name, figure in drawn.items()}
+            same = f"The same for several numbers of items; layers ({used}) as found with {items}."
+            drawn["lengths"] = curve_figure(lengths), same
+        return drawn
 
     def findings(self, tables: Tables) -> Sequence[Finding]:
         """Claim C1: layers and heads that follow the gold item, the U shape, accuracy, and length."""
@@ -263,18 +263,12 @@ def head_row(weights: Array, place: int) -> Row:
 def scores(
     largest: Integers, at_gold: Array, others: Array, place: Integers, clusters: Sequence[str], least: float
 ) -> pd.DataFrame:
-    """Retrieval score of U layers or heads.
+    """Retrieval scores of U layers or heads in n examples, from the item with the largest weight, the weight
+    of the gold item and the mean weight of the others, [n, U], and gold position and question, [n].
 
-    Args:
-        largest: Item with the largest weight, [n, U].
-        at_gold, others: Weight of the gold item and mean weight of the others, [n, U].
-        place, clusters: Gold position and question of each example, [n].
-        least: What the lower end of the interval must pass.
-
-    Returns:
-        U rows of score with its interval, found (share of examples with the gold item first), expected (that
-        with shuffled positions), threshold (95 % quantile of the largest score of any then), p (share of
-        shuffles in which some score reaches this one), gold_attention, ratio (to the others'), retrieval, n.
+    Rows of score with its interval, found (share of examples with the gold item first), expected (that with
+    shuffled positions), threshold (95 % quantile of the largest score of any then), p (share of shuffles in
+    which some score reaches this one), gold_attention, ratio (to the others'), retrieval, n.
     """
     share = np.bincount(place, minlength=int(largest.max()) + 1) / len(place)
     hits, chance = largest == place[:, None], share[largest]

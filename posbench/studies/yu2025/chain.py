@@ -80,11 +80,10 @@ class Chain(Study):
     def figures(self, tables: Tables) -> Drawn:
         """The page, then the figures of every link."""
         caption = (
-            "(a, b) Score, and attention to the gold item, unmodified and with the method. (c) Mean of the "
-            "positional channel over random text and the layers behind the first, where a span (grey) cannot "
-            "see what comes before it, or has shifted position ids. (d) Attention to a gold item with a crop "
-            "mask, or with moved position ids. (e) Attention to every item where the channel of one (circle) "
-            "is moved towards the beginning. (f) Score with one item's attention doubled. Bands: 95 %."
+            "(c) Mean of the positional channel over random text and the layers behind the first, where a "
+            "span (grey) cannot see what comes before it, or has shifted position ids. (d) Gold item with a "
+            "crop mask, or moved position ids. (e) Channel of one item (circle) moved towards the beginning. "
+            "(f) One item's attention doubled. Bands: 95 %."
         )
         drawn = {"chain": (chain_figure(tables), caption)}
         for name, link in self._links().items():

@@ -115,10 +115,8 @@ class Doubling(Study):
         place = self._place(int(table["items"].iloc[0]))
         renormalised = "" if self.renormalise else ", not renormalised"
         layers = "all layers" if self.layers is None else f"layers {', '.join(map(str, self.layers))}"
-        caption = (
-            f"The last token's weight times {self.factor:g}{renormalised}: on item {place} (dotted), on "
-            f"the gold item, or on another one. Attention after the change: mean of {layers}. Bands: 95 %."
-        )
+        caption = f"The last token's weight on an item times {self.factor:g}{renormalised}; dotted: item "
+        caption += f"{place}. Attention after the change: mean of {layers}. Bands: 95 %."
         return {"doubling": (doubling_figure(table, place), caption)}
 
     def findings(self, tables: Tables) -> Sequence[Finding]:

@@ -88,9 +88,9 @@ class LayerSelection(Study):
     def figures(self, tables: Tables) -> Drawn:
         """See :meth:`Study.figures`."""
         caption = (
-            "Left: calibration loss of each range minus unmodified; star: lowest, square: published. "
-            "Right: share of prompts whose gold item gets most attention, minus chance; benefit of the layer."
+            "Calibration loss of each range; star: lowest, square: published. Retrieval score: share of "
         )
+        caption += "prompts whose gold item gets most attention, minus chance."
         return {"layers": (layer_figure(tables["ranges"], tables["layers"]), caption)}
 
     def findings(self, tables: Tables) -> Sequence[Finding]:

@@ -147,19 +147,12 @@ class PositionalChannels(Study):
         for kind, curves in ((REAL, found.mean), (SHUFFLED, found.shuffled)):
             level[kind] = mean_correlation(curves[:, self.skip :])
             filtered[kind] = statistics.paper(curves, window=self.window, skip=self.skip)
-        rows = [
-            {
-                "channel": channel,
-                "kind": kind,
-                "monotone_layers": filtered[REAL].monotone_layers[channel],
-                "layers": len(found.mean),
-                **ends(jackknife(found.groups[:, :, self.skip :, i], found.sizes), "spearman"),
-                "stronger_channels": (level[REAL] > level[REAL][channel]).mean(),
-                "n": found.strings,
-            }
-            for i, (channel, kind) in enumerate(chosen.items())
-        ]
-        null = []
+        rows, null = [], []
+        for i, (channel, kind) in enumerate(chosen.items()):
+            count, stronger = filtered[REAL].monotone_layers[channel], level[REAL] > level[REAL][channel]
+            row = {"channel": channel, "kind": kind, "monotone_layers": count, "layers": len(found.mean)}
+            row |= ends(jackknife(found.groups[:, :, self.skip :, i], found.sizes), "spearman")
+            rows.append({**row, "stronger_channels": stronger.mean(), "n": found.strings})
         for kind, values in level.items():
             counts = {"positions": kind, "passing": len(filtered[kind].ranking), "channels": len(values)}
             null.append({**counts, "largest": np.nanmax(values), "median": np.nanmedian(values)})
@@ -168,18 +161,10 @@ class PositionalChannels(Study):
     def figures(self, tables: Tables) -> Drawn:
         """See :meth:`Study.figures`."""
         curves, site = tables["curves"], self.site.replace("_", " ")
-        drawn = {
-            "averaged": (
-                averaged_figure(curves[curves["token"] >= self.skip]),
-                f"Channels of the {site} over the token position, averaged over layers and random strings, "
-                "each less its own mean. Thin: as averaged; thick: sliding mean.",
-            ),
-            "statistics": (
-                layer_figure(tables["statistics"]),
-                "Left: rank correlation of the averaged curve with the position. Right: share of a channel's "
-                "variance that it explains; dotted: the first channel with shuffled positions.",
-            ),
-        }
+        over = f"Channels of the {site}, averaged over layers and random strings. Thick: sliding mean."
+        dotted = "Dotted: the first channel with shuffled positions."
+        drawn = {"averaged": (averaged_figure(curves[curves["token"] >= self.skip]), over)}
+        drawn["statistics"] = layer_figure(tables["statistics"]), dotted
         shown = curves[~curves["kind"].isin([RANDOM, SHUFFLED])]
         for channel, kind in shown.groupby("channel", sort=False)["kind"].first().items():
             caption = f"Channel {channel} ({kind}) of the {site}, layer by layer."
@@ -192,16 +177,14 @@ class PositionalChannels(Study):
         controls = ", ".join(f"{rho:.2f}" for rho in summary.loc[summary["kind"] == RANDOM, "spearman"])
         bar, median, found = null.loc[SHUFFLED, "largest"], null.loc[REAL, "median"], []
         for row in summary[summary["kind"] != RANDOM].to_dict("records"):
-            own = layers[layers["channel"] == row["channel"]]
+            own, name = layers[layers["channel"] == row["channel"]], f"channel {row['channel']}"
             note = (
-                f"channel {row['channel']}: {row['kind']}; monotone in {row['monotone_layers']} of "
+                f"{name}: {row['kind']}; monotone in {row['monotone_layers']} of "
                 f"{row['layers']} layers; position explains {own['explained'].mean():.1%} of its variance "
                 f"(shuffled {own['shuffled_explained'].mean():.1%}); the largest correlation of any channel "
                 f"with shuffled positions is {bar:.2f}; random channels {controls}, median {median:.2f}"
             )
-            words = (
-                f"channel {row['channel']}'s absolute Spearman correlation with position, mean over layers"
-            )
+            words = f"{name}'s absolute Spearman correlation with position, mean over layers"
             found.append(Finding.above(EXISTS, words, estimate(row, "spearman"), bar, note))
         there, chance = (int(null.loc[positions, "passing"]) for positions in (REAL, SHUFFLED))
         count = int(null.loc[REAL, "channels"])
