@@ -190,10 +190,10 @@ def _of_closed_forms(tables: Tables) -> list[Finding]:
     still, wrong = (int((lengths[name] >= 0).sum()) for name in ("step", "printed"))
     claim = f"{PAPER} Appendix A.2: h'(i + 1)^2 - h'(i)^2 has the printed numerator"
     size = "largest relative distance of the printed to the true difference"
-    note = f"the middle term has the wrong sign: {wrong} printed differences are not below 0; with a plus it "
-    note += (
-        f"is away by {corrected:.0e} at most, and {still} true ones are not below 0: the conclusion stands"
+    note = (
+        f"the middle term has the wrong sign: {wrong} printed differences are not below 0; with a plus it is "
     )
+    note += f"away by {corrected:.0e} at most, and {still} true ones are not below 0: the conclusion stands"
     return [*found, Finding.that(printed < 1e-6, claim, size, (printed, len(lengths)), note)]
 
 

@@ -54,13 +54,10 @@ def by_layer(values: Array) -> dict[str, Array]:
 
 @plot.styled
 def maps_figure(rows: Sequence[tuple[str, Mapping[str, Array]]], last: int | None = None) -> Figure:
-    """Heat maps of a query's score with every key but itself, each with colours of its own; see
-    :data:`QUANTILES`.
+    """Heat maps of a query's score with every key but itself, each with colours of its own.
 
-    Args:
-        rows: The name of each row, and its maps [n, n] by their titles.
-        last: Number of the last token, where a cell stands for several; they hold no token's score with
-            itself.
+    From the name of each row and its maps [n, n] by their titles; ``last`` is the number of the last token
+    where a cell stands for several, none of them a token's score with itself.
     """
     across = max(len(maps) for _, maps in rows)
     width = max(plot.PAGE, 1.4 * across)

@@ -102,9 +102,8 @@ def applicable(
 
 def random_model(shape: Shape, device: torch.device, dtype: str = "float32", tokenizer: Any = None) -> LM:
     """A model of a shape of ``shapes.yaml`` with random weights."""
-    config = AutoConfig.for_model(
-        **yaml.safe_load(Path(__file__).with_name("shapes.yaml").read_text())[shape]
-    )
+    shapes = yaml.safe_load(Path(__file__).with_name("shapes.yaml").read_text())
+    config = AutoConfig.for_model(**shapes[shape])
     with device:
         model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
     return load(model, tokenizer=tokenizer, name=shape)

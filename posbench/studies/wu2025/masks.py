@@ -49,9 +49,8 @@ class Masks(Study):
         theory = "Dots: stacks of attention, equal scores. Lines: the theorems; dotted: Theorem 4.1's bound."
         rotated = (
             "Dots, thick lines: stacks of attention. Thin lines: the theorems; dotted: Appendix H's zero as "
-            "printed; grey: a random walk. Last panel: differences of weights, equal scores, and the paper's "
-            "gaps; grey: two standard deviations of its test sets."
         )
+        rotated += "printed; grey: a random walk. Last panel, grey: two standard deviations of its test sets."
         bound = "Random attention and the bounds of Lemmas 4.4 and 4.6; below 1 a bound does not hold."
         drawn = {"theory": (theory_figure(tables), theory), "rope": (rope_figure(tables), rotated)}
         return drawn | {"bounds": (bounds_figure(tables["bounds"]), bound)}
@@ -264,7 +263,7 @@ def item_mass() -> pd.DataFrame:
 
 
 def predicted_gaps() -> pd.DataFrame:
-    """Differences of the weights on two items (``predicted``), and the paper's accuracy gaps (``paper``)."""
+    """Differences of the weights on two items (predicted), and the paper's accuracy gaps (paper)."""
     mass = item_mass().set_index(["attention", "layers", "item"])["weight"]
     cells = pd.concat([printed_cells(f"wu2025_fig{figure}.csv") for figure in (2, 4)])
     paper, rows = cells[cells["pe"] == "none"].set_index(["mask", "depth", "pair"])["paper"], []

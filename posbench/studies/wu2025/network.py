@@ -27,9 +27,7 @@ class Attention:
     pe: Literal["none", "sin", "rope"] = "none"  # sinusoids added to the tokens, or interleaved pairs rotated
     window: Count = 5  # tokens seen under ``window``, the token itself included
     prefix: Count = 4  # tokens seen by all under ``prefix``
-    decay: NonNegative = (
-        0.22314355131420976  # m of ``decay``: causal, -(i - j) m added to the scores; -log 0.8
-    )
+    decay: NonNegative = 0.22314355131420976  # m of ``decay``, -log 0.8: causal, -(i - j) m added to scores
     rope_base: Positive = 10000.0  # of both ``rope`` and ``sin``
 
     def seen(self, tokens: int) -> masks.Mask:

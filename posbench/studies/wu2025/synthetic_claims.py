@@ -118,9 +118,8 @@ def _sinks(sinks: pd.DataFrame) -> list[Finding]:
             share, equal = (t.groupby(t["token"] // size)[column].mean() for t in (one, level))
             share = share.iloc[: len(share) // 2 + 1]
             named = f"the first {what}" if count == 1 else f"the weakest of the first {count} {what}s"
-            words = (
-                f"{metric}: {named} minus the strongest other {what} of the first half, {mask}, depth {depth}"
-            )
+            words = f"{metric}: {named} minus the strongest other {what} of the first half, "
+            words += f"{mask}, depth {depth}"
             note = f"first {what} {share[0]:.3f}; equal weights would give {equal[0]:.3f}"
             found = _beyond_noise(claim, words, share[:count].min() - share[count:].max(), n, note)
             out.append(_unless(one["iteration"].iloc[0] < EARLY, found))

@@ -135,11 +135,8 @@ def figures(gaps: pd.DataFrame, sinks: pd.DataFrame, cells: pd.DataFrame) -> Dra
             out[f"curves_{name}"] = curves_figure(rows), f"The same gaps over the training ({what})."
     plain = sinks[(sinks["bias"] == "none") & (sinks["vocabulary"] == "gaussian") & (sinks["pe"] == "none")]
     plain = plain[~plain["residual"]]
-    caption = (
-        "After training without PE and residual connections: share of heads and sequences in which a token "
-        "is a sink (mean weight above 0.3, Gu et al.), and of single weights above 0.2 (Wu et al.). Few "
-        "queries see late tokens."
-    )
+    caption = "After training without PE and residual connections: share of heads and sequences in which a "
+    caption += "token is a sink, and of single weights. Few queries see late tokens."
     return out if plain.empty else {**out, "sinks": (sinks_figure(plain), caption)}
 
 

@@ -162,9 +162,7 @@ class AttentionToGold(Study):
         items, head_maps = int(own["item"].max()) + 1, tables["head_maps"]
         used = ", ".join(map(str, layers.loc[layers["used"], "layer"]))
         titles = {row.layer: f"layer {row.layer} (score {row.score:.2f})" for row in layers.itertuples()}
-        maps = (
-            "Mean of heads, root scale. A diagonal follows the gold item, a vertical line stays where it is."
-        )
+        maps = "Mean of heads. A diagonal follows the gold item, a vertical line stays where it is."
         heads = "Share of examples in which the gold item gets the most weight, minus that under shuffled "
         heads += "positions. Dots: retrieval-related heads."
         by_head = f"The heads of layer {head_maps['layer'].iloc[0]}, drawn as the layers are."

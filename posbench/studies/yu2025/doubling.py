@@ -124,21 +124,19 @@ class Doubling(Study):
         examples, place = tables["examples"], self._place(int(tables["examples"]["items"].iloc[0]))
         keys = ["id", "cluster", "gold_position"]
         wide = examples.pivot(index=keys, columns="mode", values="score").reset_index()
-        words = (
-            f"score with the weight of {{}} times {self.factor:g}, minus the unmodified model's, in points"
-        )
+        change = f"times {self.factor:g}, minus the unmodified model's, in points"
         cases = {
             ("item", UNMODIFIED): (
                 f"C1: more attention to the gold item where it stands raises accuracy ({SOURCE}, Figure 7)",
-                words.format(f"item {place}, where it is the gold item,"),
+                f"score with the weight of item {place}, where it is the gold item, {change}",
             ),
             ("gold", UNMODIFIED): (
                 f"C1: accuracy depends on attention to the gold item ({SOURCE}), at every position",
-                words.format("the gold item"),
+                f"score with the weight of the gold item {change}",
             ),
             ("other", UNMODIFIED): (
                 "Negative control: more attention to another item does not raise accuracy",
-                words.format("a random other item"),
+                f"score with the weight of a random other item {change}",
             ),
             ("gold", "other"): (
                 "C1: it is the gold item's attention that counts, not a change as such (control subtracted)",

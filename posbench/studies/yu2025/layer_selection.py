@@ -87,10 +87,8 @@ class LayerSelection(Study):
 
     def figures(self, tables: Tables) -> Drawn:
         """See :meth:`Study.figures`."""
-        caption = (
-            "Calibration loss of each range; star: lowest, square: published. Retrieval score: share of "
-        )
-        caption += "prompts whose gold item gets most attention, minus chance."
+        caption = "Star: lowest loss, square: published range. Retrieval score: share of prompts whose gold "
+        caption += "item gets most attention, minus chance."
         return {"layers": (layer_figure(tables["ranges"], tables["layers"]), caption)}
 
     def findings(self, tables: Tables) -> Sequence[Finding]:
