@@ -46,7 +46,6 @@ def move_positions(
     need_own_mask(lm, "moved position ids")
     width = max(lengths)
     source, low = _sources(lengths, spans, targets)
-    needed = int(source.max()) + 1 if source.numel() else 0
     chosen = set(rope.rotated_layers(lm.model)) & (set(range(lm.layers)) if layers is None else set(layers))
     turns: dict[int, rope.Table] = {}
 
@@ -58,7 +57,7 @@ def move_positions(
                 table = families.rotary_of(kwargs)
                 if table is None or held():
                     return
-                if table[0].shape[1] < needed:
+                if source.numel() and table[0].shape[1] <= int(source.max()):
                     raise ValueError("spans and targets have to lie in the prompt's part that comes first")
                 turns[layer] = _turn(table, for_rows(source, families.attention_input(args, kwargs)), low)
 
