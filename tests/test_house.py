@@ -105,7 +105,9 @@ def test_sizes() -> None:
         lines = file.read_text().splitlines()
         total += len(lines)
         assert len(lines) <= 400, f"{file}: {len(lines)} lines"
-        assert max(map(len, lines), default=0) <= 110, file
+        # As in ruff, a note to the type checker may stand beyond the edge.
+        widths = [len(re.sub(r"  # type: ignore\[.*", "", line)) for line in lines]
+        assert max(widths, default=0) <= 110, file
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 long = (node.end_lineno or 0) - node.lineno + 1
