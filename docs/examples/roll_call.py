@@ -6,6 +6,7 @@ from typing import ClassVar
 
 from posbench.schema import Count, Several, Whole
 from posbench.tasks import Example, Task
+from posbench.tasks.base import Split
 from posbench.tasks.items import gold_indices, joined
 from posbench.tasks.kv_retrieval import WORDS
 
@@ -37,11 +38,11 @@ class RollCall(Task):
     seed: Whole = 0
 
     @property
-    def items(self):
+    def items(self) -> int:  # type: ignore[override]
         """Names in a prompt."""
         return self.names
 
-    def examples(self, split):
+    def examples(self, split: Split) -> list[Example]:
         """A context of its own for every question; calibration draws from another stream."""
         return [
             self._draw(f"{position}-{number}", split, position)
@@ -49,7 +50,7 @@ class RollCall(Task):
             for number in range(self.examples_per_position)
         ]
 
-    def _draw(self, name, split, position):
+    def _draw(self, name: str, split: Split, position: int) -> Example:
         rng = random.Random(f"roll_call {self.seed} {split} {name}")
         people, places = rng.sample(WORDS, self.names), rng.sample(WORDS, self.names)
         told = [f'"{who}": "{where}"' for who, where in zip(people, places, strict=True)]
@@ -63,6 +64,6 @@ class RollCall(Task):
             items=tuple(spans),
         )
 
-    def score(self, example, text):
+    def score(self, example: Example, text: str) -> dict[str, float]:
         """1 if the place occurs in the reply."""
         return {"accuracy": float(example.answers[0] in text)}

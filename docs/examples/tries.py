@@ -1,15 +1,17 @@
 """A search: try a few strengths of the method of damp.py on calibration prompts."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pandas as pd
 from damp import Damp
 
 from posbench.files.atomic import write_csv
 from posbench.plots.section import Section
+from posbench.run.base import Run
 from posbench.schema import Share
-from posbench.search.base import Search
+from posbench.search.base import Read, Search
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,10 +27,11 @@ class Tries(Search):
 
     strengths: tuple[Share, ...] = (0.1, 0.25, 0.5)
 
-    def search(self, run):
+    def search(self, run: Run) -> None:
         """Write ``search.csv``, a row for each strength, and the best one as ``found.yaml``."""
         examples = run.task.examples("calibration")
         prompts, answers = [e.prompt for e in examples], [e.answers[0] for e in examples]
+        assert run.target is not None  # a search runs only for the method that it serves
         rows = []
         for strength in self.strengths:
             with run.whole(run.target.build({"strength": strength})).applied(run.lm) as lm:
@@ -37,11 +40,14 @@ class Tries(Search):
         best = min(rows, key=lambda row: row["loss"])
         self.write_found(run, best, f"tries of {len(rows)} strengths on {len(examples)} prompts")
 
-    def told(self, block):
+    def told(self, block: Mapping[str, Any]) -> str:
         """What was found, in one line."""
         return f"strength {block['strength']:g} (loss {block['loss']:.3f})"
 
-    def sections(self, read):
+    def sections(self, read: Read) -> list[Section]:
         """Its part of the report, from the files alone."""
-        rows = [[f"{row.strength:g}", f"{row.loss:.3f}"] for row in read("search").itertuples()]
+        table = read("search")
+        if table is None:
+            return []
+        rows = [[f"{row.strength:g}", f"{row.loss:.3f}"] for row in table.itertuples()]
         return [Section("Search", "Answer loss by strength.", ["strength", "loss"], rows)]

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import yaml
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from posbench import paths
@@ -60,7 +61,7 @@ def _table(title: str, columns: tuple[str, ...], rows: list[list[str]]) -> None:
     for column in columns:
         table.add_column(column, no_wrap=column in ("name", "metric"), overflow="fold")
     for row in rows:
-        table.add_row(*row)
+        table.add_row(*map(escape, row))
     Console().print(table)
 
 

@@ -53,10 +53,10 @@ def execute(config: Config, *, command: str, console: Console) -> Path:
     suite = config.experiment.name if config.experiment else subject
     key, name = version_key(config, who), run_name(config, who)
     parts = [config.model.name, subject, config.choice.name] if config.uses_model else [subject]
-    console.rule(f"[bold]{'  '.join(parts)}")
     outputs, run = Path(config.runtime.outputs).expanduser(), prepared(config, who, console)
     if find(outputs, suite, key, name) is None:
         preflight(config, run)
+    console.rule(f"[bold]{'  '.join(parts)}")
     with claim(outputs, suite, key, name, config.raw, provenance(config, command, who)) as out:
         run.out = out
         if out.done and all(out.stage(stage).get("done") for stage in config.stages):

@@ -43,6 +43,7 @@ def test_ls_names_every_file(posbench: Callable[..., Result]) -> None:
         }
         assert set(choices(paths.CONF / group)) <= names
     assert all(name in everything.out for name in choices(paths.EXPERIMENTS))
+    assert "stages=[search]" in "".join(posbench("ls", "methods", verb=True).out.split())
 
 
 def test_validate_checks_everything_and_runs_nothing(

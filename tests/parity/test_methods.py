@@ -7,27 +7,38 @@ import torch
 
 import posbench
 from posbench.errors import UserError
+from posbench.methods.base import Needs
 from posbench.model import families, rope
+from posbench.schema import required
 from tests.conftest import config_of
 from tests.models import BUILDERS, build
 
-ROTATES = {"position_interpolation", "layer_scaling", "ms_poe", "moice", "attention_buckets"}
-BY_HAND, PLAIN = {"ms_poe", "moice"}, {"moice", "attention_buckets"}
-"""Methods of rotary embeddings; those that rotate in attention, and those that need a base."""
+NEEDS = {
+    "none": Needs(),
+    "damp": Needs(),
+    "scale_channel": Needs(),
+    "position_interpolation": Needs(rope=True),
+    "layer_scaling": Needs(rope=True),
+    "ms_poe": Needs(rope=True, by_hand=True),
+    "moice": Needs(rope=True, by_hand=True, plain=True),
+    "attention_buckets": Needs(rope=True, plain=True),
+}
+"""Rotary embeddings, one base for all of them, attention through the library's functions."""
 OWN = Path(__file__).parents[2] / "docs" / "examples"
 METHODS = config_of(f"--config-dir={OWN}", "study=precision", "model=tiny_damped").every
 
 
-def test_a_method_of_ones_own_is_among_them() -> None:
-    assert {"none", "damp", "scale_channel", *ROTATES} == set(METHODS)
+@pytest.mark.parametrize("name", NEEDS)
+def test_it_says_what_it_needs(name):
+    assert METHODS[name].cls.needs == NEEDS[name]
 
 
-def applies(name, lm) -> bool:
-    """Whether a method is meant for a model."""
+def applies(needs, lm) -> bool:
+    """Whether a model has what a method needs."""
     kinds = getattr(rope.rotary_module(lm.model), "rope_type", "default")
-    return name not in ROTATES or (
-        (bool(rope.rotated_layers(lm.model)) and not (name in PLAIN and kinds != "default"))
-        and not (name in BY_HAND and not families.family_of(lm.model).interface)
+    return not needs.rope or (
+        (bool(rope.rotated_layers(lm.model)) and not (needs.plain and kinds != "default"))
+        and not (needs.by_hand and not families.family_of(lm.model).interface)
     )
 
 
@@ -35,14 +46,16 @@ def applies(name, lm) -> bool:
 @pytest.mark.parametrize("name", METHODS)
 def test_identity_and_restoration(name, family):
     lm = posbench.load("tiny" if family == "tiny" else build(family))
-    # The embedded model's file gives its constants; the other models are random.
-    found = METHODS[name].build() if family == "tiny" else METHODS[name].cls.example(lm)
+    choice = METHODS[name]
+    # The embedded model's file may have the constants of a checkpoint; the other models are random.
+    complete = all(choice.values[key] is not None for key in required(choice.cls))
+    found = choice.build() if family == "tiny" and complete else choice.cls.example(lm)
     torch.manual_seed(0)
     ids = torch.randint(6, 60, (2, 40))
     mask = torch.ones_like(ids)
     mask[0, :9] = 0
     before = lm.logits(ids, mask)
-    if not applies(name, lm):
+    if not applies(choice.cls.needs, lm):
         with pytest.raises(UserError, match=r"a model with|a family whose"), found.applied(lm):
             pass
         return
