@@ -62,8 +62,8 @@ def reader(tmp_path_factory: pytest.TempPathFactory) -> Path:
 POSITIONS = {"kv_retrieval", "nq_multidoc"}
 
 
-def test_every_task_is_here() -> None:
-    assert set(TASKS) == set(choices(paths.CONF / "task"))
+def test_they_are_tasks_of_posbench() -> None:
+    assert set(TASKS) <= set(choices(paths.CONF / "task"))
 
 
 @pytest.mark.parametrize("name", TASKS)

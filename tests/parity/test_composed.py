@@ -9,7 +9,6 @@ import pytest
 import torch
 
 import posbench
-from posbench import paths
 from posbench.errors import UserError
 from posbench.methods import Method, ScaleChannel, Unmodified
 from posbench.methods.attention_buckets import AttentionBuckets
@@ -23,7 +22,7 @@ from posbench.pipeline.config import check, trial
 from tests.conftest import config_of
 from tests.models import LAYERS, build
 from tests.parity.test_families import Memory
-from tests.parity.test_methods import BY_HAND, ROTATES
+from tests.parity.test_methods import METHODS
 from tests.parity.test_rope import (
     BASES,
     PROMPT,
@@ -36,7 +35,7 @@ from tests.parity.test_rope import (
     through_posbench,
 )
 
-NAMES = sorted({file.stem for file in (paths.CONF / "method").glob("*.yaml")} - {"none"})
+NAMES = sorted(set(METHODS) - {"none"})
 CHANNEL = dict(channel=(5, 9), factor=-1.0, layers=(1, 2))
 
 
@@ -45,20 +44,14 @@ def models():
     return {name: posbench.load(build(name)) for name in ("llama", "llama-gqa")}
 
 
-@pytest.fixture(scope="module")
-def neutral():
-    # The embedded model's router fits its heads alone.
-    given = {"moice": ["method.weights=uniform"]}
-    return {name: trial(config_of(f"method={name}", *given.get(name, []))).neutral() for name in NAMES}
-
-
 @pytest.mark.parametrize("family", ["llama", "llama-gqa"])
 @pytest.mark.parametrize("pair", list(permutations(NAMES, 2)), ids="-".join)
-def test_any_neutral_pair_changes_nothing(pair, family, models, neutral):
+def test_any_neutral_pair_changes_nothing(pair, family, models):
     lm, (ids, mask) = models[family], prompts(True)
     before = lm.logits(ids, mask)
-    both = Composed(parts={name: neutral[name] for name in pair}).neutral()
-    if pair[0] in BY_HAND and pair[1] in ROTATES:
+    parts = {name: METHODS[name].cls.example(lm) for name in pair}
+    both = Composed(parts=parts).neutral()
+    if parts[pair[0]].needs.by_hand and parts[pair[1]].needs.rope:
         with pytest.raises(UserError, match="put that one last"), both.applied(lm):
             pass
         assert torch.equal(lm.logits(ids, mask), before)

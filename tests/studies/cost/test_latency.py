@@ -40,7 +40,9 @@ def ticks(monkeypatch: pytest.MonkeyPatch, *seconds: float) -> None:
 def test_every_method_is_measured_where_it_applies() -> None:
     names = set(choices(paths.CONF / "method"))
     assert set(examples(posbench.load(build("llama")))) == names
-    assert set(examples(posbench.load(build("mpt")))) == {"none", "scale_channel"}
+    rotating = {"attention_buckets", "layer_scaling", "moice", "ms_poe", "position_interpolation"}
+    without = set(examples(posbench.load(build("mpt"))))
+    assert {"none", "scale_channel"} <= without and not without & rotating
     assert next(iter(examples(posbench.load(build("llama"))))) == "none"
     printed = pd.read_csv(paths.EXPERIMENTS / "reference" / "latency.csv")
     assert set(printed["method"]) <= names
