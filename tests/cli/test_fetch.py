@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib
 import json
 import shutil
 import socket
@@ -14,11 +15,10 @@ from threading import Thread
 from types import SimpleNamespace
 from typing import Any
 
-import httpx2
 import pytest
 import torch
 from huggingface_hub import constants
-from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
+from huggingface_hub.errors import GatedRepoError, HTTPError, RepositoryNotFoundError, RevisionNotFoundError
 
 import posbench as package
 from posbench.errors import UserError
@@ -29,6 +29,7 @@ from posbench.pipeline.identity import fingerprint
 from tests.conftest import Result
 
 REPO = "some/model"
+http = importlib.import_module(HTTPError.__module__)  # what this version of the hub client speaks through
 OLD, NEW = "a" * 40, "b" * 40
 UNUSED = ("pytorch_model.bin", "consolidated.safetensors", "original/params.json", "README.md", "model.onnx")
 
@@ -115,8 +116,8 @@ def hub(tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> Hu
 
 
 def _answer(kind: type[Exception], status: int) -> Exception:
-    request = httpx2.Request("GET", "https://huggingface.co/api/models/some/model")
-    return kind(f"{status} Client Error.", response=httpx2.Response(status, request=request))  # type: ignore[call-arg]
+    request = http.Request("GET", "https://huggingface.co/api/models/some/model")
+    return kind(f"{status} Client Error.", response=http.Response(status, request=request))  # type: ignore[call-arg]
 
 
 def _expect_refusal(result: Result, *words: str) -> None:
@@ -211,14 +212,14 @@ def test_a_snapshot_without_a_shard_is_not_complete(hub: Hub) -> None:
 
 
 def test_an_unreachable_hub(posbench: Callable[..., Result], hub: Hub) -> None:
-    hub.error = httpx2.ConnectError("no route to host")
+    hub.error = http.ConnectError("no route to host")
     for verb in (FETCH, (*FETCH, "--dry-run")):
         _expect_refusal(
             posbench(*verb, verb=True), "model.path", f"'{REPO}'", "reachable hub id", "no route to host"
         )
     hub.error = None
     assert posbench(*FETCH, verb=True).status == 0
-    hub.error = httpx2.ConnectError("no route to host")
+    hub.error = http.ConnectError("no route to host")
     result = posbench(*FETCH, verb=True)
     assert result.status == 0 and "not reachable (ConnectError), but a complete copy is cached" in result.out
 
