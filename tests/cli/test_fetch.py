@@ -116,7 +116,7 @@ def hub(tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> Hu
 
 
 def _answer(kind: type[Exception], status: int) -> Exception:
-    request = http.Request("GET", "https://huggingface.co/api/models/some/model")
+    request = http.Request("GET", "https://hub.invalid/some/model")
     return kind(f"{status} Client Error.", response=http.Response(status, request=request))  # type: ignore[call-arg]
 
 
