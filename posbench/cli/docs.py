@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 
@@ -13,7 +13,7 @@ from posbench.errors import UserError
 from posbench.files.atomic import write_text
 from posbench.files.markdown import markdown
 from posbench.model.families import support_table
-from posbench.report.folder import read_csv
+from posbench.report.folder import read_csv, read_json
 from posbench.report.page import read_run
 from posbench.report.tables import findings_table
 
@@ -59,8 +59,7 @@ def claims(folder: Path) -> str:
     newest: dict[tuple[str, str], tuple[pd.DataFrame, str]] = {}
     for file in sorted(folder.glob("*/v*/*/findings.csv"), key=lambda file: file.stat().st_mtime):
         if (frame := read_csv(file)) is not None:
-            command = json.loads((file.parent / "provenance.json").read_text(encoding="utf-8"))["command"]
-            newest[file.parts[-4], str(frame["model"].iloc[0])] = frame, command
+            newest[file.parts[-4], str(frame["model"].iloc[0])] = frame, _made(file.parent)["command"]
     if not newest:
         raise UserError("DIR", str(folder), "a folder of runs of studies", "posbench study=chain")
     found = pd.concat([frame for frame, _ in newest.values()], ignore_index=True)
@@ -78,6 +77,16 @@ def claims(folder: Path) -> str:
     return "\n\n".join([overview, *parts, f"## How\n\nThe verdicts are those of these runs:\n\n{commands}"])
 
 
+def _made(folder: Path) -> dict[str, Any]:
+    """The provenance of a run; of a sweep, that of one of its runs, which have its command."""
+    jobs = [job["folder"] for job in read_json(folder / "jobs.json") or () if job["folder"]]
+    run = folder.parent / Path(jobs[0]).name if jobs else folder
+    made: dict[str, Any] | None = read_json(run / "provenance.json")
+    if made is None:
+        raise UserError("DIR", str(folder), "a run folder with its provenance.json", "repeat the run")
+    return made
+
+
 def _verdict(verdicts: pd.Series) -> str:
     """The verdict of one model; of several statistics, how many hold."""
     holding = int((verdicts == "holds").sum())
@@ -89,7 +98,7 @@ def _verdict(verdicts: pd.Series) -> str:
 def run(folder: Path) -> str:
     """A run's page as Markdown: its sentence, text and tables; figures stay in the run's folder."""
     sentence, sections = read_run(folder)
-    made = json.loads((folder / "provenance.json").read_text(encoding="utf-8"))
+    made = _made(folder)
     versions = ", ".join(f"{name} {made['packages'][name]}" for name in ("torch", "transformers"))
     parts = [sentence]
     for section in sections:

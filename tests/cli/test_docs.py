@@ -110,8 +110,14 @@ def test_only_the_newest_run_of_a_study_and_model_counts(tmp_path: Path) -> None
     old, new = findings("tiny", ("C1: a", 1.0, "holds")), findings("tiny", ("C1: a", 2.0, "does not hold"))
     other = findings("tiny_b", ("C1: a", 3.0, "holds"))
     write(tmp_path, {"chain/v001/tiny__x": old, "chain/v002/tiny__y": new, "chain/v001/tiny_b__z": other})
+    (tmp_path / "fig6/v001/tiny__z").mkdir(parents=True)
+    (tmp_path / "fig6/v001/tiny__z/provenance.json").write_text('{"command": "posbench experiment=fig6"}')
+    sweep = tmp_path / "fig6/v001/sweep__x"
+    write(tmp_path, {"fig6/v001/sweep__x": findings("tiny", ("C7: b", 1.0, "holds"))})
+    (sweep / "provenance.json").unlink()
+    (sweep / "jobs.json").write_text(json.dumps([{"folder": None}, {"folder": "outputs/fig6/v001/tiny__z"}]))
     page = docs.claims(tmp_path)
-    assert "| C1: a | does not hold | holds |" in page
+    assert "| C1: a | does not hold | holds |" in page and "    posbench experiment=fig6" in page
     assert "chain/v002/tiny__y" in page and "chain/v001/tiny__x" not in page
 
 
