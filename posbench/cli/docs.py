@@ -9,6 +9,7 @@ from typing import Any
 
 import pandas as pd
 
+from posbench.cli.verbs import option
 from posbench.errors import UserError
 from posbench.files.atomic import write_text
 from posbench.files.markdown import markdown
@@ -19,15 +20,12 @@ from posbench.report.tables import findings_table
 
 
 def docs(args: list[str]) -> int:
-    """Print a page; ``--out FILE`` writes it, between the marks ``<!-- NAME -->`` where the file has them.
+    """Print a page; ``--out FILE`` writes it between the marks ``<!-- NAME -->`` and ``<!-- /NAME -->``.
 
     Raises:
-        UserError: No such page, a folder that holds nothing to show, or a mark without its end.
+        UserError: No such page, a folder that holds nothing to show, or a file of other text without marks.
     """
-    out, args = None, [part for arg in args for part in (arg.split("=", 1) if arg[:6] == "--out=" else [arg])]
-    if "--out" in args[:-1]:
-        at = args.index("--out")
-        out, args = Path(args[at + 1]).expanduser(), args[:at] + args[at + 2 :]
+    out, args = option(args, "--out")
     name, *rest = args or [""]
     if name not in ("families", *FROM_RUNS) or len(rest) != (name in FROM_RUNS):
         allowed = ", ".join(["families", *(f"{name} DIR" for name in FROM_RUNS)])
@@ -36,19 +34,22 @@ def docs(args: list[str]) -> int:
     if out is None:
         print(page)
         return 0
-    write_text(out, between_marks(out, name, page))
+    file = Path(out).expanduser()
+    write_text(file, between_marks(file, name, page))
     print(out)
     return 0
 
 
 def between_marks(file: Path, name: str, page: str) -> str:
-    """A file's text with ``page`` between its marks, or ``page`` alone where it has none."""
+    """A file's text with ``page`` between its marks; the two and the page for a new file."""
     old = file.read_text(encoding="utf-8") if file.is_file() else ""
     first, last = f"<!-- {name} -->", f"<!-- /{name} -->"
-    new, count = re.subn(f"{first}.*?{last}", lambda _: f"{first}\n\n{page}\n\n{last}", old, flags=re.DOTALL)
-    if count != 1 and (first in old or last in old):
-        raise UserError("--out", str(file), f"a file with {first} and {last} once", "correct the marks")
-    return new if count else f"{page}\n"
+    marked = f"{first}\n\n{page}\n\n{last}"
+    new, count = re.subn(f"{first}.*?{last}", lambda _: marked, old, flags=re.DOTALL)
+    if old and count != 1:
+        allowed = f"a new file, or one with {first} and {last} once"
+        raise UserError("--out", str(file), allowed, "put the marks where the page shall stand")
+    return new if old else f"{marked}\n"
 
 
 def claims(folder: Path) -> str:
@@ -62,7 +63,9 @@ def claims(folder: Path) -> str:
             newest[file.parts[-4], str(frame["model"].iloc[0])] = frame, _made(file.parent)["command"]
     if not newest:
         raise UserError("DIR", str(folder), "a folder of runs of studies", "posbench study=chain")
-    found = pd.concat([frame for frame, _ in newest.values()], ignore_index=True)
+    found = pd.concat([frame for frame, _ in newest.values()], ignore_index=True).fillna(
+        {"model": "no model"}
+    )
     # The claims of a paper lie together, in the order of their studies.
     found = found.sort_values("claim", key=lambda claims: claims.str.split(":").str[0], kind="stable")
     models = sorted(found["model"].unique())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
 
 import yaml
@@ -29,15 +30,16 @@ TASK_COLUMNS = ("version", "metric", "size", "source", "licence")
 KINDS = {plural: group for group, plural in PLURALS.items()}
 
 
+def option(args: Sequence[str], flag: str) -> tuple[str | None, list[str]]:
+    """The value of ``flag VALUE`` or ``flag=VALUE``, None where it is absent, and the other arguments."""
+    parts = [part for arg in args for part in (arg.split("=", 1) if arg.startswith(f"{flag}=") else [arg])]
+    at = parts.index(flag) if flag in parts[:-1] else None
+    return (None, parts) if at is None else (parts[at + 1], parts[:at] + parts[at + 2 :])
+
+
 def ls(args: list[str]) -> int:
     """List the choices of each group, the experiments and the families."""
-    kinds, own = [*KINDS, "experiments", "families"], None
-    args = [
-        part for arg in args for part in (arg.split("=", 1) if arg.startswith("--config-dir=") else [arg])
-    ]
-    if "--config-dir" in args[:-1]:
-        at = args.index("--config-dir")
-        own, args = args[at + 1], args[:at] + args[at + 2 :]
+    kinds, (own, args) = [*KINDS, "experiments", "families"], option(args, "--config-dir")
     if len(args) > 1 or (args and args[0] not in kinds):
         raise UserError("ls", " ".join(args), ", ".join(kinds), "posbench ls models")
     for kind in args or kinds:

@@ -82,8 +82,15 @@ def test_only_the_part_between_the_marks_is_written(tmp_path: Path) -> None:
     assert "last year" not in text and "`llama`" in text
 
 
-@pytest.mark.parametrize("marks", ["<!-- families -->", "<!-- /families --> <!-- families -->"])
-def test_a_mark_without_its_end_is_refused(
+def test_a_new_file_can_be_written_again(tmp_path: Path) -> None:
+    file = tmp_path / "page.md"
+    for _ in range(2):
+        assert main(["docs", "families", f"--out={file}"]) == 0
+        assert file.read_text().count("`llama`") == 1
+
+
+@pytest.mark.parametrize("marks", ["other text", "<!-- families -->", "<!-- /families --> <!-- families -->"])
+def test_text_without_a_pair_of_marks_is_not_overwritten(
     marks: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "page.md"
@@ -119,6 +126,16 @@ def test_only_the_newest_run_of_a_study_and_model_counts(tmp_path: Path) -> None
     page = docs.claims(tmp_path)
     assert "| C1: a | does not hold | holds |" in page and "    posbench experiment=fig6" in page
     assert "chain/v002/tiny__y" in page and "chain/v001/tiny__x" not in page
+
+
+def test_a_study_without_a_model_has_its_column(tmp_path: Path) -> None:
+    runs = {
+        "masks/v1/x": findings("", ("a", 1.0, "holds")),
+        "gram/v1/y": findings("tiny", ("b", 2.0, "holds")),
+    }
+    write(tmp_path, runs)
+    page = docs.claims(tmp_path)
+    assert "| claim | no model | tiny |" in page and "| a | holds |  |" in page
 
 
 def test_the_page_holds_every_claim_once_in_the_overview_and_each_number_once(tmp_path: Path) -> None:
