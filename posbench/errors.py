@@ -12,8 +12,10 @@ from pathlib import Path
 class UserError(Exception):
     """Bad input: the dotted name of a field, argument or file, its value, what is allowed and the next step.
 
-    The command line prints ``str(error)`` and exits with status 2.
+    The command line prints ``str(error)`` and exits with its ``status``.
     """
+
+    status = 2
 
     def __init__(self, field: str, value: object, allowed: str, hint: str) -> None:
         self.field, self.value, self.allowed, self.hint = field, value, allowed, hint
@@ -25,12 +27,18 @@ class UserError(Exception):
 
     def __reduce__(self) -> tuple[type[UserError], tuple[object, ...]]:
         # What an error is made of goes between processes, not its text.
-        return UserError, (self.field, self.value, self.allowed, self.hint)
+        return type(self), (self.field, self.value, self.allowed, self.hint)
 
     @property
     def faults(self) -> tuple[UserError, ...]:
         """Every fault; this one alone, but for :class:`SeveralErrors`."""
         return (self,)
+
+
+class MachineError(UserError):
+    """The machine stands in the way (disk, permission, memory), not the input."""
+
+    status = 3
 
 
 class SeveralErrors(UserError):
@@ -40,6 +48,9 @@ class SeveralErrors(UserError):
         self._faults = tuple(one for fault in faults for one in fault.faults)
         first = self._faults[0]
         super().__init__(first.field, first.value, first.allowed, first.hint)
+
+    def __reduce__(self) -> tuple[type[UserError], tuple[object, ...]]:
+        return SeveralErrors, (self._faults,)
 
     def __str__(self) -> str:
         return "\n".join(str(fault) for fault in self._faults)
@@ -88,7 +99,7 @@ def renamed(own: str, shown: str) -> Iterator[None]:
         if fault.field.startswith(shown):
             return fault
         field, allowed, hint = (t.replace(own, shown) for t in (fault.field, fault.allowed, fault.hint))
-        return UserError(field, fault.value, allowed, hint)
+        return type(fault)(field, fault.value, allowed, hint)
 
     try:
         yield

@@ -16,8 +16,8 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 LAYERS = PROJECT["tool"]["posbench"]["layers"]
 GROUND = {"errors", "paths", "schema", "versions"}
-MOST_LINES = 19_994
-"""85 % of what the package held before it was rebuilt (23,522 lines)."""
+MOST_LINES = 22_000
+"""What the package may grow to: raise it in a commit that says what the lines are for."""
 
 
 def module_of(file: Path) -> str:

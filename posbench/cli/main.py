@@ -32,8 +32,8 @@ HELP = """posbench finds, explains and removes position bias in language models.
 
 Every key can be set as key=value; `--cfg job` prints the whole config, `--config-dir DIR` adds your own YAML
 files, `--hydra-help` lists Hydra's own flags. Runs go to outputs/<task>/vNNN/<model>__<method>__<hash>; the
-same command resumes. Exit status: 0 done, 1 some rows failed (run again to retry them), 2 something to
-correct.
+same command resumes. Exit status: 0 done; 1 some rows failed (run again to retry them); 2 something to
+correct; 3 the machine stands in the way: disk, permission, memory; 130 stopped.
 """
 
 
@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return verb(args[1:]) if verb else _run(args)
     except UserError as error:
         complain(error)
-        return 2
+        return error.status
     except KeyboardInterrupt:
         print("posbench: stopped; the same command resumes", file=sys.stderr)
         return 130
@@ -106,7 +106,7 @@ def _job(composed: Any, command: str) -> None:
         record["status"] = 1
     except UserError as error:
         complain(error)
-        record["status"] = 2
+        record["status"] = error.status
     except Exception:
         if not composed.multirun:
             raise
