@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from rich.console import Console
+from rich.text import Text
 
 from posbench.errors import UserError
 from posbench.measure.replies import encode_longest
@@ -17,7 +19,7 @@ from posbench.pipeline.config import Config
 from posbench.pipeline.identity import identity, provenance, run_name, threads, version_key
 from posbench.pipeline.stages import evaluate, intervene, report, search, study
 from posbench.run.base import IncompleteRun, Run
-from posbench.run.folder import claim, find
+from posbench.run.claim import claim, find
 
 STAGES: Mapping[str, Callable[[Config, Run], None]] = {
     "search": search.run,
@@ -56,22 +58,25 @@ def execute(config: Config, *, command: str, console: Console) -> Path:
     outputs, run = Path(config.runtime.outputs).expanduser(), prepared(config, who, console)
     if find(outputs, suite, key, name) is None:
         preflight(config, run)
-    console.rule(f"[bold]{'  '.join(parts)}")
-    with claim(outputs, suite, key, name, config.raw, provenance(config, command, who)) as out:
-        run.out = out
-        if out.done and all(out.stage(stage).get("done") for stage in config.stages):
+    console.rule(Text("  ".join(parts), style="bold"))
+    facts = provenance(config, command, who)
+    with claim(outputs, suite, key, name, config.raw, facts) as out:
+        run.out, damaged = out, out.damaged()
+        if out.done and not damaged and all(out.stage(stage).get("done") for stage in config.stages):
             console.print("finished before: nothing is computed again")
             report.show(out.path, console)
             return out.path
-        (out.path / "DONE").unlink(missing_ok=True)
-        out.finish("running")
+        if damaged:
+            console.print(f"damaged: {', '.join(damaged)}; made again, rows that are whole are kept")
+        out.resume(config.stages, config.raw, facts)
         try:
             for stage in config.stages:
-                STAGES[stage](config, run)
-                out.mark(stage, done=True)
+                with out.recorded(stage):
+                    STAGES[stage](config, run)
         except BaseException as error:
             state = "incomplete" if isinstance(error, IncompleteRun) else "failed"
-            out.finish(state, f"{type(error).__name__}: {error}")
+            with suppress(OSError):  # a full disk, of which the error itself tells
+                out.finish(state, f"{type(error).__name__}: {error}")
             raise
         out.finish("done")
         if "report" not in config.stages:

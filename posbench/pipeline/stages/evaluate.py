@@ -16,7 +16,7 @@ from posbench.stats.frames import UNMODIFIED
 from posbench.stats.scores import Tabulator
 from posbench.tasks import Example, Task
 
-FILE = "predictions.jsonl"
+FILE, TABLES = "predictions.jsonl", ("metrics.csv", "subsets.csv")
 
 
 def run(config: Config, run: Run) -> None:
