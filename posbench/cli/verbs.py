@@ -18,6 +18,7 @@ from posbench.files import sources
 from posbench.model.families import FAMILIES
 from posbench.pipeline.compose import GROUPS, PLURALS, Composed, compose
 from posbench.pipeline.config import check, needs
+from posbench.pipeline.identity import need_same_data
 from posbench.pipeline.stages import evaluate
 from posbench.report.page import render_run
 from posbench.report.sweep import render_sweep
@@ -164,6 +165,7 @@ def rescore(args: list[str]) -> int:
         raise UserError("DIR", str(run.path), "a run that evaluated", "add evaluate to its stages")
     task = instantiate(raw["task"], Task, "task")  # type: ignore[type-abstract]
     runtime = build(Runtime, raw["runtime"], "runtime")
+    need_same_data(task, run.read_json("provenance.json"))
     with owned(run.path):
         changed = evaluate.rescore(task, raw["model"]["name"], runtime.resamples, run)
     print(f"{changed} of {len(run.rows(evaluate.FILE))} scores changed; {render_run(run.path)}")
