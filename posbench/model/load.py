@@ -1,6 +1,7 @@
 """From a name, a directory, a hub id or a model object to a ready LM."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
@@ -138,7 +139,7 @@ def _load_checkpoint(
     # From here on there is a folder on this machine, and nothing touches the network.
     path = str(sources.local(sources.checkpoint(config.path, config.revision)))
     sources.shards(Path(path))
-    try:
+    with _explained(config, where):
         origin: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
         # Read as plain data first: transformers would not name the families for a type that it does not know.
         facts, _ = PreTrainedConfig.get_config_dict(path, **origin)
@@ -163,6 +164,24 @@ def _load_checkpoint(
                 ignore_mismatched_sizes=True,
                 **origin,
             )
+    _need_complete(config, told)
+    known, spelt = model.get_input_embeddings().weight.shape[0], tokenizer.vocab_size
+    if spelt > known:
+        allowed = (
+            f"a tokenizer of at most {known} tokens, as the embedding of that checkpoint; it has {spelt}"
+        )
+        raise UserError("model.path", config.path, allowed, "take the tokenizer that belongs to the weights")
+    if config.rope == "none":
+        families.remove_rope(model)
+    window = config.context_window or families.context_window(hf_config)
+    return LM(model.eval(), tokenizer, config.name, window, config.chat_template)
+
+
+@contextmanager
+def _explained(config: ModelConfig, where: torch.device) -> Iterator[None]:
+    """Turn what the libraries raise on a checkpoint into one line."""
+    try:
+        yield
     except UserError:
         raise
     except (torch.OutOfMemoryError, MemoryError) as error:
@@ -178,15 +197,6 @@ def _load_checkpoint(
         reason = ("" if known else f"{type(error).__name__}: ") + " ".join(str(error).split())[:200]
         hint = f"set model.path=DIR to a local checkpoint ({reason})"
         raise UserError("model.path", config.path, sources.A_CHECKPOINT, hint) from error
-    _need_complete(config, told)
-    known, read = model.get_input_embeddings().weight.shape[0], tokenizer.vocab_size
-    if read > known:
-        allowed = f"a tokenizer of at most {known} tokens, as the embedding of that checkpoint; it has {read}"
-        raise UserError("model.path", config.path, allowed, "take the tokenizer that belongs to the weights")
-    if config.rope == "none":
-        families.remove_rope(model)
-    window = config.context_window or families.context_window(hf_config)
-    return LM(model.eval(), tokenizer, config.name, window, config.chat_template)
 
 
 def _need_complete(config: ModelConfig, told: Mapping[str, Any]) -> None:

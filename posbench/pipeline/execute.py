@@ -52,10 +52,9 @@ def execute(config: Config, *, command: str, console: Console) -> Path:
         IncompleteRun: Some rows failed and will be retried by the same command.
     """
     # First of all: a device that is not there, and weights to download, with the hub's own progress bars.
-    read = reads(config)
+    read = _read(config, console)
     who = identity(config, read)
-    transformers.utils.logging.disable_progress_bar()
-    transformers.utils.logging.set_verbosity_error()
+    _quiet()
     if threads(config):
         torch.set_num_threads(threads(config) or 1)
     subject = config.study_name or config.task.name
@@ -90,6 +89,22 @@ def execute(config: Config, *, command: str, console: Console) -> Path:
         if "report" not in config.stages:
             report.show(out.path, console)
         return out.path
+
+
+def _quiet() -> None:
+    transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()
+
+
+def _read(config: Config, console: Console) -> list[Content]:
+    """See :func:`posbench.pipeline.identity.reads`."""
+    try:
+        return reads(config)
+    except UserError:
+        # Whoever reads a file says best what is wrong with it, or with what asks for it.
+        _quiet()
+        preflight(config, prepared(config, {}, (), console))
+        raise
 
 
 def prepared(config: Config, who: Mapping[str, Any], read: Sequence[Content], console: Console) -> Run:
