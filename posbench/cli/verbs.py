@@ -16,11 +16,12 @@ from posbench.files import sources
 from posbench.model.families import FAMILIES
 from posbench.pipeline.compose import GROUPS, PLURALS, Composed, compose
 from posbench.pipeline.config import check, needs
+from posbench.pipeline.identity import need_same_data
 from posbench.pipeline.stages import evaluate
 from posbench.report.page import render_run
 from posbench.report.sweep import render_sweep
 from posbench.report.terminal import terminal
-from posbench.run.folder import DRAWN, checked, open_run, owned
+from posbench.run.folder import DRAWN, PROVENANCE, checked, open_run, owned
 from posbench.run.runtime import Runtime
 from posbench.schema import build, instantiate, target
 from posbench.tasks import Task
@@ -169,6 +170,7 @@ def rescore(args: list[str]) -> int:
             raise UserError("DIR", str(run.path), allowed, "repeat its command, with evaluate in the stages")
         task = instantiate(raw["task"], Task, "task")  # type: ignore[type-abstract]
         runtime = build(Runtime, raw["runtime"], "runtime")
+        need_same_data(task, run.facts(PROVENANCE))
         changed = evaluate.rescore(task, raw["model"]["name"], runtime.resamples, run)
         page = render_run(run.path)
         run.renew(again)

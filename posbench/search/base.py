@@ -15,6 +15,8 @@ import yaml
 from posbench import versions
 from posbench.errors import UserError
 from posbench.files.atomic import digest, write_bytes, write_text
+from posbench.files.digests import contents
+from posbench.files.sources import Source
 from posbench.methods import Method
 from posbench.methods.choice import MethodChoice
 from posbench.plots.section import Section
@@ -47,6 +49,10 @@ class Search(ABC):
             hint = "leave the search out: stages=[evaluate,report]"
             raise UserError(f"{run.target.where}.{name}", run.target.values[name], allowed, hint)
 
+    def files(self) -> tuple[Source, ...]:
+        """The files that it reads; what they hold is part of a run's identity."""
+        return ()
+
     def depends(self, run: Run) -> Mapping[str, Any]:
         """What moves the result beside model, task, the search's settings and other methods of a list."""
         return {}
@@ -72,7 +78,11 @@ class Search(ABC):
         assert run.target is not None
         if not run.out.stage("search").get("done"):
             parts = [[name, None if p is run.target else p.values] for name, p in run.choice.parts.items()]
-            settings = {"search": run.raw["search"], "task": run.raw["task"], "parts": parts}
+            settings: dict[str, Any] = {"search": run.raw["search"], "task": run.raw["task"], "parts": parts}
+            others = [
+                file for part in run.choice.parts.values() if part is not run.target for file in part.files()
+            ]
+            settings["files"] = [content.key for content in contents(others)]
             key = digest({"identity": run.identity, **settings, **self.depends(run)})
             other = run.out.sibling_with("search", key)
             if other is None:
