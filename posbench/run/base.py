@@ -140,6 +140,11 @@ class Run:
 
     # Work
 
+    @cached_property
+    def _places(self) -> dict[tuple[str, tuple[str, ...]], dict[tuple[Any, ...], int]]:
+        """By file and fields: the rows that were asked for so far, each with its place in the file."""
+        return {}
+
     @contextmanager
     def progress(self, label: str, total: int) -> Iterator[Callable[[int], None]]:
         """A progress bar with time left; yields the function that advances it."""
@@ -190,6 +195,11 @@ class Run:
                     advance(len(part))
         if failed:
             raise IncompleteRun(f"{failed} rows of {file} failed; run the same command again to retry them")
+        places = self._places.setdefault((file, names), {})
+        for item in (item for batch in batches for item in batch):
+            places.setdefault(tuple(key(item).values()), len(places))
+        if list(rows)[: len(places)] != list(places):
+            self.out.sort(file, lambda row: places.get(tuple(map(row.get, names)), len(places)))
         return [rows[tuple(key(item).values())] for batch in batches for item in batch]
 
     def share_unmodified(self, file: str, *settings: Any) -> str:

@@ -6,7 +6,7 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,6 +67,13 @@ class RunDir:
         if damaged or len(kept) < len(rows):
             log.warning("%s: dropped %d damaged and %d errored rows", file, damaged, len(rows) - len(kept))
             write_text(file, _lines(kept))
+
+    def sort(self, name: str, place: Callable[[Row], int]) -> None:
+        """Put rows in order of their place: those that were repaired stand where they would have stood."""
+        rows = self.rows(name)
+        ordered = sorted(rows, key=place)
+        if ordered != rows:
+            write_text(self.path / name, _lines(ordered))
 
     # Stages
 
