@@ -126,7 +126,6 @@ def test_every_search_and_study_is_killed() -> None:
 @pytest.mark.parametrize(("name", "count"), [("genetic", 3), ("rollout", 3)])
 def test_killed_and_resumed(name: str, count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A sample, in this process: no backward pass, which a fork does not survive."""
-    monkeypatch.setattr("posbench.run.base.load", package.load)
     job = JOBS[name]
     args = job.args(tmp_path)
     monkeypatch.setattr("posbench.run.base.load", loaded_once(args))
