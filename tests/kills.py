@@ -1,5 +1,5 @@
-"""Kills of a run at its file operations and at random times, resumed and compared byte by byte with a run that
-was left alone. A process of its own for slow tests: ``python -m tests.kills JOB SHARE``."""
+"""Kills of a run at its file operations and at random times, resumed and compared byte by byte with a run
+that was left alone. A process of its own for slow tests: ``python -m tests.kills JOB KILLS FOLDER``."""
 
 from __future__ import annotations
 
@@ -168,14 +168,14 @@ class Kills:
 
 
 def loaded_once(args: Sequence[str]) -> Callable[..., LM]:
-    """In the place of ``posbench.run.base.load``: the model of a command line, loaded here for all children."""
+    """In the place of ``posbench.run.base.load``: the model of a command line, loaded for all children."""
     config = config_of(*args)
     lm = load(config.model, device="cpu") if config.uses_model else None
     return lambda model, **where: lm or load(model, **where)
 
 
 def main() -> None:
-    """Kill one job of `tests.cli.test_kills`, and print how many held, how many were tried, and what failed."""
+    """Kill one job of ``tests.cli.test_kills``; print how many held and were tried, and what failed."""
     from tests.cli.test_kills import JOBS
 
     job, count, root = JOBS[sys.argv[1]], int(sys.argv[2]), Path(sys.argv[3])

@@ -44,7 +44,7 @@ class Search(ABC):
     finds: ClassVar[Mapping[str, Any]]  # their names, each with a value that stands for it until it is found
     # files that it leaves, beside ``found.yaml`` and ``held_back.csv``
     results: ClassVar[Sequence[str]] = ("search.csv",)
-    measure: ClassVar[str] = "loss"  # what it lowers, in nats per answer token; any other name: what it raises
+    measure: ClassVar[str] = "loss"  # what it lowers, in nats per token; any other: what it raises
 
     # calibration prompts that the search does not see, on which what it found is checked against the
     # unmodified model, where the task has so many; None: as many as it sees

@@ -22,7 +22,7 @@ def gain(
     measure: str, found: Sequence[float], unmodified: Sequence[float], clusters: Sequence[str]
 ) -> dict[str, Any]:
     """The facts of ``held_back.csv`` from the measure of N prompts under both: a paired gain, positive where
-    the search helps, with its 95 % interval over questions; ``measure`` and ``n`` alone where it is too few."""
+    the search helps, with its 95 % interval over questions; ``measure`` and ``n`` alone of too few."""
     if len(set(clusters)) < LEAST:
         return {"measure": measure, "n": len(clusters)}
     sign = -1 if measure == "loss" else 1

@@ -152,9 +152,9 @@ class Scores:
 def calibration(
     task: Task, seed: int | None = None, further: int | None = None
 ) -> tuple[list[Example], list[int]]:
-    """Every calibration question, or of ``further`` that are held back, three times, with the answer at the beginning, in the middle (n // 2) and at
-    the end, or at the task's three ``calibration_positions``: the examples, and for each 0, 1 or 2. Raises
-    `UserError` where the task has no such positions."""
+    """Every calibration question, or so many ``further`` ones, three times, with the answer at the beginning,
+    in the middle (n // 2) and at the end, or at the task's three ``calibration_positions``: the examples, and
+    for each 0, 1 or 2. Raises `UserError` where the task has no such positions."""
     count, places = task.calibration_items, getattr(task, "calibration_positions", None)
     if count is None or getattr(task, "calibration_path", None):
         allowed = "a task that puts the answers of calibration questions anywhere: kv_retrieval, nq_multidoc"

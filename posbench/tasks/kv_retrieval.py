@@ -90,7 +90,9 @@ class KVRetrieval(Placed):
         """See :meth:`Task.examples`; a file's questions are asked at every position, generated ones once."""
         if split == "calibration":
             count = self.calibration_examples
-            return list(self._finished_prompts(0, count) if self.calibration_path else self._calibration(count))
+            return list(
+                self._finished_prompts(0, count) if self.calibration_path else self._calibration(count)
+            )
         if self.path:
             return list(self._from_file())
         asked = [(at, f"{at}-{n}") for at in self.gold_positions for n in range(self.examples_per_position)]

@@ -143,7 +143,10 @@ class NQMultiDoc(Placed):
 
     def _calibration(self, lines: list[Row], skipped: int, count: int) -> list[Example]:
         """At most ``count`` questions that the evaluation does not ask, after the first ``skipped`` of them."""
-        start, places = self.examples_per_position, self._places(self.calibration_indices or self.gold_positions)
+        start, places = (
+            self.examples_per_position,
+            self._places(self.calibration_indices or self.gold_positions),
+        )
         asked = {_key(self._question(row)) for _, row in lines[:start]}
         later = ((number, self._question(row)) for number, (_, row) in enumerate(lines[start:], start=start))
         fresh = islice(((n, q) for n, q in later if _key(q) not in asked), skipped, skipped + count)
