@@ -142,11 +142,9 @@ class NQMultiDoc(Placed):
         return file, lines
 
     def _calibration(self, lines: list[Row], skipped: int, count: int) -> list[Example]:
-        """At most ``count`` questions that the evaluation does not ask, after the first ``skipped`` of them."""
-        start, places = (
-            self.examples_per_position,
-            self._places(self.calibration_indices or self.gold_positions),
-        )
+        """At most ``count`` questions that the evaluation does not ask, after the first ``skipped`` ones."""
+        start = self.examples_per_position
+        places = self._places(self.calibration_indices or self.gold_positions)
         asked = {_key(self._question(row)) for _, row in lines[:start]}
         later = ((number, self._question(row)) for number, (_, row) in enumerate(lines[start:], start=start))
         fresh = islice(((n, q) for n, q in later if _key(q) not in asked), skipped, skipped + count)
