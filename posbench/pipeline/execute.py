@@ -137,6 +137,7 @@ def preflight(config: Config, run: Run) -> None:
         config.study.check(run)
     if "search" in config.stages:
         config.search.check(run)
+        config.search.further(run, config.search.held_back)
         run.lm.encode(max(run.task.examples("calibration"), key=lambda e: len(e.prompt)).prompt)
     if {"intervene", "evaluate"} & set(config.stages):
         longest, encoded = encode_longest(run.lm, run.task)

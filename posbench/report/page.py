@@ -24,6 +24,7 @@ from posbench.report.paper import beside
 from posbench.report.text import applied, headline, shortened, verdicts
 from posbench.run.folder import RunDir
 from posbench.schema import instantiate
+from posbench.search import held_back
 from posbench.search.base import Search
 from posbench.stats.frames import at_positions, metric_name
 from posbench.studies.base import Study
@@ -68,6 +69,7 @@ def read_run(folder: Path) -> tuple[str, list[Section]]:
     if "search" in config.get("stages", ()):
         search: Search = instantiate(config["search"], Search, "search")  # type: ignore[type-abstract]
         sections += search.sections(lambda name: read_csv(folder / f"{name}.csv"))
+        sections += held_back.sections(read_csv(folder / held_back.TABLE))
     if (folder / "found.yaml").is_file():
         sections.append(Section("Found constants", block=read_text(folder / "found.yaml")))
     return headline(metrics) if findings is None or metrics is not None else verdicts(findings), sections

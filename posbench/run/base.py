@@ -200,11 +200,8 @@ class Run:
         """Rows that were made again came last: let them stand where an undamaged run has them."""
         order = self._orders.setdefault(self.out.path / file, [])
         order += keys
-        rows = self.out.rows(file)
         place = {key: number for number, key in enumerate(order)}
-        ranks = [place.get(tuple(row.get(name) for name in names), len(order)) for row in rows]
-        if ranks != sorted(ranks):
-            self.out.write_rows(file, [rows[i] for i in sorted(range(len(rows)), key=lambda i: ranks[i])])
+        self.out.sort(file, lambda row: place.get(tuple(row.get(name) for name in names), len(order)))
 
     def share_unmodified(self, file: str, *settings: Any) -> str:
         """Take the unmodified model's rows of a file from another run of this version, so that a sweep

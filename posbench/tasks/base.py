@@ -77,6 +77,11 @@ class Task(ABC):
     def score(self, example: Example, text: str) -> dict[str, float]:
         """Metrics of one reply, the task's ``metric`` among them; empty where no gold answer is known."""
 
+    def held_back(self, count: int) -> list[Example]:
+        """At most ``count`` calibration questions beyond :meth:`examples`, on which what a search found is
+        checked; none by default."""
+        return []
+
     def files(self) -> tuple[Source, ...]:
         """The files that :meth:`examples` reads."""
         return ()
