@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Annotated, ClassVar
 
 from annotated_types import MinLen
@@ -69,6 +70,11 @@ def joined(head: str, items: Iterable[str], between: str, tail: str) -> tuple[st
     return head + between.join(items) + tail, tuple(spans)
 
 
+def at_share(share: Fraction, size: int) -> int:
+    """The index floor(share * (size - 1)); -1 for a share outside 0 to 1. Exact: 0.7 * 90 is 62.99 in floats."""
+    return int(share * (size - 1)) if 0 <= share <= 1 else -1
+
+
 def gold_indices(field: str, positions: Sequence[int | str], size_field: str, size: int) -> list[int]:
     """Gold positions (of the key ``field``) as 0-based indices into a list whose size is another key.
 
@@ -78,11 +84,10 @@ def gold_indices(field: str, positions: Sequence[int | str], size_field: str, si
     for position in positions:
         try:
             if str(position).endswith("%"):
-                share = float(str(position)[:-1]) / 100
-                index = int(share * (size - 1)) if 0 <= share <= 1 else -1
+                index = at_share(Fraction(str(position)[:-1]) / 100, size)
             else:
                 index = int(position)
-        except ValueError:
+        except (ValueError, ZeroDivisionError):
             index = -1
         if not 0 <= index < size:
             allowed = (
