@@ -75,6 +75,11 @@ def at_share(share: Fraction, size: int) -> int:
     return int(share * (size - 1)) if 0 <= share <= 1 else -1
 
 
+def at_percent(label: str, size: int) -> int:
+    """The index of a label such as ``12.5%``; raises ValueError or ZeroDivisionError where it is no number."""
+    return at_share(Fraction(label.removesuffix("%")) / 100, size)
+
+
 def gold_indices(field: str, positions: Sequence[int | str], size_field: str, size: int) -> list[int]:
     """Gold positions (of the key ``field``) as 0-based indices into a list whose size is another key.
 
@@ -84,7 +89,7 @@ def gold_indices(field: str, positions: Sequence[int | str], size_field: str, si
     for position in positions:
         try:
             if str(position).endswith("%"):
-                index = at_share(Fraction(str(position)[:-1]) / 100, size)
+                index = at_percent(str(position), size)
             else:
                 index = int(position)
         except (ValueError, ZeroDivisionError):
