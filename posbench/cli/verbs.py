@@ -1,11 +1,13 @@
-"""``posbench ls``, ``fetch``, ``validate``, ``report`` and ``rescore``."""
+"""``posbench ls``, ``fetch``, ``validate``, ``report``, ``rescore`` and ``show``."""
 
 from __future__ import annotations
 
 import itertools
 import shlex
+import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import yaml
 from rich.console import Console
@@ -13,15 +15,16 @@ from rich.markup import escape
 from rich.table import Table
 
 from posbench import paths
-from posbench.errors import UserError, choices, complain
+from posbench.errors import UserError, choices, complain, near
 from posbench.files import sources
 from posbench.model.families import FAMILIES
 from posbench.pipeline.compose import GROUPS, PLURALS, Composed, compose
 from posbench.pipeline.config import check, needs
 from posbench.pipeline.stages import evaluate
+from posbench.report.failures import Examples, few
 from posbench.report.page import render_run
 from posbench.report.sweep import render_sweep
-from posbench.run.folder import open_run, owned
+from posbench.run.folder import RunDir, open_run, owned
 from posbench.run.runtime import Runtime
 from posbench.schema import build, instantiate, target
 from posbench.tasks import Task
@@ -59,12 +62,14 @@ def ls(args: list[str]) -> int:
 
 
 def _table(title: str, columns: tuple[str, ...], rows: list[list[str]]) -> None:
+    # Who reads a pipe wants a line for each choice, whole.
+    console = Console(width=None if sys.stdout.isatty() else 10_000)
     table = Table(title=title, title_justify="left", box=None, pad_edge=False)
     for column in columns:
         table.add_column(column, no_wrap=column in ("name", "metric"), overflow="fold")
     for row in rows:
         table.add_row(*map(escape, row))
-    Console().print(table)
+    console.print(table)
 
 
 def _task_facts(file: Path) -> list[str]:
@@ -146,6 +151,15 @@ def _folder(verb: str, args: list[str]) -> Path:
     return Path(args[0]).expanduser()
 
 
+def _evaluated(verb: str, args: list[str]) -> tuple[RunDir, dict[str, Any]]:
+    """A run with answers, and its config."""
+    run = open_run(_folder(verb, args))
+    raw = yaml.safe_load((run.path / "config.yaml").read_text())
+    if all("error" in row for row in run.rows(evaluate.FILE)):
+        raise UserError("DIR", str(run.path), "a run that evaluated", "add evaluate to its stages")
+    return run, raw
+
+
 def report(args: list[str]) -> int:
     """Redraw the figures and the page of a run or a sweep."""
     folder = _folder("report", args)
@@ -158,13 +172,34 @@ def report(args: list[str]) -> int:
 
 def rescore(args: list[str]) -> int:
     """Score saved outputs again, without a model."""
-    run = open_run(_folder("rescore", args))
-    raw = yaml.safe_load((run.path / "config.yaml").read_text())
-    if all("error" in row for row in run.rows(evaluate.FILE)):
-        raise UserError("DIR", str(run.path), "a run that evaluated", "add evaluate to its stages")
+    run, raw = _evaluated("rescore", args)
     task = instantiate(raw["task"], Task, "task")  # type: ignore[type-abstract]
     runtime = build(Runtime, raw["runtime"], "runtime")
     with owned(run.path):
         changed = evaluate.rescore(task, raw["model"]["name"], runtime.resamples, run)
     print(f"{changed} of {len(run.rows(evaluate.FILE))} scores changed; {render_run(run.path)}")
+    return 0
+
+
+def show(args: list[str]) -> int:
+    """Print examples of a run: prompt, expected answers, and every method's reply and score."""
+    name, args = option(args, "--id")
+    flags = [arg for arg in args if arg in ("--wrong", "--all")]
+    run, raw = _evaluated("show", [arg for arg in args if arg not in flags])
+    examples = Examples.of(run, raw)
+    if name is not None:
+        if name not in examples.rows:
+            hint = near(name, list(examples.rows), f"posbench show {run.path} lists some")
+            raise UserError("--id", name, f"an id of {run.path / evaluate.FILE}", hint)
+        print(examples.text(name, whole=True))
+        return 0
+    wrong, every = examples.wrong(), examples.ids()
+    print(f"{len(wrong)} of {len(every)} examples are scored below 1 under some method")
+    names = wrong if "--wrong" in flags else every
+    some = names if "--all" in flags else few(names)
+    for name in some:
+        print(f"\n{examples.text(name)}")
+    if some:
+        more = f"{len(names) - len(some)} more: add --all; " if len(names) > len(some) else ""
+        print(f"\n{more}one in full: posbench show {shlex.quote(str(run.path))} --id {shlex.quote(some[0])}")
     return 0

@@ -57,7 +57,7 @@ class Reference:
         """
         rows = self.rows()
         wanted: dict[str, list[Any]] = {"task": list({row["task"]: None for row in rows})}
-        here = {"task": task.name}
+        here: dict[str, Any] = {"task": task.name}
         if task.name in wanted["task"]:
             rows = [row for row in rows if row["task"] == task.name]
             for name in [model] if model in self.settings else self.settings or [model]:

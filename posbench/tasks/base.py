@@ -77,6 +77,10 @@ class Task(ABC):
     def score(self, example: Example, text: str) -> dict[str, float]:
         """Metrics of one reply, the task's ``metric`` among them; empty where no gold answer is known."""
 
+    def extracted(self, example: Example, text: str) -> str | None:
+        """What :meth:`score` reads out of a reply, to show it; None where it looks at the whole reply."""
+        return None
+
     def files(self) -> tuple[Source, ...]:
         """The files that :meth:`examples` reads."""
         return ()

@@ -71,12 +71,12 @@ def joined(head: str, items: Iterable[str], between: str, tail: str) -> tuple[st
 
 
 def at_share(share: Fraction, size: int) -> int:
-    """The index floor(share * (size - 1)); -1 for a share outside 0 to 1. Exact: 0.7 * 90 is 62.99 in floats."""
+    """The index floor(share * (size - 1)); exact (floats put 0.7 * 90 at 62); -1 for a share outside 0..1."""
     return int(share * (size - 1)) if 0 <= share <= 1 else -1
 
 
 def at_percent(label: str, size: int) -> int:
-    """The index of a label such as ``12.5%``; raises ValueError or ZeroDivisionError where it is no number."""
+    """The index of a label as ``12.5%``; raises ValueError or ZeroDivisionError where it is no number."""
     return at_share(Fraction(label.removesuffix("%")) / 100, size)
 
 
@@ -88,10 +88,7 @@ def gold_indices(field: str, positions: Sequence[int | str], size_field: str, si
     found = []
     for position in positions:
         try:
-            if str(position).endswith("%"):
-                index = at_percent(str(position), size)
-            else:
-                index = int(position)
+            index = at_percent(str(position), size) if str(position).endswith("%") else int(position)
         except (ValueError, ZeroDivisionError):
             index = -1
         if not 0 <= index < size:

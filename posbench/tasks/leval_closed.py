@@ -106,10 +106,14 @@ class LEvalClosed(EvaluationOnly):
 
     def score(self, example: Example, text: str) -> dict[str, float]:
         """1 for the gold letters or truth, 0.25 for a part of the letters (Coursera), else 0."""
-        gold = example.answers[0]
+        gold, read = example.answers[0], self.extracted(example, text)
+        return {"score": float(read == gold) if gold in ("true", "false") else letter_score(read, gold)}
+
+    def extracted(self, example: Example, text: str) -> str:
+        """The letters, or true or false."""
         if example.subset.startswith("sci_fi"):
-            return {"score": float(truth(text) == gold)}
-        return {"score": letter_score(letters(text, several=example.subset == "coursera"), gold)}
+            return truth(text)
+        return letters(text, several=example.subset == "coursera")
 
     def _subset(self, subset: Benchmark) -> Iterator[Example]:
         if self.path:
