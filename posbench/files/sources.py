@@ -218,6 +218,7 @@ def fetch(sources: Iterable[Source], *, dry_run: bool, console: Console) -> None
             wanted.append(source)
     if table.row_count:
         console.print(table)
+    if every and not problems:
         total, absent = (sum(f.size or 0 for f in every if not (f.here and new)) for new in (False, True))
         console.print(f"{len(every)} files, {decimal(total)}; to download: {decimal(absent)}")
     if problems:

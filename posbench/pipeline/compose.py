@@ -315,9 +315,20 @@ def _filled(
             raw[group] = {**known, **raw[group]}
         else:
             _fill(raw[group], group, blocks, kept)
+    for key, value in _of_model(raw).items():
+        if f"task.{key}" not in keys:
+            raw["task"][key] = value
     parts = [override.partition("=") for override in typed]
     spelled = tuple(request.spelled.get(key, key) + sign + value for key, sign, value in parts)
     return Composed(_resolved(raw), keys, spelled, tuple(folders), number, multirun)
+
+
+def _of_model(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The fields of the task that the paper of an experiment set for this model alone."""
+    reference = (raw.get("experiment") or {}).get("reference") or {}
+    task, model = (raw.get(group) or {} for group in ("task", "model"))
+    measured = str(reference.get("task")).partition("/")[0] == task.get("name")
+    return (reference.get("settings") or {}).get(model.get("name"), {}) if measured else {}
 
 
 def _blocks(model: Mapping[str, Any], folders: Sequence[Path]) -> dict[str, dict[str, Any]]:

@@ -89,13 +89,7 @@ class Config:
     def reference(self) -> tuple[list[dict[str, Any]], str]:
         """The paper's rows that apply to this run's task and setting, and why there are none."""
         reference = self.experiment.reference if self.experiment else None
-        if reference is None:
-            return [], ""
-        here = {key: getattr(self.task, key, None) for key in reference.setting}
-        other = [f"{k}={here[k]} (paper {v})" for k, v in reference.setting.items() if here[k] != v]
-        if other:
-            return [], f"This run has {', '.join(other)}: the paper's numbers do not apply to it."
-        return [row for row in reference.rows() if row["task"] == self.task.name], ""
+        return reference.beside(self.task, self.model.name) if reference else ([], "")
 
 
 def check(

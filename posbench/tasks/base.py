@@ -82,6 +82,10 @@ class Task(ABC):
         checked; none by default."""
         return []
 
+    def extracted(self, example: Example, text: str) -> str | None:
+        """What :meth:`score` reads out of a reply, to show it; None where it looks at the whole reply."""
+        return None
+
     def files(self) -> tuple[Source, ...]:
         """The files that :meth:`examples` reads."""
         return ()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Annotated, ClassVar
 
 from annotated_types import MinLen
@@ -69,6 +70,16 @@ def joined(head: str, items: Iterable[str], between: str, tail: str) -> tuple[st
     return head + between.join(items) + tail, tuple(spans)
 
 
+def at_share(share: Fraction, size: int) -> int:
+    """The index floor(share * (size - 1)); exact (floats put 0.7 * 90 at 62); -1 for a share outside 0..1."""
+    return int(share * (size - 1)) if 0 <= share <= 1 else -1
+
+
+def at_percent(label: str, size: int) -> int:
+    """The index of a label as ``12.5%``; raises ValueError or ZeroDivisionError where it is no number."""
+    return at_share(Fraction(label.removesuffix("%")) / 100, size)
+
+
 def gold_indices(field: str, positions: Sequence[int | str], size_field: str, size: int) -> list[int]:
     """Gold positions (of the key ``field``) as 0-based indices into a list whose size is another key.
 
@@ -77,12 +88,8 @@ def gold_indices(field: str, positions: Sequence[int | str], size_field: str, si
     found = []
     for position in positions:
         try:
-            if str(position).endswith("%"):
-                share = float(str(position)[:-1]) / 100
-                index = int(share * (size - 1)) if 0 <= share <= 1 else -1
-            else:
-                index = int(position)
-        except ValueError:
+            index = at_percent(str(position), size) if str(position).endswith("%") else int(position)
+        except (ValueError, ZeroDivisionError):
             index = -1
         if not 0 <= index < size:
             allowed = (

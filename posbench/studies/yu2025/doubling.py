@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 
 import pandas as pd
 import torch
@@ -25,6 +26,7 @@ from posbench.studies import prompts as shared
 from posbench.studies.base import Study, Tables
 from posbench.studies.prompts import Prompts, gold
 from posbench.tasks import Example
+from posbench.tasks.items import at_share
 
 LABELS = {
     UNMODIFIED: "unmodified",
@@ -91,7 +93,7 @@ class Doubling(Study):
 
     def _place(self, items: int) -> int:
         """The item that mode ``item`` changes."""
-        return int(self.item * (items - 1))
+        return at_share(Fraction(str(self.item)), items)
 
     def answered(self, prompts: Prompts, batch: Sequence[Example], mode: str) -> tuple[list[Row], Tensor]:
         """Scored replies under a change, and the last prompt token's weight on each item then, [B, L, N]."""
