@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Mapping
 from dataclasses import MISSING, fields, is_dataclass
+from inspect import isabstract
 from types import NoneType, UnionType
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -50,6 +51,11 @@ def build(cls: type[T], data: Mapping[str, Any], where: str) -> T:
         elif isinstance(value, bool) and "bool" not in words(kinds[key]):
             # pydantic reads true as 1; nobody means a batch size of true.
             faults.found.append(_wrong(where, key, value, kinds[key]))
+        elif isinstance(value, Mapping) and any(map(isabstract, (kinds[key], *get_args(kinds[key])))):
+            hint = f"leave it out, and set the keys of the choice itself: {key}.KEY=VALUE"
+            faults.found.append(
+                UserError(f"{where}.{key}", value, f"a choice of {key}, with a _target_", hint)
+            )
     faults.raise_any()
     try:
         return TypeAdapter(with_config(ConfigDict(allow_inf_nan=False))(cls)).validate_python(dict(data))

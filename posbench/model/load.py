@@ -21,7 +21,7 @@ from transformers.utils import is_flash_attn_2_available
 from posbench import paths
 from posbench.errors import UserError
 from posbench.files import sources
-from posbench.model import families
+from posbench.model import families, guard
 from posbench.model.encode import CHAT_TEMPLATES
 from posbench.model.lm import LM
 from posbench.schema import Count, build
@@ -91,6 +91,7 @@ def load(
         families.family_of(source)
         _kernel(source.config, families.text_config(source)._attn_implementation)
         window = families.context_window(source.config)
+        guard.check_parameters(source, name or "model")
         return LM(source.eval(), tokenizer, name or "model", window, values.get("chat_template", "auto"))
     if not isinstance(source, ModelConfig):
         source = model_config(str(source), **({"name": name} if name else {}), **values)
@@ -157,6 +158,7 @@ def _load_checkpoint(
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
         hint = f"set model.path=DIR to a local checkpoint ({reason})"
         raise UserError("model.path", config.path, sources.A_CHECKPOINT, hint) from error
+    guard.check_parameters(model, config.name)
     if config.rope == "none":
         families.remove_rope(model)
     window = config.context_window or families.context_window(hf_config)

@@ -14,6 +14,7 @@ from torch import Tensor
 from posbench.files.atomic import write_csv
 from posbench.methods.choice import MethodChoice
 from posbench.model import rope
+from posbench.model.guard import guarded
 from posbench.model.lm import LM
 from posbench.plots.section import Section
 from posbench.run.base import Run
@@ -88,6 +89,7 @@ class GradientSearch(ScaleSearch):
         return steps_section(read, "Mean loss and the scales at the end of every epoch.", 4)
 
 
+@guarded
 def answer_loss(lm: LM, scales: Tensor, pairs: Sequence[tuple[list[int], list[int]]]) -> Tensor:
     """Mean cross-entropy in nats per answer token, a scalar that can be differentiated by the scales [L]."""
     inputs, targets = lm.pad_with_answers(pairs)
