@@ -24,7 +24,7 @@ from posbench.files import sources
 from posbench.model import families, guard
 from posbench.model.encode import CHAT_TEMPLATES
 from posbench.model.lm import LM
-from posbench.schema import Count, build
+from posbench.schema import Count, Tokens, build
 
 Kernel = Literal["auto", "sdpa", "eager", "flash_attention_2"]
 Dtype = Literal["auto", "float64", "float32", "bfloat16", "float16"]
@@ -47,7 +47,7 @@ class ModelConfig:
     # ``posbench/model/templates``, for a checkpoint that does not carry its own
     chat_template: str = "auto"
     # tokens the model reads; None takes the checkpoint's ``max_position_embeddings``
-    context_window: Count | None = None
+    context_window: Tokens | None = None
     threads: Count | None = None  # CPU threads; None leaves torch's choice
     stages: tuple[str, ...] = ("intervene", "evaluate", "report")  # stages that run when the user names none
     source: str = ""  # where the facts of this file come from

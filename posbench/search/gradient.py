@@ -18,7 +18,7 @@ from posbench.model.guard import guarded
 from posbench.model.lm import LM
 from posbench.plots.section import Section
 from posbench.run.base import Run
-from posbench.schema import Count, Positive
+from posbench.schema import Count, Positive, Scale
 from posbench.search.base import Read, save, saved, steps_section
 from posbench.search.scales import NEUTRAL, POSITIONS, ScaleSearch, Scores, answering, calibration
 
@@ -37,7 +37,7 @@ class GradientSearch(ScaleSearch):
     Source: LPES, Appendix C. Loss (not given there): cross-entropy of the answer tokens.
     """
 
-    start: Positive = 1.0
+    start: Scale = 1.0
     learning_rate: Positive = 1e-5
     epochs: Count = 30
     samples: Count = 2000

@@ -21,7 +21,7 @@ from posbench.model.guard import finite, guarded
 from posbench.model.lm import LM
 from posbench.plots.section import Section
 from posbench.run.base import Run
-from posbench.schema import Count, Positive, Several
+from posbench.schema import Count, Positive, Seed, Several
 from posbench.search.base import Read, Search, steps_section
 
 FILE = "router.safetensors"
@@ -57,7 +57,7 @@ class RouterSearch(Search):
     aux: float = 0.3
     data: str | None = None
     longest: Several = 4608
-    seed: int = 0
+    seed: Seed = 0
 
     def check(self, run: Run) -> None:
         """Refuse typed weights, and texts that are too few or malformed, too."""

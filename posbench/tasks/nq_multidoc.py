@@ -110,6 +110,8 @@ class NQMultiDoc(Placed):
         """See :meth:`Task.examples`. Calibration: the file's next questions, if not asked before."""
         file = self.place()
         lines = list(rows("path", file, count=0 if self.path else QUESTIONS))
+        for _, row in lines[:1]:
+            self._question(row)  # wrong fields are told before a wrong number
         self.need(len(lines), file)
         evaluation = [self._question(row) for _, row in lines[: self.examples_per_position]]
         if split == "calibration":
