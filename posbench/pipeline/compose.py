@@ -259,8 +259,8 @@ def _check(override: Override, folders: Sequence[Path], multirun: bool) -> None:
             listed = re.fullmatch(r"\[(.*)\]", name)
             parts = [part.strip() for part in listed[1].split(",")] if listed and key == "method" else [name]
             for number, part in enumerate(parts):
-                empty = (part == "null" and key != "study") or (part == "none" and len(parts) > 1)
-                if (part not in there and part != "null") or part in parts[:number] or empty:
+                empty = part == "null" or (part == "none" and len(parts) > 1)
+                if part not in there or part in parts[:number] or empty:
                     hint = "leave it out" if empty else near(part, there, f"posbench ls {PLURALS[key]}")
                     allowed = ("a list of different ones of: " if listed else "") + ", ".join(there)
                     raise UserError(key, name, allowed, hint)

@@ -139,7 +139,9 @@ def _rows(
         reason = getattr(error, "strerror", None) or error
         refuse(field, shown, allowed, f"check the path, or the file after line {line} ({reason})")
     except UnicodeError as error:
-        Line({}, field, shown, line + 1).refuse(f"UTF-8 text ({getattr(error, 'reason', error)})")
+        Line({}, field, shown, line + isinstance(error, UnicodeDecodeError)).refuse(
+            f"UTF-8 text ({getattr(error, 'reason', error)})"
+        )
     except (ValueError, csv.Error) as error:
         what = "CSV row with the header's columns" if kind == ".csv" else "JSON object in UTF-8 per line"
         Line({}, field, shown, max(line, 1)).refuse(f"one {what} ({error})")
