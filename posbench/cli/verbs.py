@@ -137,7 +137,7 @@ def _every() -> list[list[str]]:
     jobs = [[f"{group}={name}"] for group in GROUPS for name in choices(paths.CONF / group)]
     jobs += [[f"experiment={name}"] for name in choices(paths.EXPERIMENTS)]
     for job in jobs:
-        job += ["model.path=."] if job == ["model=hf"] else []
+        job += ["model.path=posbench://tiny"] if job == ["model=hf"] else []
         # A model without published constants is a model to search on.
         job += ["stages=[search]"] if job[0].startswith("model=") else []
         # The settings of a search can be checked without the method that it serves.

@@ -209,8 +209,13 @@ def _request(overrides: Sequence[str], folders: Sequence[Path], multirun: bool) 
 
 
 def _parsed(overrides: Sequence[str]) -> list[Override]:
+    # Hydra's grammar knows no letters but ASCII outside of quotes.
+    plain = r"([^=]+)=([^\[\]{}()'\",=$\\]+)"
+    quoted = [
+        m[1] + f"='{m[2]}'" if (m := re.fullmatch(plain, o)) and not o.isascii() else o for o in overrides
+    ]
     try:
-        return OverridesParser.create().parse_overrides(list(overrides))
+        return OverridesParser.create().parse_overrides(quoted)
     except HydraException as error:
         reason = " ".join(str(error).split())[:160]
         text = str(getattr(error, "override", None) or " ".join(overrides))
@@ -254,8 +259,9 @@ def _check(override: Override, folders: Sequence[Path], multirun: bool) -> None:
             listed = re.fullmatch(r"\[(.*)\]", name)
             parts = [part.strip() for part in listed[1].split(",")] if listed and key == "method" else [name]
             for number, part in enumerate(parts):
-                if (part not in there and part != "null") or part in parts[:number]:
-                    hint = near(part, there, f"posbench ls {PLURALS[key]}")
+                empty = part == "null" or (part == "none" and len(parts) > 1)
+                if part not in there or part in parts[:number] or empty:
+                    hint = "leave it out" if empty else near(part, there, f"posbench ls {PLURALS[key]}")
                     allowed = ("a list of different ones of: " if listed else "") + ", ".join(there)
                     raise UserError(key, name, allowed, hint)
 
@@ -281,6 +287,8 @@ def _rewritten(override: Override, folders: Sequence[Path]) -> str:
 def _store(names: Iterable[str]) -> str:
     """Store the config of a list of methods, one inside the other; its name."""
     parts = [name.strip() for name in names]
+    if len(parts) == 1:
+        return parts[0]
     composed = "posbench.methods.composed.Composed"
     node = {"defaults": [*(f"{name}@parts.{name}" for name in parts), "_self_"], "_target_": composed}
     ConfigStore.instance().store(group="method", name="-".join(parts), node=node)
@@ -303,7 +311,7 @@ def _filled(
     keys = tuple(o.split("=", 1)[0].lstrip("+~") for o in typed)
     raw: Any = OmegaConf.to_container(config, resolve=False)
     there = [group for group in GROUPS if isinstance(raw.get(group), dict)]
-    blocks = _blocks(raw["model"], folders) if "model" in there else {}
+    blocks = _blocks(raw["model"], folders, keys) if "model" in there else {}
     kept = {*keys, *request.set_by_experiment}
     known = {k: v for k, v in defaults(ModelConfig).items() if k != "blocks"}
     for group in there:
@@ -331,11 +339,13 @@ def _of_model(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     return (reference.get("settings") or {}).get(model.get("name"), {}) if measured else {}
 
 
-def _blocks(model: Mapping[str, Any], folders: Sequence[Path]) -> dict[str, dict[str, Any]]:
+def _blocks(
+    model: Mapping[str, Any], folders: Sequence[Path], typed: Sequence[str]
+) -> dict[str, dict[str, Any]]:
     """The blocks of a model's file, which must name something.
 
     Raises:
-        UserError: A block is of no method, task or study.
+        UserError: A block is of no method, task or study, or a typed key of it is none of these.
     """
     fields = defaults(ModelConfig)
     blocks = {k: dict(v) for k, v in model.items() if k not in fields and isinstance(v, Mapping)}
@@ -345,6 +355,14 @@ def _blocks(model: Mapping[str, Any], folders: Sequence[Path]) -> dict[str, dict
         if name not in there:
             allowed = "the name of a method, task, search or study"
             raise UserError(f"model.{name}", "a block", allowed, near(name, there, "remove it"))
+    for key in typed:
+        _, name, *rest = [*key.split("."), "", ""]
+        if key.startswith("model.") and name in blocks and rest[0]:
+            file = next(f for g in groups for r in folders if (f := r / g / f"{name}.yaml").is_file())
+            known = defaults(target(yaml.safe_load(file.read_text()), object, "model")[0])
+            if rest[0] not in (*known, "source"):
+                hint = near(rest[0], list(known), "remove it")
+                raise UserError(key, blocks[name].get(rest[0]), f"keys {', '.join(known)}", hint)
     return blocks
 
 
@@ -386,4 +404,8 @@ def _complaint(error: Exception, overrides: Sequence[str], folder: Path) -> User
     if isinstance(error, yaml.YAMLError):
         return UserError("config file", str(folder), "valid YAML", f"correct it ({reason})")
     key = str(getattr(error, "full_key", None) or "config")
+    if missing := re.search(
+        r"Could not find '(\S+)/([^/\s]+)'.*?Available options in '\S+': (.*?) Config", text
+    ):
+        return UserError(missing[1], missing[2], missing[3].replace(" ", ", "), f"leave {missing[1]} out")
     return UserError(key, " ".join(overrides), "what conf/ holds", f"see posbench --cfg job ({reason})")

@@ -80,7 +80,7 @@ def read_run(folder: Path) -> tuple[str, list[Section]]:
 
 def cut_prompts(folder: Path) -> str:
     """How many prompts of a run were shortened to the context window, in words; empty where none was."""
-    return shortened(row for row in RunDir(folder).rows("predictions.jsonl") if "error" not in row)
+    return shortened(row for row in opened(folder).rows("predictions.jsonl") if "error" not in row)
 
 
 def _study(folder: Path, config: Mapping[str, Any]) -> list[Section]:

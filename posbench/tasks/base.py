@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from posbench.errors import UserError
-from posbench.files.sources import Source, local
+from posbench.files.sources import Source, local, there
 from posbench.schema import Count, Positive, Several, Truncation
 
 Split = Literal["evaluation", "calibration"]
@@ -93,7 +93,7 @@ class Task(ABC):
     def place(self) -> Path:
         """The first of :meth:`files` on this machine; UserError if it is not here nor can be downloaded."""
         first = self.files()[0]
-        if first.kind == "path" and not Path(first.id).expanduser().exists():
+        if first.kind == "path" and not there(Path(first.id).expanduser()):
             hint = f"get it from {self.source}, or set {first.field}=null"
             raise UserError(first.field, first.id, "a file or folder on this machine", hint)
         return local(first)

@@ -142,6 +142,8 @@ class NQMultiDoc(Placed):
     def _lines(self) -> tuple[Path, list[Row]]:
         file = self.place()
         lines = list(rows("path", file, count=0 if self.path else QUESTIONS))
+        for _, row in lines[:1]:
+            self._question(row)  # wrong fields are told before a wrong number
         self.need(len(lines), file)
         return file, lines
 

@@ -18,7 +18,7 @@ from posbench.perturbations.move_positions import can_move, move_positions
 from posbench.plots import base as plot
 from posbench.plots.section import Drawn
 from posbench.run.base import Run
-from posbench.schema import Count, Whole
+from posbench.schema import Count, Seed
 from posbench.stats import bootstrap
 from posbench.stats.findings import Finding, ends
 from posbench.stats.frames import UNMODIFIED
@@ -53,7 +53,7 @@ class CropMask(Study):
     retrieval: tuple[int, int] | None = None  # averaged; None: see retrieval_layers
     keep_first: bool = True  # whether the cropped item sees the prompt's first token (Appendix D.3: yes)
     examples: Count = 100  # of each gold position at most
-    seed: Whole = 0  # of the control's items
+    seed: Seed = 0  # of the control's items
 
     def check(self, run: Run) -> None:
         """See :meth:`Study.check`."""

@@ -18,7 +18,7 @@ from posbench.plots import base as plot
 from posbench.plots.attention import over_positions
 from posbench.plots.section import Drawn
 from posbench.run.base import Run
-from posbench.schema import Positive, Several, Share, Whole
+from posbench.schema import Positive, Seed, Several, Share
 from posbench.stats import bootstrap
 from posbench.stats.findings import Finding
 from posbench.stats.frames import UNMODIFIED
@@ -54,7 +54,7 @@ class Doubling(Study):
     renormalise: bool = True  # to sum 1; otherwise the head's output grows by the added weight
     layers: tuple[int, ...] | None = None  # None: all
     generated: bool = False  # whether rows of generated tokens are changed too
-    seed: Whole = 0  # of the control's items
+    seed: Seed = 0  # of the control's items
 
     def check(self, run: Run) -> None:
         """See :meth:`Study.check`."""
