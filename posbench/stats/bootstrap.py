@@ -7,7 +7,7 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.stats import norm, t
+from scipy.special import ndtr, stdtrit
 
 Array = NDArray[np.float64]
 K = TypeVar("K", bound=Hashable)
@@ -94,7 +94,7 @@ def drawn_means(values: Array, clusters: Iterable[str], resamples: int, seed: in
 def tail(clusters: int) -> float:
     """Share of the draws beyond each end of an interval: 2.5 %, and less for few clusters, whose draws vary
     too little (Hesterberg 2015, "expanded percentile interval")."""
-    return float(norm.cdf(-t.ppf(0.975, clusters - 1) * np.sqrt(clusters / (clusters - 1))))
+    return float(ndtr(-stdtrit(clusters - 1, 0.975) * np.sqrt(clusters / (clusters - 1))))
 
 
 def quantiles(values: Array, clusters: int) -> tuple[float, float]:
@@ -141,7 +141,7 @@ def paired(
         return difference(array, clusters, resamples=resamples, seed=seed)
     value, (n, sums, _) = float(array.mean()), _worth(array, clusters)
     centre, square = value * n / (n + 1), ((array**2).mean() * n + 1) / (n + 1)
-    half = t.ppf(0.975, max(len(sums) - 1, 1)) * np.sqrt((square - centre**2) / (n + 1))
+    half = stdtrit(max(len(sums) - 1, 1), 0.975) * np.sqrt((square - centre**2) / (n + 1))
     return Estimate(value, float(max(centre - half, -1)), float(min(centre + half, 1)), len(array))
 
 
@@ -157,7 +157,7 @@ def mean(values: Values, clusters: Sequence[str], *, resamples: int = RESAMPLES,
     value, (n, sums, sizes) = float(array.mean()), _worth(array, clusters)
     rarer = min((sums > 0).sum(), (sums < sizes).sum())
     alone = len(sums) in (1, len(array)) or not rarer
-    z = Z95 if alone else float(t.ppf(0.975, min(max(rarer, 3), len(sums) - 1)))
+    z = Z95 if alone else float(stdtrit(min(max(rarer, 3), len(sums) - 1), 0.975))
     return Estimate(value, *wilson(value * n, n, z), len(array))
 
 
@@ -176,7 +176,7 @@ def _worth(values: Array, clusters: Sequence[str]) -> tuple[float, Array, Array]
 def normal(values: Array) -> Estimate:
     """A mean of independent values with Student's interval."""
     value, n = float(values.mean()), len(values)
-    half = float(t.ppf(0.975, n - 1) * values.std(ddof=1) / np.sqrt(n))
+    half = float(stdtrit(n - 1, 0.975) * values.std(ddof=1) / np.sqrt(n))
     return Estimate(value, value - half, value + half, n)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -89,17 +89,16 @@ def position_bias(curve: Array, draws: Array) -> tuple[float, Array]:
     return float(np.sqrt(np.maximum(variance - noise, 0))), np.where(left > 0, found, 0.0)
 
 
-def limit(part: pd.DataFrame, name: str, chance: float) -> str:
-    """``floor`` where no gold position is surely answered more often than by guessing, ``ceiling`` where none
-    surely less than always, each give or take :data:`ALMOST`: no bias can be seen there. Else empty.
+def limit(positions: Iterable[Estimate], chance: float) -> str:
+    """Whether the scores (0..1) at the gold positions leave a bias to be seen, by their 95 % intervals.
 
-    ``part`` has gold_position, cluster and the score ``name`` in 0..1; sure is what its 95 % interval says.
+    ``floor`` where none is surely above that of a guess, ``ceiling`` where none is surely below 1, both give
+    or take :data:`ALMOST`; else empty.
     """
-    groups = [group for _, group in part.groupby("gold_position")]
-    at = [mean(group[name].to_numpy(), list(group["cluster"])) for group in groups]
-    if not max(each.ci_low for each in at) > chance + ALMOST:
+    ends = [(at.ci_low, at.ci_high) for at in positions]
+    if not max(low for low, _ in ends) > chance + ALMOST:
         return "floor"
-    return "" if min(each.ci_high for each in at) < 1 - ALMOST else "ceiling"
+    return "" if min(high for _, high in ends) < 1 - ALMOST else "ceiling"
 
 
 def rows(
@@ -114,23 +113,26 @@ def rows(
     placed = frame.dropna(subset=["gold_position", name])
     if placed["gold_position"].nunique() < 3:
         return
-    base: _Told | None = None
+    base: tuple[Told, str] | None = None
     found = curves(placed, name, "method", resamples, seed)
     whole = [method for method, (curve, _) in found.items() if not np.isnan(curve).any()]
     for number, method in enumerate(sorted(whole, key=lambda m: m != unmodified)):
         part = placed[placed["method"] == method]
-        told = _Told(part, name, *found[method], chance, (seed, number))
+        places = [(here[name].to_numpy(), list(here["cluster"])) for _, here in part.groupby("gold_position")]
+        sizes = np.array([len(values) for values, _ in places])
+        questions = min(len(set(clusters)) for _, clusters in places)
+        told = Told(*found[method], sizes, questions, part[name].isin((0, 1)).all(), (seed, number))
+        note = limit((mean(*group) for group in places), chance)
         shuffled = _shuffled_gaps(part, name, resamples, seed)
         low, high = np.quantile(shuffled, [0.025, 0.975])
-        null = Estimate(float(shuffled.mean()), float(low), float(high), len(part))
-        all_of = {**told.estimates, "gap_null": null}
+        all_of = told.estimates | {"gap_null": Estimate(float(shuffled.mean()), low, high, len(part))}
         for key in ("gap", "gap_null", "primacy", "recency", "middle_drop", "position_bias"):
-            yield method, key, _unless(told.note, all_of[key]), told.note
+            yield method, key, _unless(note, all_of[key]), note
             if base and not key.startswith("gap"):
-                note = told.note or base.note
-                yield method, f"{key}_difference", _unless(note, told.minus(base, key)), note
+                either = note or base[1]
+                yield method, f"{key}_difference", _unless(either, told.minus(base[0], key)), either
         if method == unmodified:
-            base = told
+            base = told, note
 
 
 def _unless(note: str, at: Estimate) -> Estimate:
@@ -138,32 +140,33 @@ def _unless(note: str, at: Estimate) -> Estimate:
     return Estimate(np.nan, np.nan, np.nan, at.n) if note else at
 
 
-class _Told:
-    """What the curve of one method says: estimates and draws [R] by statistic, and the limit it stands at."""
+class Told:
+    """What the curve of a method says: ``estimates`` of the statistics, by name.
+
+    From the curve [K] and its draws [R, K], the prompts at each position [K], the fewest questions at any,
+    and whether all scores are 0 or 1; ``seed`` is that of :func:`_smoothed`.
+    """
 
     def __init__(
-        self, part: pd.DataFrame, name: str, curve: Array, draws: Array, chance: float, seed: tuple[int, int]
+        self, curve: Array, draws: Array, sizes: Array, questions: int, shares: bool, seed: tuple[int, int]
     ) -> None:
-        places = part.groupby("gold_position")
-        self.n, self.questions = len(part), int(places["cluster"].nunique().min())
-        self.note = limit(part, name, chance)
+        self.n, self.questions = int(sizes.sum()), questions
         exact = {key: float(value) for key, value in curve_statistics(curve).items()}
         exact["position_bias"] = position_bias(curve, draws)[0]
-        if part[name].isin((0, 1)).all():
-            draws = _smoothed(curve, draws, places.size().to_numpy(), seed)
+        draws = _smoothed(curve, draws, sizes, seed) if shares else draws
         self.draws = {**curve_statistics(draws), "position_bias": position_bias(curve, draws)[1]}
         self.estimates = {
-            key: percentile(value, self.draws[key], self.n, self.questions) for key, value in exact.items()
+            key: percentile(value, self.draws[key], self.n, questions) for key, value in exact.items()
         }
         one = np.eye(len(curve))
         contrasts = {"middle_drop": (one[0] + one[-1]) / 2 - one[1:-1]}
         contrasts["gap"] = (one[:, None] - one)[~one.astype(bool)]
-        for key, of in contrasts.items() if self.questions > 1 else ():
-            low, high = _largest(of, curve, draws, self.draws[key], tail(self.questions))
+        for key, of in contrasts.items() if questions > 1 else ():
+            low, high = _largest(of, curve, draws, self.draws[key], tail(questions))
             low, high = (max(low, 0.0), min(high, 1.0)) if key == "gap" else (low, high)
             self.estimates[key] = Estimate(exact[key], low, high, self.n)
 
-    def minus(self, base: _Told, key: str) -> Estimate:
+    def minus(self, base: Told, key: str) -> Estimate:
         """Difference of a statistic from that of another method on the same questions."""
         at, was, n = self.estimates[key], base.estimates[key], self.n
         if key != "middle_drop":
