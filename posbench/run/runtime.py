@@ -28,7 +28,8 @@ class Runtime:
     threads: Count | None = None  # CPU threads; None takes the model's, or leaves torch's choice
     outputs: str = "outputs"  # folder that receives the runs
     intervene_examples: Count = 20  # examples per gold position whose attention is measured
-    resamples: Annotated[int, Ge(20), Le(MOST)] = 2000  # bootstrap resamples for paired differences
+    # bootstrap draws behind an interval; of fewer than 100 less than three lie beyond each of its ends
+    resamples: Annotated[int, Ge(100), Le(MOST)] = 2000
 
     def __post_init__(self) -> None:
         if self.device_map and self.device not in ("auto", "cuda"):

@@ -124,9 +124,9 @@ def _by_position(frame: pd.DataFrame, metric: str, resamples: int) -> pd.DataFra
     for measure, name in (("score", metric), ("attention", "attention")):
         for place, rows in frame.groupby(by, sort=False):
             clusters, values = list(rows["cluster"]), rows[measure].to_numpy()
-            changes = values - base.loc[rows["id"], measure].to_numpy()
+            before = base.loc[rows["id"], measure].to_numpy()
             value = bootstrap.mean(values, clusters, resamples=resamples)
-            change = bootstrap.difference(changes, clusters, resamples=resamples)
+            change = bootstrap.paired(values, before, clusters, resamples=resamples)
             where = {**dict(zip(by, place, strict=True)), "measure": name}
             out.append(where | ends(value) | ends(change, "change") | {"n": len(rows)})
     return pd.DataFrame(out)

@@ -20,7 +20,7 @@ from posbench.plots.section import Drawn
 from posbench.run.base import Run
 from posbench.schema import Positive, Seed, Several, Share
 from posbench.stats import bootstrap
-from posbench.stats.findings import Finding
+from posbench.stats.findings import Finding, estimate
 from posbench.stats.frames import UNMODIFIED
 from posbench.studies import prompts as shared
 from posbench.studies.base import Study, Tables
@@ -152,7 +152,8 @@ class Doubling(Study):
                 note = "no gold position stands there: see study.item and task.positions"
                 found.append(Finding.untestable(*claim, note))
                 continue
-            at = bootstrap.difference(100 * (rows[mode] - rows[base]), list(rows["cluster"].astype(str)))
+            clusters = list(rows["cluster"].astype(str))
+            at = estimate(bootstrap.paired(rows[mode], rows[base], clusters)._asdict(), scale=100)
             holds = at.ci_low <= 0 if mode == "other" else at.ci_low > 0
             note = ", ".join(f"{name} {100 * rows[name].mean():.1f} %" for name in (base, mode))
             found.append(Finding.that(holds, *claim, at, note))
