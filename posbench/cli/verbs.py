@@ -16,7 +16,8 @@ from posbench import paths
 from posbench.errors import UserError, choices, complain, near
 from posbench.files import sources
 from posbench.model.families import FAMILIES
-from posbench.pipeline.compose import GROUPS, PLURALS, Composed, compose
+from posbench.pipeline.arguments import GROUPS, PLURALS
+from posbench.pipeline.compose import Composed, compose
 from posbench.pipeline.config import check, needs
 from posbench.pipeline.identity import need_same_data
 from posbench.pipeline.stages import evaluate

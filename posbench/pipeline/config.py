@@ -15,7 +15,7 @@ from posbench.files.sources import Source
 from posbench.methods import Method
 from posbench.methods.choice import MethodChoice, every
 from posbench.model.load import ModelConfig, with_blocks
-from posbench.pipeline.compose import GROUPS, TOP
+from posbench.pipeline.arguments import GROUPS, TOP
 from posbench.run.runtime import Runtime
 from posbench.schema import build, instantiate
 from posbench.search.base import Search
