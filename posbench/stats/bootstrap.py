@@ -146,18 +146,23 @@ def paired(
 
 
 def mean(values: Values, clusters: Sequence[str], *, resamples: int = RESAMPLES, seed: int = 0) -> Estimate:
-    """A mean with its interval: Wilson for values that are all 0 or 1, else :func:`difference`.
+    """A mean with its interval: Wilson's for scores in 0..1, else that of :func:`difference`.
 
-    Of clusters of several, Wilson's interval is that of n over the design effect (Korn and Graubard 1998).
-    Its quantile is t's; degrees of freedom are the clusters that tell of the rarer answer, at least 3.
+    Of clusters of several it is that of n over the design effect (Korn and Graubard 1998), with t's quantile:
+    degrees of freedom are the clusters that tell of the rarer answer, at least 3. Scores between 0 and 1 are
+    worth as many right-or-wrong ones as have their variance.
     """
     array = np.asarray(values, dtype=np.float64)
-    if not np.isin(array, (0, 1)).all():
+    if (array < 0).any() or (array > 1).any():
         return difference(array, clusters, resamples=resamples, seed=seed)
     value, (n, sums, sizes) = float(array.mean()), _worth(array, clusters)
-    rarer = min((sums > 0).sum(), (sums < sizes).sum())
-    alone = len(sums) in (1, len(array)) or not rarer
-    z = Z95 if alone else float(stdtrit(min(max(rarer, 3), len(sums) - 1), 0.975))
+    whole, variance = np.isin(array, (0, 1)).all(), array.var()
+    n *= 1 if whole or variance == 0 else value * (1 - value) / variance
+    # How many clusters tell of either answer: of equal sums their number, fewer of unequal ones.
+    each = (np.sign(sums), np.sign(sizes - sums)) if whole else (sums, sizes - sums)
+    rarer = min(side.sum() ** 2 / max((side**2).sum(), 1e-12) for side in each)
+    plain = len(sums) == 1 or (whole and len(sums) == len(array)) or not rarer
+    z = Z95 if plain else float(stdtrit(min(max(rarer, 3), len(sums) - 1), 0.975))
     return Estimate(value, *wilson(value * n, n, z), len(array))
 
 

@@ -42,7 +42,7 @@ def overrides(checkpoint: Path) -> list[str]:
         *task,
         "runtime.device=cpu",
         "runtime.threads=1",
-        "runtime.resamples=50",
+        "runtime.resamples=100",
         "runtime.batch_size=4",
     ]
 
@@ -278,7 +278,7 @@ def test_model_without_rope_says_what_cannot_be_tested(
     posbench: Callable[..., Result], outputs: Path, study: str
 ) -> None:
     small = ["study.examples=2"] if study == "crop_mask" else ["study.texts=3", "study.length=48"]
-    result = posbench(f"study={study}", "model=tiny_nope", "runtime.resamples=20", *small)
+    result = posbench(f"study={study}", "model=tiny_nope", "runtime.resamples=100", *small)
     assert result.status == 0, result.err
     verdicts = tables(outputs)["findings"].set_index("claim")["verdict"]
     moved = verdicts.index.str.contains("PE to|moved position|not the position embedding")
