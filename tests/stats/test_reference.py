@@ -93,7 +93,7 @@ def test_a_typed_setting_wins_and_has_no_number_of_the_paper():
 
 @pytest.mark.parametrize("wrong", ["settings=5", "settings.tiny=[1]", "settings.tiny.nonsense=1"])
 def test_a_setting_that_is_none_is_refused_by_name(wrong):
-    with pytest.raises(UserError, match=r"experiment\.reference = |task\.nonsense = 1"):
+    with pytest.raises(UserError, match=r"experiment\.reference|task\.nonsense"):
         config_of("experiment=lpes_table1_kv", "model=tiny", "method=none", f"experiment.reference.{wrong}")
 
 
