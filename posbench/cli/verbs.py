@@ -10,21 +10,22 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
 from posbench import paths
 from posbench.errors import UserError, choices, complain, near
 from posbench.files import sources
 from posbench.model.families import FAMILIES
-from posbench.pipeline.compose import GROUPS, PLURALS, Composed, compose
+from posbench.pipeline.arguments import GROUPS, PLURALS
+from posbench.pipeline.compose import Composed, compose
 from posbench.pipeline.config import check, needs
+from posbench.pipeline.identity import need_same_data
 from posbench.pipeline.stages import evaluate
 from posbench.report.failures import Examples, few
 from posbench.report.page import render_run
 from posbench.report.sweep import render_sweep
-from posbench.run.folder import RunDir, open_run, owned
+from posbench.report.terminal import terminal
+from posbench.run.folder import DRAWN, PROVENANCE, RunDir, checked, open_run, owned
 from posbench.run.runtime import Runtime
 from posbench.schema import build, instantiate, target
 from posbench.tasks import Task
@@ -63,12 +64,12 @@ def ls(args: list[str]) -> int:
 
 def _table(title: str, columns: tuple[str, ...], rows: list[list[str]]) -> None:
     # Who reads a pipe wants a line for each choice, whole.
-    console = Console(width=None if sys.stdout.isatty() else 10_000)
+    console = terminal(width=None if sys.stdout.isatty() else 10_000)
     table = Table(title=title, title_justify="left", box=None, pad_edge=False)
     for column in columns:
         table.add_column(column, no_wrap=column in ("name", "metric"), overflow="fold")
     for row in rows:
-        table.add_row(*map(escape, row))
+        table.add_row(*row)
     console.print(table)
 
 
@@ -104,7 +105,7 @@ def fetch(args: list[str]) -> int:
     if problems:
         raise problems[0]
     if needed:
-        sources.fetch(needed, dry_run="--dry-run" in args, console=Console())
+        sources.fetch(needed, dry_run="--dry-run" in args, console=terminal())
     return 0
 
 
@@ -137,7 +138,7 @@ def _every() -> list[list[str]]:
     jobs = [[f"{group}={name}"] for group in GROUPS for name in choices(paths.CONF / group)]
     jobs += [[f"experiment={name}"] for name in choices(paths.EXPERIMENTS)]
     for job in jobs:
-        job += ["model.path=."] if job == ["model=hf"] else []
+        job += ["model.path=posbench://tiny"] if job == ["model=hf"] else []
         # A model without published constants is a model to search on.
         job += ["stages=[search]"] if job[0].startswith("model=") else []
         # The settings of a search can be checked without the method that it serves.
@@ -152,32 +153,42 @@ def _folder(verb: str, args: list[str]) -> Path:
 
 
 def _evaluated(verb: str, args: list[str]) -> tuple[RunDir, dict[str, Any]]:
-    """A run with answers, and its config."""
-    run = open_run(_folder(verb, args))
-    raw = yaml.safe_load((run.path / "config.yaml").read_text())
-    if all("error" in row for row in run.rows(evaluate.FILE)):
+    """A whole run with answers, and its config."""
+    run = checked(_folder(verb, args))
+    if not run.rows(evaluate.FILE):
         raise UserError("DIR", str(run.path), "a run that evaluated", "add evaluate to its stages")
-    return run, raw
+    return run, yaml.safe_load((run.path / "config.yaml").read_text())
 
 
 def report(args: list[str]) -> int:
     """Redraw the figures and the page of a run or a sweep."""
     folder = _folder("report", args)
-    sweep = (folder / "summary.csv").is_file()
-    if not sweep:
-        open_run(folder)
-    print(render_sweep(folder) if sweep else render_run(folder))
+    run = open_run(folder)
+    with owned(run.path):
+        sweep = (checked(run.path, DRAWN).path / "summary.csv").is_file()
+        print(render_sweep(folder) if sweep else render_run(folder))
+        run.renew(DRAWN)
     return 0
 
 
 def rescore(args: list[str]) -> int:
     """Score saved outputs again, without a model."""
-    run, raw = _evaluated("rescore", args)
-    task = instantiate(raw["task"], Task, "task")  # type: ignore[type-abstract]
-    runtime = build(Runtime, raw["runtime"], "runtime")
+    run = open_run(_folder("rescore", args))
+    again = (*DRAWN, *evaluate.TABLES)
     with owned(run.path):
+        checked(run.path, again)
+        raw = yaml.safe_load((run.path / "config.yaml").read_text())
+        rows, torn = run.rows(evaluate.FILE), run.torn(evaluate.FILE)
+        if torn or not rows or not run.done:
+            allowed = f"a finished run that evaluated, with whole rows (damaged here: {torn})"
+            raise UserError("DIR", str(run.path), allowed, "repeat its command, with evaluate in the stages")
+        task = instantiate(raw["task"], Task, "task")  # type: ignore[type-abstract]
+        runtime = build(Runtime, raw["runtime"], "runtime")
+        need_same_data(task, run.facts(PROVENANCE))
         changed = evaluate.rescore(task, raw["model"]["name"], runtime.resamples, run)
-    print(f"{changed} of {len(run.rows(evaluate.FILE))} scores changed; {render_run(run.path)}")
+        page = render_run(run.path)
+        run.renew(again)
+    print(f"{changed} of {len(rows)} scores changed; {page}")
     return 0
 
 

@@ -13,7 +13,7 @@ from posbench.methods.base import Method, Needs
 from posbench.model import rope
 from posbench.model.lm import LM
 from posbench.model.rope import HandRotation, Table
-from posbench.schema import Positive, Whole
+from posbench.schema import Positive, Scale, Whole
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +49,7 @@ class MsPoE(Method):
 
     needs: ClassVar[Needs] = Needs(rope=True, by_hand=True)
 
-    ratios: tuple[Positive, Positive] = (1.2, 1.8)
+    ratios: tuple[Scale, Scale] = (1.2, 1.8)
     first_layer: Whole = 2
     alpha: Positive = 3.0
     variant: Literal["paper", "official"] = "paper"

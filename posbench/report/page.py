@@ -22,8 +22,9 @@ from posbench.report import failures, tables
 from posbench.report.folder import need_folder, read, read_csv, read_json, read_text, study_tables
 from posbench.report.paper import beside
 from posbench.report.text import applied, headline, shortened, verdicts
-from posbench.run.folder import RunDir
+from posbench.run.folder import opened
 from posbench.schema import instantiate
+from posbench.search import held_back
 from posbench.search.base import Search
 from posbench.stats.frames import at_positions, metric_name
 from posbench.studies.base import Study
@@ -37,9 +38,10 @@ def render_run(folder: Path) -> Path:
     """
     sentence, sections = read_run(folder)
     facts = {name: read_json(folder / f"{name}.json") or {} for name in ("prompts", "provenance", "status")}
+    facts["provenance"].pop("sum", None)
     text = read_text(folder / "config.yaml")
     if (folder / failures.FILE).is_file():
-        facts["failures"] = failures.on_page(RunDir(folder), yaml.safe_load(text))
+        facts["failures"] = failures.on_page(opened(folder), yaml.safe_load(text))
     return write_page(folder, sentence, sections, config=text, **facts)
 
 
@@ -70,6 +72,7 @@ def read_run(folder: Path) -> tuple[str, list[Section]]:
     if "search" in config.get("stages", ()):
         search: Search = instantiate(config["search"], Search, "search")  # type: ignore[type-abstract]
         sections += search.sections(lambda name: read_csv(folder / f"{name}.csv"))
+        sections += held_back.sections(read_csv(folder / held_back.TABLE))
     if (folder / "found.yaml").is_file():
         sections.append(Section("Found constants", block=read_text(folder / "found.yaml")))
     return headline(metrics) if findings is None or metrics is not None else verdicts(findings), sections
@@ -77,7 +80,7 @@ def read_run(folder: Path) -> tuple[str, list[Section]]:
 
 def cut_prompts(folder: Path) -> str:
     """How many prompts of a run were shortened to the context window, in words; empty where none was."""
-    return shortened(row for row in RunDir(folder).rows("predictions.jsonl") if "error" not in row)
+    return shortened(row for row in opened(folder).rows("predictions.jsonl") if "error" not in row)
 
 
 def _study(folder: Path, config: Mapping[str, Any]) -> list[Section]:

@@ -20,6 +20,7 @@ from posbench.report.page import write_page
 from posbench.report.paper import beside
 from posbench.report.terminal import show_findings, show_reference, text_table
 from posbench.report.trend import trends
+from posbench.run.folder import PROVENANCE, RunDir, checked
 from posbench.stats.frames import metric_name, overall
 from posbench.stats.scores import COLUMNS
 
@@ -47,6 +48,8 @@ def summarise(jobs: Sequence[dict[str, Any]], console: Console) -> Path | None:
     name = "_".join(varied).replace(".", "-").replace("/", "-") or "runs"
     folder = runs[0].parent / f"sweep__{name}__{digest([str(run) for run in runs])}"
     folder.mkdir(parents=True, exist_ok=True)
+    for run in runs:
+        checked(run)  # the first of many may have finished days ago
     for file in ("metrics", "attention", "subsets", "findings"):
         there = [(s, p / f"{file}.csv") for s, p in finished if (p / f"{file}.csv").is_file()]
         if there:
@@ -59,6 +62,7 @@ def summarise(jobs: Sequence[dict[str, Any]], console: Console) -> Path | None:
         write_csv(folder / "findings.csv", findings)
     write_text(folder / "jobs.json", json.dumps(list(jobs), indent=2) + "\n")
     _show(folder, console)
+    RunDir(folder).seal(str(RunDir(runs[0]).facts(PROVENANCE).get("command", "")))
     return folder
 
 
@@ -157,7 +161,7 @@ def sweep_table(summary: pd.DataFrame, axes: list[str]) -> tuple[list[str], list
         cells: list[Any] = [next(part.itertuples(), None) for part in parts]
         point, _, difference, bias = cells
         averages += [(point.value, setting)] if point is not None else []
-        biases += [(bias.value, setting)] if bias is not None else []
+        biases += [(bias.value, setting)] if bias is not None and not pd.isna(bias.value) else []
         if difference is not None:
             lower = "lower" if difference.ci_high < 0 else "do not reliably change"
             tally["raise" if difference.ci_low > 0 else lower] += 1

@@ -18,9 +18,9 @@ from posbench.plots import base as plot
 from posbench.plots.attention import over_positions
 from posbench.plots.section import Drawn
 from posbench.run.base import Run
-from posbench.schema import Positive, Several, Share, Whole
+from posbench.schema import Positive, Seed, Several, Share
 from posbench.stats import bootstrap
-from posbench.stats.findings import Finding
+from posbench.stats.findings import Finding, estimate
 from posbench.stats.frames import UNMODIFIED
 from posbench.studies import prompts as shared
 from posbench.studies.base import Study, Tables
@@ -54,7 +54,7 @@ class Doubling(Study):
     renormalise: bool = True  # to sum 1; otherwise the head's output grows by the added weight
     layers: tuple[int, ...] | None = None  # None: all
     generated: bool = False  # whether rows of generated tokens are changed too
-    seed: Whole = 0  # of the control's items
+    seed: Seed = 0  # of the control's items
 
     def check(self, run: Run) -> None:
         """See :meth:`Study.check`."""
@@ -152,7 +152,8 @@ class Doubling(Study):
                 note = "no gold position stands there: see study.item and task.positions"
                 found.append(Finding.untestable(*claim, note))
                 continue
-            at = bootstrap.difference(100 * (rows[mode] - rows[base]), list(rows["cluster"].astype(str)))
+            clusters = list(rows["cluster"].astype(str))
+            at = estimate(bootstrap.paired(rows[mode], rows[base], clusters)._asdict(), scale=100)
             holds = at.ci_low <= 0 if mode == "other" else at.ci_low > 0
             note = ", ".join(f"{name} {100 * rows[name].mean():.1f} %" for name in (base, mode))
             found.append(Finding.that(holds, *claim, at, note))

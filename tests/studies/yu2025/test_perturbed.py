@@ -332,7 +332,10 @@ def test_layers_of_the_paper_and_of_other_depths() -> None:
         ),
         (["study=channel_subtraction", "study.channel=16"], "different channels from 0 to 15"),
         (["study=crop_mask", "study.layers=[2,4]"], "study.layers = [2, 4]: allowed: [first, last]"),
-        (["study=crop_mask", "study.examples=0"], "study.examples = 0: allowed: a whole number from 1 up"),
+        (
+            ["study=crop_mask", "study.examples=0"],
+            "study.examples = 0: allowed: a whole number from 1 to 1000000",
+        ),
         (
             ["study=crop_mask", "method=moice", "method.weights=uniform"],
             "no method of rotary embeddings inside one",
