@@ -18,11 +18,11 @@ from posbench.plots.sweep import CENTRE, HALVES, SPREAD
 from posbench.report.folder import TREND, read_csv
 from posbench.run.folder import RunDir
 from posbench.schema import target
-from posbench.stats.bootstrap import Array, Estimate, percentile
+from posbench.stats.bootstrap import Array, Estimate, mean, percentile
 from posbench.stats.correlation import spearman
 from posbench.stats.findings import COLUMNS, Finding, ends
 from posbench.stats.frames import UNMODIFIED, gold_attention, own_metric, strongest_layer
-from posbench.stats.position_bias import curves, position_bias
+from posbench.stats.position_bias import curves, limit, position_bias
 
 ATTENTION, PREDICTIONS = "attention.jsonl", "predictions.jsonl"
 
@@ -112,17 +112,27 @@ class _Trend:
         n, numbers, claims = int(table["cluster"].nunique()), self.numbers, self.claims
         found = self._curves(table, "score")
         halves = {number: _halves(curve) for number, curve in found.items()}
-        spreads = {number: np.append(*position_bias(curve[0], curve[1:])) for number, curve in found.items()}
+        seen = {number for number, part in table.groupby("number") if not self._limited(part)}
+        spreads = {
+            number: np.append(*position_bias(at[0], at[1:])) for number, at in found.items() if number in seen
+        }
         self._tell(HALVES, halves, n)
         self._tell(SPREAD, spreads, n)
         claim = claims.score if claims else f"the score of the two halves follows {self.axis}"
         out = [self._sided(claim, HALVES, 1, _ranks(halves, numbers), n)]
         # Below zero a published factor turns the bias round, so that more of it is no more bias.
         kept, where = (numbers[numbers >= 0], " from 0 up") if claims else (numbers, "")
+        kept = np.array([number for number in kept if number in seen])
         if len(kept) > 2:
             claim = claims.bias if claims else f"the position bias changes with {self.axis}"
             out.append(self._sided(claim, SPREAD, 1, _ranks(spreads, kept), n, where))
         return [*out, self._peak(claims, found, n)] if claims else out
+
+    @staticmethod
+    def _limited(part: pd.DataFrame) -> bool:
+        """Whether a setting answers almost nothing or everything, so that it has no bias to be seen."""
+        places = [here for _, here in part.groupby("gold_position")]
+        return bool(limit((mean(here["score"].to_numpy(), list(here["cluster"])) for here in places), 0.0))
 
     def _peak(self, claims: SweepClaims, found: Mapping[Any, Array], n: int) -> Finding:
         """Whether the number with the best average score lies where it is claimed to."""
