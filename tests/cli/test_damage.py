@@ -15,8 +15,8 @@ from posbench.run.folder import DRAWN, RunDir, checked
 from tests.conftest import run_folders
 
 WAYS = ("deleted", "emptied", "halved", "flipped", "swapped")
-OWN = ("provenance.json", "status.json", "manifest.json", "DONE")
-"""What holds times, or checksums of what holds them."""
+OWN = ("provenance.json", "status.json", "manifest.json", "DONE", "report.html")
+"""What holds the time of the start, or checksums of what holds it."""
 
 
 @dataclass(frozen=True)
@@ -149,7 +149,7 @@ def rebuilt(tree: Tree, folder: Path, capsys: pytest.CaptureFixture[str], note: 
     found = results(folder)
     assert found.keys() == tree.whole.keys(), note
     assert [name for name in found if found[name] != tree.whole[name]] == [], note
-    assert checked(folder).done, note
+    assert checked(folder).done and (folder / "report.html").is_file(), note
     return out.out + out.err
 
 
