@@ -60,7 +60,7 @@ def test_it_is_one_line_and_the_same_command_resumes(
 def test_a_finished_run_is_shown_where_nothing_can_be_written(
     posbench: Callable[..., Result], outputs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert posbench("study=masks", "stages=[study]").status == 0
+    assert posbench(*ROLLOUT).status == 0
     (folder,) = run_folders(outputs)
     before = {p: p.stat().st_mtime_ns for p in folder.rglob("*")}
 
@@ -69,20 +69,19 @@ def test_a_finished_run_is_shown_where_nothing_can_be_written(
 
     monkeypatch.setattr(os, "access", lambda *_: False)
     monkeypatch.setattr(claim.FileLock, "acquire", read_only)
-    shown = posbench("study=masks", "stages=[study]")
+    shown = posbench(*ROLLOUT)
     assert shown.status == 0 and "finished before" in shown.out and not shown.err
     assert {p: p.stat().st_mtime_ns for p in folder.rglob("*")} == before
-    refused = posbench("study=masks", "stages=[study]", "study.tokens=9")
+    refused = posbench(*ROLLOUT, "study.tokens=25")
     assert refused.status == 3 and refused.err.count("\n") == 1 and "runtime.outputs" in refused.err
     monkeypatch.undo()
     (outputs.parent / "file").write_text("")
-    assert posbench("study=masks", f"runtime.outputs={outputs.parent / 'file'}", verb=True).status == 2
+    assert posbench(*ROLLOUT, f"runtime.outputs={outputs.parent / 'file'}", verb=True).status == 2
 
 
-@pytest.mark.parametrize("name", ["x[/y]z", "a[b]c", ":apple:"])
-def test_names_are_no_markup(name: str, posbench: Callable[..., Result], tmp_path: Path) -> None:
-    folder = tmp_path / name
-    args = ["study=masks", "stages=[study]", f"runtime.outputs='{folder}'"]
+def test_names_are_no_markup(posbench: Callable[..., Result], tmp_path: Path) -> None:
+    folder = tmp_path / "x[/y]z a[b]c :apple:"
+    args = [*ROLLOUT, f"runtime.outputs='{folder}'"]
     first, again = posbench(*args, verb=True), posbench(*args, verb=True)
     for shown in (first, again):
         assert shown.status == 0 and f"run: {folder}" in shown.out.replace("\n", ""), shown

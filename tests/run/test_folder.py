@@ -202,7 +202,7 @@ def test_a_lock_that_stays_held_is_told(
     monkeypatch.setattr(folder, "WAIT", 0.05)
     (tmp_path / "suite").mkdir()
     held = FileLock(tmp_path / "suite/.lock")
-    with held, pytest.raises(MachineError, match="free within 0.05 seconds"), _claim(tmp_path, 1):
+    with held, pytest.raises(MachineError, match="free within"), _claim(tmp_path, 1):
         pass
     assert "waiting up to" in caplog.text and not list(tmp_path.glob("suite/v*"))
 
