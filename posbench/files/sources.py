@@ -28,7 +28,7 @@ from rich.filesize import decimal
 from rich.table import Table
 
 from posbench import paths
-from posbench.errors import UserError
+from posbench.errors import MachineError, UserError
 from posbench.files.atomic import write_bytes
 
 CHECKPOINT = ("*.json", "*.jinja", "*.txt", "*.model", "model*.safetensors")
@@ -64,10 +64,18 @@ class File:
     here: bool
 
 
+def there(path: Path) -> bool:
+    """Whether there is such a file or folder; none has a name that is too long for this machine."""
+    try:
+        return path.exists()
+    except OSError:
+        return False
+
+
 def checkpoint(path: str, revision: str | None = None) -> Source:
     """The source of a model: an embedded one, a local directory, or a hub id."""
     resolved = paths.model_path(path)
-    kind: Any = "path" if Path(resolved).is_dir() or resolved.startswith(("/", ".")) else "model"
+    kind: Any = "path" if there(Path(resolved)) or resolved.startswith(("/", ".")) else "model"
     return Source(kind=kind, id=path, field="model.path", files=CHECKPOINT, revision=revision)
 
 
@@ -98,7 +106,7 @@ def cached(source: Source) -> Path | None:
     """The folder or file if all of it is on this machine, else None; never touches the network."""
     if source.kind == "path":
         path = Path(paths.model_path(source.id))
-        return path if path.exists() else None
+        return path if there(path) else None
     if source.kind == "url":
         return _url_file(source.id) if _url_file(source.id).is_file() else None
     try:
@@ -119,16 +127,31 @@ def lacking(folder: Path) -> str:
         return "config.json"
     if not any(folder.glob("tokenizer*")):
         return "tokenizer files"
-    index = folder / "model.safetensors.index.json"
-    if (folder / "model.safetensors").is_file():
-        return ""
-    if not index.is_file():
-        return "model.safetensors"
     try:
-        shards = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    except (ValueError, KeyError, AttributeError):
-        return f"a readable {index.name}"
-    return next((shard for shard in shards if not (folder / shard).is_file()), "")
+        return next((shard for shard in shards(folder) if not (folder / shard).is_file()), "")
+    except UserError as error:
+        return error.allowed
+
+
+def shards(folder: Path) -> list[str]:
+    """The files that hold the weights of a checkpoint folder, as its index names them, there or not.
+
+    Raises:
+        UserError: The index is malformed, or names files elsewhere or that are no safetensors.
+    """
+    whole, index = "model.safetensors", folder / "model.safetensors.index.json"
+    if (folder / whole).is_file() or not index.is_file():
+        return [whole]
+    try:
+        named = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        outside = [name for name in named if not re.fullmatch(r"[^/\\]+\.safetensors", name)]
+        if named and not outside:
+            return named
+        hint = f"get the checkpoint again: its index names {', '.join(outside[:1]) or 'no file'}"
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        hint = f"get the checkpoint again ({type(error).__name__}: {error})"
+    allowed = "an index whose weight_map names safetensors files of its own folder"
+    raise UserError("model.path", str(index), allowed, hint)
 
 
 def listing(source: Source) -> tuple[str, list[File]]:
@@ -203,6 +226,7 @@ def fetch(sources: Iterable[Source], *, dry_run: bool, console: Console) -> None
             wanted.append(source)
     if table.row_count:
         console.print(table)
+    if every and not problems:
         total, absent = (sum(f.size or 0 for f in every if not (f.here and new)) for new in (False, True))
         console.print(f"{len(every)} files, {decimal(total)}; to download: {decimal(absent)}")
     if problems:
@@ -235,12 +259,12 @@ def _matches(source: Source, name: str) -> bool:
 def _on_disk(source: Source, folder: Path | None = None) -> list[File]:
     """The files of a path, or of a cached repository."""
     path = folder or Path(paths.model_path(source.id))
-    if path.is_dir() and source.files == CHECKPOINT and lacking(path):
+    if there(path) and path.is_dir() and source.files == CHECKPOINT and lacking(path):
         raise _refused(source, FileNotFoundError(f"it lacks {lacking(path)}"))
-    if path.is_dir() and source.files:
+    if there(path) and path.is_dir() and source.files:
         found = [p for pattern in source.files for p in path.glob(pattern) if p.is_file()]
         return [File(p.relative_to(path).as_posix(), p.stat().st_size, True) for p in sorted(set(found))]
-    if path.is_file():
+    if there(path) and path.is_file() and source.files != CHECKPOINT:
         return [File(path.name, path.stat().st_size, True)]
     what = "directory" if source.files == CHECKPOINT else "file or folder"
     raise _refused(source, FileNotFoundError(f"no such {what}"))
@@ -259,9 +283,21 @@ def _download(source: Source) -> Path:
         raise _refused(source, error) from error
 
 
+def cache_folder() -> Path | None:
+    """``POSBENCH_CACHE``, else posbench's part of the user's cache; None where there is no home folder."""
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    try:
+        return Path(os.environ.get("POSBENCH_CACHE") or f"{base}/posbench").expanduser()
+    except RuntimeError:
+        return None
+
+
 def _url_file(url: str) -> Path:
     """Where a URL is cached: two URLs that end in the same name stay apart."""
-    cache = Path(os.environ.get("POSBENCH_CACHE", "~/.cache/posbench")).expanduser()
+    cache = cache_folder()
+    if cache is None:
+        allowed = "a folder for downloads, where there is no home folder"
+        raise MachineError("POSBENCH_CACHE", None, allowed, "set that environment variable")
     name = url.rstrip("/").rpartition("/")[2] or "index"
     return cache / hashlib.sha256(url.encode()).hexdigest()[:12] / name
 

@@ -4,9 +4,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
+from posbench.files.sources import Source
 from posbench.model import rope
+from posbench.model.guard import alone
 from posbench.model.lm import LM
 from posbench.schema import verify
 
@@ -56,6 +58,11 @@ class Method(ABC):
         """An instance that fits a model and changes it, for the contract tests and the latency study."""
         return cls()
 
+    @classmethod
+    def files(cls, values: Mapping[str, Any]) -> tuple[Source, ...]:
+        """The files that its parameters name; what they hold is part of a run's identity."""
+        return ()
+
     @property
     def needs_prompt(self) -> bool:
         """Whether the last prompt token is treated apart, so that a text without a prompt has no result."""
@@ -70,9 +77,12 @@ class Method(ABC):
 
     @contextmanager
     def applied(self, lm: LM) -> Iterator[LM]:
-        """Apply the method inside a ``with`` block; leaving it, also by an exception, restores the model."""
+        """Apply the method inside a ``with`` block; leaving it, also by an exception, restores the model.
+
+        Blocks nest in one thread; see :func:`posbench.model.guard.alone` for others and for crossed exits.
+        """
         self.check(lm)
-        with self.changed(lm):
+        with alone(lm, type(self).__module__.rpartition(".")[2], self.changed(lm)):
             yield lm
 
     @abstractmethod

@@ -71,7 +71,13 @@ class Encoder:
             except TemplateError:
                 # Gemma's and early Mistral templates know no system role: it goes before the question.
                 log.debug("%s: the chat template takes no system message", self.name)
-        return str(tokenizer.apply_chat_template([{"role": "user", "content": joined}], **settings)), True
+        try:
+            return str(tokenizer.apply_chat_template([{"role": "user", "content": joined}], **settings)), True
+        # A template is a program of the checkpoint's: whatever it raises, it is the template that is wrong.
+        except Exception as error:
+            allowed = f"a template that can be rendered ({type(error).__name__}: {error})"
+            hint = "correct the checkpoint's, or set model.chat_template=none"
+            raise UserError("model.chat_template", self.chat_template, allowed, hint) from error
 
     def encode(
         self,
@@ -106,6 +112,8 @@ class Encoder:
             if len(encoded.ids) <= room and most:
                 limit = f"at most {most} tokens before any chat template (task.max_prompt_tokens)"
                 raise UserError("prompt length", len(bare), limit, hint)
+            if room < 1:
+                hint = f"set task.max_new_tokens to less than {self.context_window}"
             self._refuse(len(encoded.ids), room, reserve, hint)
         before, cut = len(bare), 0
         while over > 0:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -13,13 +13,16 @@ from rich.console import Console
 from rich.text import Text
 
 from posbench.errors import UserError
+from posbench.files.digests import Content, changed, in_place
 from posbench.measure.replies import encode_longest
-from posbench.model.lm import LM
+from posbench.model import families
+from posbench.model.guard import probe
 from posbench.pipeline.config import Config
-from posbench.pipeline.identity import identity, provenance, run_name, threads, version_key
+from posbench.pipeline.identity import identity, provenance, reads, run_name, threads, version_key
 from posbench.pipeline.stages import evaluate, intervene, report, search, study
 from posbench.run.base import IncompleteRun, Run
 from posbench.run.claim import claim, find
+from posbench.run.folder import STATUS, RunDir
 
 STAGES: Mapping[str, Callable[[Config, Run], None]] = {
     "search": search.run,
@@ -28,6 +31,13 @@ STAGES: Mapping[str, Callable[[Config, Run], None]] = {
     "evaluate": evaluate.run,
     "report": report.run,
 }
+
+MIXED = "mixed"
+"""State of a run that a file changed under: its rows may stem from either content, so it is never resumed."""
+
+
+class _Mixed(UserError):
+    """A file changed while a run read it."""
 
 
 def execute(config: Config, *, command: str, console: Console) -> Path:
@@ -46,22 +56,24 @@ def execute(config: Config, *, command: str, console: Console) -> Path:
         IncompleteRun: Some rows failed and will be retried by the same command.
     """
     # First of all: a device that is not there, and weights to download, with the hub's own progress bars.
-    who = identity(config)
-    transformers.utils.logging.disable_progress_bar()
-    transformers.utils.logging.set_verbosity_error()
+    read = _read(config, console)
+    who = identity(config, read)
+    _quiet()
     if threads(config):
         torch.set_num_threads(threads(config) or 1)
     subject = config.study_name or config.task.name
     suite = config.experiment.name if config.experiment else subject
-    key, name = version_key(config, who), run_name(config, who)
+    key, name = version_key(config, who, read), run_name(config, who, read)
     parts = [config.model.name, subject, config.choice.name] if config.uses_model else [subject]
-    outputs, run = Path(config.runtime.outputs).expanduser(), prepared(config, who, console)
+    outputs, run = Path(config.runtime.outputs).expanduser(), prepared(config, who, read, console)
     if find(outputs, suite, key, name) is None:
         preflight(config, run)
     console.rule(Text("  ".join(parts), style="bold"))
-    facts = provenance(config, command, who)
+    facts = provenance(config, command, who, read)
     with claim(outputs, suite, key, name, config.raw, facts) as out:
         run.out, damaged = out, out.damaged()
+        if out.status()["state"] == MIXED:
+            raise UserError("run folder", str(out.path), "rows from one content of each file", "remove it")
         if out.done and not damaged and all(out.stage(stage).get("done") for stage in config.stages):
             console.print("finished before: nothing is computed again")
             report.show(out.path, console)
@@ -73,10 +85,11 @@ def execute(config: Config, *, command: str, console: Console) -> Path:
             for stage in config.stages:
                 with out.recorded(stage):
                     STAGES[stage](config, run)
+                    _need_unchanged(read, out)
         except BaseException as error:
             state = "incomplete" if isinstance(error, IncompleteRun) else "failed"
             with suppress(OSError):  # a full disk, of which the error itself tells
-                out.finish(state, f"{type(error).__name__}: {error}")
+                out.finish(MIXED if isinstance(error, _Mixed) else state, f"{type(error).__name__}: {error}")
             raise
         out.finish("done")
         if "report" not in config.stages:
@@ -84,10 +97,27 @@ def execute(config: Config, *, command: str, console: Console) -> Path:
         return out.path
 
 
-def prepared(config: Config, who: Mapping[str, Any], console: Console) -> Run:
+def _quiet() -> None:
+    transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()
+
+
+def _read(config: Config, console: Console) -> list[Content]:
+    """See :func:`posbench.pipeline.identity.reads`."""
+    try:
+        return reads(config)
+    except UserError:
+        # Whoever reads a file says best what is wrong with it, or with what asks for it.
+        _quiet()
+        preflight(config, prepared(config, {}, (), console))
+        raise
+
+
+def prepared(config: Config, who: Mapping[str, Any], read: Sequence[Content], console: Console) -> Run:
     """The run that stages receive, without its folder."""
     same = ("model", "task", "choice", "target", "runtime", "raw", "stages", "missing", "standins", "every")
     given: dict[str, Any] = {name: getattr(config, name) for name in same}
+    given["raw"] = in_place(config.raw, read)
     return Run(**given, reference=config.reference()[0], console=console, identity=who)
 
 
@@ -97,21 +127,24 @@ def preflight(config: Config, run: Run) -> None:
     Of each split only the longest prompt (in characters) is tokenised here; the stages check every one.
 
     Raises:
-        UserError: The checkpoint, a channel, layers, a file or a prompt does not fit.
+        UserError: The checkpoint, a channel, layers, a file or a prompt does not fit, or NaN comes out.
     """
     if config.stages == ("report",):
         hint = "posbench report DIR redraws a run"
         raise UserError("stages", ["report"], "report after another stage", hint)
     if config.uses_model:
         run.trial().check(run.lm)
+        _probe(run, range(min(64, run.lm.context_window, families.text_config(run.lm.model).vocab_size)))
     if config.study:
         config.study.check(run)
     if "search" in config.stages:
         config.search.check(run)
-        run.lm.encode(max(run.task.examples("calibration"), key=lambda e: len(e.prompt)).prompt)
+        config.search.further(run, config.search.held_back)
+        longest_asked = max(run.task.examples("calibration"), key=lambda e: len(e.prompt))
+        _probe(run, run.lm.encode(longest_asked.prompt).ids)
     if {"intervene", "evaluate"} & set(config.stages):
         longest, encoded = encode_longest(run.lm, run.task)
-        _check_overflow(run.lm, encoded.ids)
+        _probe(run, encoded.ids)
         told = {tuple(run.lm.continuation_ids(encoded, choice)) for choice in longest.choices}
         if len(told) < len(longest.choices):
             shown = ", ".join(map(repr, longest.choices))
@@ -120,16 +153,16 @@ def preflight(config: Config, run: Run) -> None:
             raise UserError("model", run.lm.name, allowed, hint)
 
 
-def _check_overflow(lm: LM, ids: list[int]) -> None:
-    """Refuse float16 where it overflows on the longest prompt: the answers would be noise, without a word.
+def _need_unchanged(read: Sequence[Content], out: RunDir) -> None:
+    """Raise UserError, and let no other run copy from this one, unless its files hold what they held."""
+    if other := changed(read):
+        out.write_facts(STATUS, {"stages": {}})
+        allowed = "a file that stays as it is while a run reads it; it changed"
+        hint = f"remove {out.path}, whose rows may stem from either, and run the same command again"
+        raise _Mixed(other.source.field, str(other.file), allowed, hint)
 
-    Raises:
-        UserError: The next-token logits are not finite.
-    """
-    if lm.model.dtype != torch.float16:
-        return
-    with torch.inference_mode():
-        finite = torch.isfinite(lm.model(**lm.pad([ids]), logits_to_keep=1, use_cache=False).logits).all()
-    if not finite:
-        allowed = f"bfloat16 or float32: {lm.name} overflows in float16"
-        raise UserError("model.dtype", "float16", allowed, "set model.dtype=bfloat16")
+
+def _probe(run: Run, ids: Sequence[int]) -> None:
+    """Look for NaN under the method before there is a folder; the stages make batches that fit the memory."""
+    with suppress(torch.OutOfMemoryError), run.trial().applied(run.lm) as lm:
+        probe(lm, ids)

@@ -15,15 +15,16 @@ from posbench.report.folder import read_csv, read_json
 from posbench.report.page import cut_prompts
 from posbench.report.paper import beside
 from posbench.report.text import applied, headline, short
+from posbench.search import held_back
 from posbench.stats.frames import metric_name
 
 WIDE = 120  # columns of a terminal from which on verdicts stand beside their statistics
 FEW = 24  # subsets and averages up to which the terminal shows them all, as the report does
 
 
-def terminal() -> Console:
+def terminal(width: int | None = None) -> Console:
     """The terminal, where paths and names such as ``[a/b]`` and ``:x:`` are no markup."""
-    return Console(markup=False, emoji=False)
+    return Console(markup=False, emoji=False, width=width)
 
 
 def show(folder: Path, console: Console) -> None:
@@ -47,6 +48,9 @@ def show(folder: Path, console: Console) -> None:
     show_findings(folder, console)
     page = folder / "report.html"
     console.print(f"report: {page}" if page.is_file() else f"run: {folder}", soft_wrap=True)
+    gained = read_csv(folder / held_back.TABLE)
+    if gained is not None and held_back.noise(gained.iloc[0]):
+        console.print(held_back.words(gained.iloc[0]), soft_wrap=True)
 
 
 def summary_table(metrics: pd.DataFrame) -> Table:

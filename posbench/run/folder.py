@@ -6,7 +6,7 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -226,6 +226,13 @@ class RunDir:
             said = "%s: dropped %d damaged or foreign and %d errored rows"
             log.warning(said, self.path / name, damaged, len(rows) - len(kept))
             self.write_rows(name, kept)
+
+    def sort(self, name: str, place: Callable[[Row], int]) -> None:
+        """Put rows in order of their place: those that were made again stand where they would have stood."""
+        rows = self.rows(name)
+        ordered = sorted(rows, key=place)
+        if ordered != rows:
+            self.write_rows(name, ordered)
 
     def sibling_with(self, stage: str, key: str) -> RunDir | None:
         """Another run of this version that finished a stage under the same key, whose files are whole: they

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,11 +16,20 @@ import yaml
 
 from posbench import versions
 from posbench.errors import UserError
-from posbench.files.atomic import digest, write_bytes, write_text
+from posbench.files.atomic import Row, digest, write_bytes, write_csv, write_text
+from posbench.files.digests import contents
+from posbench.files.sources import Source
 from posbench.methods import Method
 from posbench.methods.choice import MethodChoice
+from posbench.methods.unmodified import Unmodified
 from posbench.plots.section import Section
 from posbench.run.base import Run
+from posbench.schema import Count
+from posbench.search import held_back
+from posbench.stats.frames import UNMODIFIED
+from posbench.tasks import Example
+
+log = logging.getLogger(__name__)
 
 FOUND, ROWS, STATE = "found.yaml", "search.jsonl", "search_state.pt"
 Read = Callable[[str], pd.DataFrame | None]
@@ -32,7 +43,13 @@ class Search(ABC):
     serves: ClassVar[type[Method]]  # the method whose parameters it finds
     place: ClassVar[str] = "alone or in a list of methods"  # where that may stand among others
     finds: ClassVar[Mapping[str, Any]]  # their names, each with a value that stands for it until it is found
-    results: ClassVar[Sequence[str]] = ("search.csv",)  # files that it leaves, beside ``found.yaml``
+    # files that it leaves, beside ``found.yaml`` and ``held_back.csv``
+    results: ClassVar[Sequence[str]] = ("search.csv",)
+    measure: ClassVar[str] = "loss"  # what it lowers, in nats per token; any other: what it raises
+
+    # calibration prompts that the search does not see, on which what it found is checked against the
+    # unmodified model, where the task has so many; None: as many as it sees
+    held_back: Count | None = None
 
     def target(self, choice: MethodChoice) -> MethodChoice | None:
         """The choice, or the part of it, whose parameters it finds with the others applied; None without."""
@@ -47,9 +64,27 @@ class Search(ABC):
             hint = "leave the search out: stages=[evaluate,report]"
             raise UserError(f"{run.target.where}.{name}", run.target.values[name], allowed, hint)
 
+    def files(self) -> tuple[Source, ...]:
+        """The files that it reads; what they hold is part of a run's identity."""
+        return ()
+
     def depends(self, run: Run) -> Mapping[str, Any]:
         """What moves the result beside model, task, the search's settings and other methods of a list."""
         return {}
+
+    def further(self, run: Run, count: int | None) -> list[Example]:
+        """Prompts of the check: at most ``count``, None: as many as the search asks."""
+        return run.task.held_back(count or len(run.examples("calibration")))
+
+    def tokens(self, run: Run, example: Example) -> int:
+        """Tokens of a prompt of the check; `UserError` where it does not fit."""
+        return len(run.lm.answer_ids(example.prompt, example.answers[0])[0])
+
+    def measured(self, run: Run, batch: Sequence[Example]) -> list[float]:
+        """The measure of prompts of the check, inside a method."""
+        prompts, answers = [e.prompt for e in batch], [e.answers[0] for e in batch]
+        losses: list[float] = run.lm.answer_loss(prompts, answers, batch_size=len(batch)).tolist()
+        return losses
 
     @abstractmethod
     def search(self, run: Run) -> None:
@@ -72,43 +107,93 @@ class Search(ABC):
         assert run.target is not None
         if not run.out.stage("search").get("done"):
             parts = [[name, None if p is run.target else p.values] for name, p in run.choice.parts.items()]
-            settings = {"search": run.raw["search"], "task": run.raw["task"], "parts": parts}
+            settings: dict[str, Any] = {"search": run.raw["search"], "task": run.raw["task"], "parts": parts}
+            others = [
+                file for part in run.choice.parts.values() if part is not run.target for file in part.files()
+            ]
+            settings["files"] = [content.key for content in contents(others)]
             key = digest({"identity": run.identity, **settings, **self.depends(run)})
             other = run.out.sibling_with("search", key)
             if other is None:
                 self.search(run)
                 (run.out.path / STATE).unlink(missing_ok=True)
             else:
-                for file in [other.path / name for name in (*self.results, FOUND)]:
-                    if file.is_file():
-                        write_bytes(run.out.path / file.name, file.read_bytes())
-            run.out.mark("search", key=key, done=True, copied_from=other.path.name if other else None)
+                for name in other.stage("search")["files"]:
+                    write_bytes(run.out.path / name, (other.path / name).read_bytes())
+            run.out.mark("search", key=key, copied_from=other.path.name if other else None)
         text = (run.out.path / FOUND).read_text()
         block = yaml.safe_load(text)[run.target.name]
         run.found = self.found(block)
-        run.console.print(f"search chose {self.told(block)}")
+        run.console.print(f"search chose {self.told(block)}", soft_wrap=True)
+        gained, useless = held_back.words(block["held_back"]), held_back.noise(block["held_back"])
+        if useless and {"intervene", "evaluate"} & set(run.stages):
+            gained += "; the stages that follow run with what it found all the same"
+        elif useless:
+            return  # the run ends with that line
+        run.console.print(gained, soft_wrap=True)
         if "evaluate" not in run.stages:
             run.console.print(f"paste into the model's YAML:\n\n{text}", soft_wrap=True)
 
+    def check_gain(self, run: Run, block: Mapping[str, Any]) -> dict[str, Any]:
+        """Measure what was found and the unmodified model on held-back prompts, resumed; the facts of
+        ``held_back.csv``. Prompts that were asked before, or do not fit the window, are left out."""
+        assert run.target is not None
+        seen = {e.prompt for split in ("calibration", "evaluation") for e in run.examples(split)}  # type: ignore[arg-type]
+        examples, lengths, refused = self.further(run, self.held_back), dict[str, int](), set[str]()
+        for e in examples:
+            try:
+                lengths[e.id] = self.tokens(run, e)
+            except UserError:
+                refused.add(e.cluster)
+        refused |= {e.cluster for e in examples if e.prompt in seen}
+        examples = [e for e in examples if e.cluster not in refused]
+        values, plan = dict[str, list[float]](), run.batches(examples, lambda e: lengths[e.id])
+
+        def compute(batch: Sequence[Example]) -> list[Row]:
+            return [{"value": value} for value in self.measured(run, batch)]
+
+        for name, method in ((UNMODIFIED, run.whole(Unmodified())), ("found", run.method(self.found(block)))):
+            with method.applied(run.lm):
+                label = f"search: check, {name}"
+                key = lambda e, name=name: {"method": name, "id": e.id}  # noqa: E731
+                rows = run.complete(held_back.ROWS, label, plan, key, compute)
+            by_id = {row["id"]: row["value"] for row in rows}
+            values[name] = [by_id[e.id] for e in examples]
+        clusters = [e.cluster or e.id for e in examples]
+        return held_back.gain(self.measure, values["found"], values[UNMODIFIED], clusters)
+
     def write_found(self, run: Run, block: Mapping[str, Any], how: str) -> None:
-        """Write the block to paste into a model's YAML, with the search in words as its source."""
+        """Write the block to paste into a model's YAML, with its gain on held-back prompts, and the search in
+        words as its source."""
         assert run.target is not None
         among = f" in the list {run.choice.name}" if run.choice.parts else ""
         source = f"posbench {versions.__version__} {how}{among}; run {run.out.path.name}"
-        data = {run.target.name: {**block, "source": source}}
+        facts = self.check_gain(run, block)
+        write_csv(run.out.path / held_back.TABLE, pd.DataFrame([facts], columns=list(held_back.HEADER)))
+        data = {run.target.name: {**block, "held_back": facts, "source": source}}
         write_text(run.out.path / FOUND, yaml.safe_dump(data, sort_keys=False, width=1000))
 
 
 def save(run: Run, state: dict[str, Any]) -> None:
     """Keep tensors and plain data in the run folder, so that a killed search goes on where it was."""
     torch.save(state, buffer := BytesIO())
-    write_bytes(run.out.path / STATE, buffer.getvalue())
+    write_bytes(run.out.path / STATE, _checksum(run, buffer.getvalue()) + buffer.getvalue())
 
 
 def saved(run: Run) -> dict[str, Any]:
-    """What :func:`save` kept, on the CPU; empty where there is nothing."""
+    """What :func:`save` kept, on the CPU; empty where there is nothing, or nothing whole of this run."""
     file = run.out.path / STATE
-    return torch.load(file, map_location="cpu", weights_only=True) if file.is_file() else {}
+    data = file.read_bytes() if file.is_file() else b""
+    if data and data[:32] != _checksum(run, data[32:]):
+        log.warning("%s: damaged, or another run's; made again", file)
+        data = b""
+    return torch.load(BytesIO(data[32:]), map_location="cpu", weights_only=True) if data else {}
+
+
+def _checksum(run: Run, data: bytes) -> bytes:
+    """Over a state and what tells the run apart, 32 bytes."""
+    key = digest([run.identity, run.raw["task"], run.out.path.name], 64)
+    return hashlib.sha256(key.encode() + data).digest()
 
 
 def steps_section(read: Read, text: str, digits: int) -> list[Section]:

@@ -14,7 +14,7 @@ import pandas as pd
 from annotated_types import Ge
 
 from posbench.errors import UserError
-from posbench.files.atomic import write_csv
+from posbench.files.atomic import Row, write_csv
 from posbench.methods import curves
 from posbench.plots.search import convergence, curve_figure
 from posbench.plots.section import Section
@@ -24,6 +24,8 @@ from posbench.search.base import ROWS, Read
 from posbench.search.scales import NEUTRAL, POSITIONS, Scales, ScaleSearch, Scores, answering, calibration
 
 SAMPLES = 101  # points of a curve as it is drawn
+Asked = tuple[Scales, tuple[int, ...]]
+"""What a row of ``search.jsonl`` scores: scales, and the numbers of the examples."""
 Genome = tuple[int, ...]
 """Grid indices: x and y of every control point in turn, or one y per layer without a curve."""
 
@@ -65,6 +67,7 @@ class GeneticSearch(ScaleSearch):
     """
 
     results: ClassVar[Sequence[str]] = ("search.csv", "generations.csv", "curve.csv")
+    measure: ClassVar[str] = "fitness"
 
     curve: Literal["bezier", "linear", "step", "free"] = "bezier"
     points: Count = 4
@@ -169,11 +172,14 @@ class GeneticSearch(ScaleSearch):
         measure = answering(lm, run.task, examples, run.whole)
 
         out.repair(ROWS)
-        known = {(tuple(row["scales"]), tuple(row["examples"])): row["scores"] for row in out.rows(ROWS)}
+        rows = [row for row in out.rows(ROWS) if {"scales", "examples", "scores"} <= row.keys()]
+        known = {_asked(row): row["scores"] for row in rows}
+        places = dict[Asked, int]()
 
         # A search that was killed is repeated: it asks the same again, and what it scored is known.
         def answer(scales: Scales, numbers: list[int]) -> list[float]:
             key = scales, tuple(numbers)
+            places.setdefault(key, len(places))
             if key not in known:
                 known[key] = measure(scales, numbers)
                 out.append(ROWS, [{"scales": scales, "examples": numbers, "scores": known[key]}])
@@ -191,6 +197,7 @@ class GeneticSearch(ScaleSearch):
                 front = f"generation {best['generation']}: fitness {best['best']:.4f} ({base:.4f} unmodified)"
                 run.console.print(f"{front}, scales {' '.join(f'{s:.2f}' for s in scales)}")
                 advance(1)
+        out.sort(ROWS, lambda row: places.get(_asked(row), len(places)))
         winner, scales = evolution.population[0], evolution.scales(evolution.population[0])
         write_csv(out.path / "search.csv", _table(scales, scores))
         write_csv(out.path / "curve.csv", self._curve(winner, scales))
@@ -344,6 +351,10 @@ class Evolution:
         row = {"generation": len(self.history), "best": known[0], "mean": sum(known) / len(known)}
         row |= {"worst": known[-1], "evaluations": scores.evaluations, "candidates": len(scores.known)}
         self.history.append({**row, "quiet": 0 if better else self.history[-1]["quiet"] + 1})
+
+
+def _asked(row: Row) -> Asked:
+    return tuple(row.get("scales", ())), tuple(row.get("examples", ()))
 
 
 def _table(best: Scales, scores: Scores) -> pd.DataFrame:

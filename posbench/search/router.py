@@ -16,12 +16,15 @@ from torch import Tensor
 
 from posbench.errors import UserError
 from posbench.files.atomic import write_csv
+from posbench.files.sources import Source
 from posbench.methods.moice import MoICE, Router, auxiliary_loss, mixing, mixture, new_routers, save_routers
+from posbench.model.guard import finite, guarded
 from posbench.model.lm import LM
 from posbench.plots.section import Section
 from posbench.run.base import Run
-from posbench.schema import Count, Positive, Several
+from posbench.schema import Count, Positive, Seed, Several
 from posbench.search.base import Read, Search, steps_section
+from posbench.tasks import Example
 
 FILE = "router.safetensors"
 
@@ -56,7 +59,11 @@ class RouterSearch(Search):
     aux: float = 0.3
     data: str | None = None
     longest: Several = 4608
-    seed: int = 0
+    seed: Seed = 0
+
+    def files(self) -> tuple[Source, ...]:
+        """See :meth:`Search.files`."""
+        return (Source(kind="path", id=self.data, field="search.data"),) if self.data else ()
 
     def check(self, run: Run) -> None:
         """Refuse typed weights, and texts that are too few or malformed, too."""
@@ -127,18 +134,36 @@ class RouterSearch(Search):
                 losses[name] = [text_loss(lm, row).item() for row in rows]
         return losses
 
+    def further(self, run: Run, count: int | None) -> list[Example]:
+        """See :meth:`Search.further`; of a file the texts that it is not trained on."""
+        if self.data is None:
+            return super().further(run, count)
+        pairs = self._pairs(run)
+        part = max(len(pairs) // 10, 1)
+        fresh = [pair for pair in pairs[:part] if pair not in pairs[part:]][:count]
+        return [Example(id=f"h{n}", prompt=text, answers=(answer,)) for n, (text, answer) in enumerate(fresh)]
+
+    @torch.inference_mode()
+    def measured(self, run: Run, batch: Sequence[Example]) -> list[float]:
+        """Loss of all tokens of each text."""
+        return [text_loss(run.lm, self._ids(run.lm, e.prompt, e.answers[0])).item() for e in batch]
+
     def texts(self, run: Run) -> list[list[int]]:
         """Token ids of the texts; `UserError` for a line that is not of its form, and for too few texts."""
-        if self.data is None:
-            pairs = [(e.prompt, e.answers[0]) for e in run.task.examples("calibration")]
-        else:
-            lines = Path(self.data).expanduser().read_text().splitlines()
-            pairs = [self._pair(number, line) for number, line in enumerate(lines, 1)]
-        ids = (run.lm.answer_ids(*pair) for pair in pairs)
-        rows = [(prompt + answer)[: self.longest] for prompt, answer in ids]
+        rows = [self._ids(run.lm, *pair) for pair in self._pairs(run)]
         if len(rows) < 4:
             raise UserError("search.data", len(rows), "4 texts or more", "give more lines or examples")
         return rows
+
+    def _ids(self, lm: LM, prompt: str, answer: str) -> list[int]:
+        asked, told = lm.answer_ids(prompt, answer)
+        return (asked + told)[: self.longest]
+
+    def _pairs(self, run: Run) -> list[tuple[str, str]]:
+        if self.data is None:
+            return [(e.prompt, e.answers[0]) for e in run.task.examples("calibration")]
+        lines = Path(self.data).expanduser().read_text().splitlines()
+        return [self._pair(number, line) for number, line in enumerate(lines, 1)]
 
     def _pair(self, number: int, line: str) -> tuple[str, str]:
         try:
@@ -159,8 +184,9 @@ class RouterSearch(Search):
         return steps_section(read, text, 5)
 
 
+@guarded
 def text_loss(lm: LM, ids: Sequence[int]) -> Tensor:
     """Mean cross-entropy in nats of all tokens of a text but the first."""
     tokens = torch.tensor([ids], device=lm.device)
-    logits = lm.model(input_ids=tokens, use_cache=False).logits[0, :-1]
+    logits = finite(lm.model(input_ids=tokens, use_cache=False).logits[0, :-1])
     return F.cross_entropy(logits.float(), tokens[0, 1:])

@@ -11,13 +11,13 @@ import torch
 from numpy.typing import NDArray
 
 from posbench.errors import UserError
-from posbench.measure.replies import encode
+from posbench.measure.replies import encode, replies
 from posbench.methods import Method
 from posbench.methods.layer_scaling import LayerScaling
 from posbench.model.lm import LM
 from posbench.plots.search import POSITIONS
 from posbench.run.base import Run
-from posbench.schema import Count, NonNegative
+from posbench.schema import Count, NonNegative, Seed
 from posbench.search.base import Search
 from posbench.tasks import Example, Task
 
@@ -38,9 +38,9 @@ class ScaleSearch(Search):
     # of examples with the answer at the beginning, in the middle, at the end (0.2, 0.3, 0.5)
     weights: tuple[NonNegative, NonNegative, NonNegative] = (0.2, 0.3, 0.5)
     batch_size: Count = 32  # prompts per forward (32)
-    seed: int = 0  # seed of the draws
+    seed: Seed = 0  # seed of the draws
     # of the calibration questions; None: the task's, which also draws the evaluation
-    calibration_seed: int | None = None
+    calibration_seed: Seed | None = None
 
     def __post_init__(self) -> None:
         # The paper itself prints three times 0.333.
@@ -52,6 +52,26 @@ class ScaleSearch(Search):
         """Refuse typed scales, and a task whose gold answers have no places."""
         super().check(run)
         calibration(run.task, self.calibration_seed)
+
+    def further(self, run: Run, count: int | None) -> list[Example]:
+        """Questions, each with the answer at the beginning, in the middle and at the end."""
+        asked = count or len(run.examples("calibration"))
+        return calibration(run.task, self.calibration_seed, further=asked)[0]
+
+    def tokens(self, run: Run, example: Example) -> int:
+        """See :meth:`Search.tokens`: the reply counts, too."""
+        return len(encode(run.lm, run.task, example).ids) + run.task.max_new_tokens
+
+    def measured(self, run: Run, batch: Sequence[Example]) -> list[float]:
+        """The part of each prompt in the fitness, or in the loss: times three and the weight of its place."""
+        weights = [3 * self.weights[POSITIONS.index(e.id.partition("-")[0])] for e in batch]
+        values = super().measured(run, batch) if self.measure == "loss" else self._scores(run, batch)
+        return [weight * value for weight, value in zip(weights, values, strict=True)]
+
+    def _scores(self, run: Run, batch: Sequence[Example]) -> list[float]:
+        told = replies(run.lm, run.task, batch, {e.id: encode(run.lm, run.task, e) for e in batch})
+        scored = [run.task.score(e, str(reply["output"])) for e, reply in zip(batch, told, strict=True)]
+        return [scores[run.task.metric] for scores in scored]
 
     def write_scales(
         self, run: Run, parameters: Mapping[str, Any], scales: Scales, scores: Scores, how: str
@@ -129,10 +149,12 @@ class Scores:
         return self._batches(np.argsort(-loss, kind="stable").tolist())
 
 
-def calibration(task: Task, seed: int | None = None) -> tuple[list[Example], list[int]]:
-    """Every calibration question three times, with the answer at the beginning, in the middle (n // 2) and at
-    the end, or at the task's three ``calibration_positions``: the examples, and for each 0, 1 or 2. Raises
-    `UserError` where the task has no such positions."""
+def calibration(
+    task: Task, seed: int | None = None, further: int | None = None
+) -> tuple[list[Example], list[int]]:
+    """Every calibration question, or so many ``further`` ones, three times, with the answer at the beginning,
+    in the middle (n // 2) and at the end, or at the task's three ``calibration_positions``: the examples, and
+    for each 0, 1 or 2. Raises `UserError` where the task has no such positions."""
     count, places = task.calibration_items, getattr(task, "calibration_positions", None)
     if count is None or getattr(task, "calibration_path", None):
         allowed = "a task that puts the answers of calibration questions anywhere: kv_retrieval, nq_multidoc"
@@ -146,7 +168,8 @@ def calibration(task: Task, seed: int | None = None) -> tuple[list[Example], lis
     changed: dict[str, Any] = {} if seed is None else {"seed": seed}
     examples, positions = list[Example](), list[int]()
     for number, place in enumerate(places):
-        asked = replace(task, **changed, calibration_positions=(place,)).examples("calibration")  # type: ignore[call-arg]
+        moved = replace(task, **changed, calibration_positions=(place,))  # type: ignore[call-arg]
+        asked = moved.held_back(further) if further else moved.examples("calibration")
         examples += [replace(example, id=f"{POSITIONS[number]}-{example.id}") for example in asked]
         positions += [number] * len(asked)
     return examples, positions

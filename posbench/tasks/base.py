@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from posbench.errors import UserError
-from posbench.files.sources import Source, local
+from posbench.files.sources import Source, local, there
 from posbench.schema import Count, Positive, Several, Truncation
 
 Split = Literal["evaluation", "calibration"]
@@ -77,6 +77,15 @@ class Task(ABC):
     def score(self, example: Example, text: str) -> dict[str, float]:
         """Metrics of one reply, the task's ``metric`` among them; empty where no gold answer is known."""
 
+    def held_back(self, count: int) -> list[Example]:
+        """At most ``count`` calibration questions beyond :meth:`examples`, on which what a search found is
+        checked; none by default."""
+        return []
+
+    def extracted(self, example: Example, text: str) -> str | None:
+        """What :meth:`score` reads out of a reply, to show it; None where it looks at the whole reply."""
+        return None
+
     def files(self) -> tuple[Source, ...]:
         """The files that :meth:`examples` reads."""
         return ()
@@ -84,7 +93,7 @@ class Task(ABC):
     def place(self) -> Path:
         """The first of :meth:`files` on this machine; UserError if it is not here nor can be downloaded."""
         first = self.files()[0]
-        if first.kind == "path" and not Path(first.id).expanduser().exists():
+        if first.kind == "path" and not there(Path(first.id).expanduser()):
             hint = f"get it from {self.source}, or set {first.field}=null"
             raise UserError(first.field, first.id, "a file or folder on this machine", hint)
         return local(first)
@@ -124,6 +133,8 @@ def first(examples: Iterable[Example], most: int | None) -> list[Example]:
 class EvaluationOnly(Task):
     """A task without calibration questions, from the user's files (``path``) or from the benchmark's own."""
 
+    holds: ClassVar[tuple[str, ...]] = ("**/*",)  # what it reads in a folder of the user's, as patterns
+
     path: str | None = None
 
     @abstractmethod
@@ -136,7 +147,7 @@ class EvaluationOnly(Task):
 
     def files(self) -> tuple[Source, ...]:
         """The user's file or folder, or the benchmark's own files."""
-        own = Source(kind="path", id=self.path or "", field="task.path", files=("**/*",))
+        own = Source(kind="path", id=self.path or "", field="task.path", files=self.holds)
         return (own,) if self.path else self.official()
 
     def examples(self, split: Split) -> list[Example]:

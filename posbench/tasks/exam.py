@@ -54,6 +54,8 @@ class Exam(EvaluationOnly):
     gap: ClassVar[str] = " "  # what stands between the two
     stop: ClassVar[tuple[str, ...]] = ()  # texts that end a generated reply
 
+    holds: ClassVar[tuple[str, ...]] = ("*/*.csv", "data/*/*.csv", "*/*.parquet")
+
     revision: str | None = None
     subjects: Literal["all"] | tuple[str, ...] = "all"
     shots: Annotated[Whole, Le(5)] = 5
@@ -107,6 +109,10 @@ class Exam(EvaluationOnly):
     def score(self, example: Example, text: str) -> dict[str, float]:
         """1 if the reply gives the right letter; nothing where the right one is not published."""
         return {"accuracy": float(self.letter(text) in example.answers)} if example.answers else {}
+
+    def extracted(self, example: Example, text: str) -> str:
+        """The letter."""
+        return self.letter(text)
 
     def _of(self, folder: Path, subject: str) -> Iterator[Example]:
         shown = self._read(folder, subject, "dev")[: self.shots] if self.shots else []

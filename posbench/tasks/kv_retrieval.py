@@ -89,7 +89,10 @@ class KVRetrieval(Placed):
     def examples(self, split: Split) -> list[Example]:
         """See :meth:`Task.examples`; a file's questions are asked at every position, generated ones once."""
         if split == "calibration":
-            return list(self._finished_prompts() if self.calibration_path else self._calibration())
+            count = self.calibration_examples
+            return list(
+                self._finished_prompts(0, count) if self.calibration_path else self._calibration(count)
+            )
         if self.path:
             return list(self._from_file())
         asked = [(at, f"{at}-{n}") for at in self.gold_positions for n in range(self.examples_per_position)]
@@ -108,13 +111,18 @@ class KVRetrieval(Placed):
         """1 if the gold value occurs in the reply, letter case ignored (Liu et al. 2023)."""
         return {"accuracy": float(any(answer.lower() in text.lower() for answer in example.answers))}
 
-    def _calibration(self) -> Iterator[Example]:
-        inner = list(range(1, self.calibration_pairs - 1)) or [0, 1]
-        given, count = self.calibration_indices, self.calibration_examples
+    def held_back(self, count: int) -> list[Example]:
+        """See :meth:`Task.held_back`: from another stream, or the next prompts of the file."""
+        if self.calibration_path:
+            return list(self._finished_prompts(self.calibration_examples, count))
+        return list(self._calibration(count, "held_back"))
+
+    def _calibration(self, count: int, stream: str = "calibration") -> Iterator[Example]:
+        inner, given = list(range(1, self.calibration_pairs - 1)) or [0, 1], self.calibration_indices
         for number in range(count):
             spread = inner[number * len(inner) // count % len(inner)]
             position = given[number % len(given)] if given else spread
-            yield self._draw(f"c{number}", f"calibration/{number}", self.calibration_pairs, position)
+            yield self._draw(f"{stream[0]}{number}", f"{stream}/{number}", self.calibration_pairs, position)
 
     def _draw(self, name: str, stream: str, pairs: int, position: int) -> Example:
         rng = random.Random(f"posbench kv_retrieval {self.seed}/{stream}")
@@ -128,6 +136,8 @@ class KVRetrieval(Placed):
     def _from_file(self) -> Iterator[Example]:
         path = self.place()
         lines = list(rows("path", path, count=QUESTIONS if self.path == "official" else 0))
+        for _, row in lines[:1]:
+            _records(row)  # wrong fields are told before a wrong number
         self.need(len(lines), path)
         for number, (_, row) in enumerate(lines[: self.examples_per_position]):
             records, gold = _records(row)
@@ -146,9 +156,9 @@ class KVRetrieval(Placed):
             id=name, prompt=prompt, answers=(value,), gold_position=at, items=spans, cluster=cluster
         )
 
-    def _finished_prompts(self) -> Iterator[Example]:
-        given = list(rows("calibration_path", Path(str(self.calibration_path))))[: self.calibration_examples]
-        if not given:
+    def _finished_prompts(self, start: int, count: int) -> Iterator[Example]:
+        given = list(rows("calibration_path", Path(str(self.calibration_path))))[start : start + count]
+        if not given and not start:
             refuse("calibration_path", self.calibration_path, "at least one prompt", "fill the file")
         questions = {_question(e.prompt) for e in self.examples("evaluation")} if self.path else set()
         for number, row in given:

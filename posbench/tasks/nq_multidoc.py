@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -14,7 +13,7 @@ from posbench.schema import Count, Several
 from posbench.tasks.base import Example, Split
 from posbench.tasks.items import Placed, Spans, joined
 from posbench.tasks.reading import Line, Row, refuse, rows
-from posbench.tasks.scorers import best_subspan_em
+from posbench.tasks.scorers import best_subspan_em, first_line
 
 COMMIT = "04cbd0df78d3260600fd04e524a29bd1404ef86b"
 REPOSITORY = f"https://raw.githubusercontent.com/nelson-liu/lost-in-the-middle/{COMMIT}"
@@ -108,36 +107,55 @@ class NQMultiDoc(Placed):
 
     def examples(self, split: Split) -> list[Example]:
         """See :meth:`Task.examples`. Calibration: the file's next questions, if not asked before."""
-        file = self.place()
-        lines = list(rows("path", file, count=0 if self.path else QUESTIONS))
-        self.need(len(lines), file)
-        evaluation = [self._question(row) for _, row in lines[: self.examples_per_position]]
+        file, lines = self._lines()
         if split == "calibration":
-            return list(self._calibration(file, lines, {_key(question) for question in evaluation}))
+            count = self.calibration_examples
+            found = self._calibration(lines, 0, count)
+            if len(found) < count:
+                start = self.examples_per_position
+                allowed = f"at most {len(found)}: {file} has {len(lines)} questions, {start} are evaluated"
+                hint = "lower it or task.examples_per_position, or set task.path to a longer file"
+                refuse("calibration_examples", count, allowed, hint)
+            return found
+        evaluation = [self._question(row) for _, row in lines[: self.examples_per_position]]
         return [
             self._example(f"{number}" if place is None else f"{place}-{number}", number, question, place)
             for number, question in enumerate(evaluation)
             for place in self._places(self.gold_positions)
         ]
 
+    def held_back(self, count: int) -> list[Example]:
+        """See :meth:`Task.held_back`: the questions of the file after the calibration's, while there are."""
+        return self._calibration(self._lines()[1], self.calibration_examples, count)
+
     def score(self, example: Example, text: str) -> dict[str, float]:
         """1 if a gold answer, normalised, occurs in the first line of the reply (:func:`best_subspan_em`)."""
         return {"accuracy": best_subspan_em(text, example.answers, strip_first=self.reading == "yu")}
 
+    def extracted(self, example: Example, text: str) -> str:
+        """The first line."""
+        return first_line(text, strip_first=self.reading == "yu")
+
     def _places(self, positions: list[int]) -> list[int] | list[None]:
         return [None] if self.prompt in ("closed_book", "oracle") else positions
 
-    def _calibration(self, file: Path, lines: list[Row], asked: set[str]) -> Iterator[Example]:
-        start, count = self.examples_per_position, self.calibration_examples
+    def _lines(self) -> tuple[Path, list[Row]]:
+        file = self.place()
+        lines = list(rows("path", file, count=0 if self.path else QUESTIONS))
+        for _, row in lines[:1]:
+            self._question(row)  # wrong fields are told before a wrong number
+        self.need(len(lines), file)
+        return file, lines
+
+    def _calibration(self, lines: list[Row], skipped: int, count: int) -> list[Example]:
+        """At most ``count`` questions that the evaluation does not ask, after the first ``skipped`` ones."""
+        start = self.examples_per_position
         places = self._places(self.calibration_indices or self.gold_positions)
+        asked = {_key(self._question(row)) for _, row in lines[:start]}
         later = ((number, self._question(row)) for number, (_, row) in enumerate(lines[start:], start=start))
-        fresh = list(islice(((n, q) for n, q in later if _key(q) not in asked), count))
-        if len(fresh) < count:
-            allowed = f"at most {len(fresh)}: {file} has {len(lines)} questions, {start} are evaluated"
-            hint = "lower it or task.examples_per_position, or set task.path to a longer file"
-            refuse("calibration_examples", count, allowed, hint)
-        for turn, (number, question) in enumerate(fresh):
-            yield self._example(f"c{number}", number, question, places[turn % len(places)])
+        fresh = islice(((n, q) for n, q in later if _key(q) not in asked), skipped, skipped + count)
+        turns = enumerate(fresh)
+        return [self._example(f"c{n}", n, q, places[turn % len(places)]) for turn, (n, q) in turns]
 
     def _question(self, row: Line) -> Question:
         text, answers = row.take("question"), tuple(row.take("answers", list))

@@ -23,9 +23,10 @@ from huggingface_hub.errors import GatedRepoError, HTTPError, RepositoryNotFound
 import posbench as package
 from posbench.errors import UserError
 from posbench.files import sources
+from posbench.files.digests import contents
 from posbench.files.sources import Source
 from posbench.model import load as load_module
-from posbench.pipeline.identity import fingerprint
+from posbench.pipeline import identity
 from tests.conftest import Result
 
 REPO = "some/model"
@@ -126,6 +127,10 @@ def _expect_refusal(result: Result, *words: str) -> None:
     assert [word for word in words if word not in result.err] == [], result.err
 
 
+def fingerprint(config: Any) -> str:
+    return identity.fingerprint(contents([sources.checkpoint(config.path, config.revision)]))
+
+
 FETCH = ("fetch", "model=hf", f"model.path={REPO}")
 
 
@@ -214,9 +219,10 @@ def test_a_snapshot_without_a_shard_is_not_complete(hub: Hub) -> None:
 def test_an_unreachable_hub(posbench: Callable[..., Result], hub: Hub) -> None:
     hub.error = http.ConnectError("no route to host")
     for verb in (FETCH, (*FETCH, "--dry-run")):
-        _expect_refusal(
-            posbench(*verb, verb=True), "model.path", f"'{REPO}'", "reachable hub id", "no route to host"
-        )
+        result = posbench(*verb, verb=True)
+        _expect_refusal(result, "model.path", f"'{REPO}'", "reachable hub id", "no route to host")
+        # What was not listed has no size.
+        assert "missing" in result.out and "bytes" not in result.out and "files" not in result.out
     hub.error = None
     assert posbench(*FETCH, verb=True).status == 0
     hub.error = http.ConnectError("no route to host")

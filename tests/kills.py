@@ -1,0 +1,192 @@
+"""Kills of a run at its file operations and at random times, resumed and compared byte by byte with a run
+that was left alone. A process of its own for slow tests: ``python -m tests.kills JOB KILLS FOLDER``."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import torch
+
+import posbench.run.base
+from posbench.cli.main import main as command_line
+from posbench.model.lm import LM
+from posbench.model.load import load
+from tests.conftest import config_of
+
+CHANGES = {"os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.truncate", "os.link", "os.symlink"}
+"""Audit events that change a folder, beside opening a file to write; ``os.replace`` says ``os.rename``."""
+
+Operation = tuple[str, bool, int]
+"""Path, whether a file is opened to be written, and its size before."""
+
+
+@dataclass
+class Kills:
+    """A command line that is killed and resumed, always under the same outputs folder."""
+
+    args: Sequence[str]
+    root: Path
+    timed: Sequence[str] = ()  # columns and JSON fields that hold times, which no two runs share
+    setup: Callable[[Path], None] = lambda root: None  # in the child, before the run
+    failures: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.root.mkdir(parents=True, exist_ok=True)
+        self.outputs, self.log = self.root / "outputs", self.root / "operations"
+
+    def start(self, kill_at: int | None = None) -> int:
+        """A child that runs the command, and dies in front of its ``kill_at``-th operation (from 1)."""
+        self.log.write_bytes(b"")
+        child = os.fork()
+        if child:
+            return child
+        status = 99
+        try:
+            said = os.open(self.root / "said", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+            os.dup2(said, 1)
+            os.dup2(said, 2)
+            sys.stdout, sys.stderr = (io.TextIOWrapper(io.FileIO(n, "w"), write_through=True) for n in (1, 2))
+            self.setup(self.root)
+            self._listen(kill_at)
+            status = command_line([*self.args, f"runtime.outputs={self.outputs}"])
+        finally:
+            os._exit(status)
+
+    def _listen(self, kill_at: int | None) -> None:
+        log, count, front = os.open(self.log, os.O_WRONLY | os.O_APPEND), 0, f"{self.outputs}/"
+
+        def hook(event: str, found: tuple[Any, ...]) -> None:
+            nonlocal count
+            writes = event == "open" and bool((found[2] or 0) & (os.O_WRONLY | os.O_RDWR))
+            if not writes and event not in CHANGES:
+                return
+            path = os.fsdecode(found[0]) if isinstance(found[0], str | bytes | os.PathLike) else ""
+            if not path.startswith(front) or "lock" in Path(path).name:
+                return
+            count += 1
+            if count == kill_at:
+                os.kill(os.getpid(), signal.SIGKILL)
+            size = os.path.getsize(path) if writes and os.path.exists(path) else 0
+            # A file that is not appended to is emptied as it is opened.
+            size = size if writes and (found[2] & os.O_APPEND) else 0
+            os.write(log, json.dumps([path, writes, size]).encode() + b"\n")
+
+        sys.addaudithook(hook)
+
+    def operations(self) -> list[Operation]:
+        """What the last child did."""
+        return [tuple(json.loads(line)) for line in self.log.read_bytes().splitlines()]
+
+    def end(self, child: int) -> int:
+        """Exit status of a child; negative: the signal that it died of."""
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+    def whole(self) -> None:
+        """Run twice without a kill, the second time with warm files; both must leave the same."""
+        for _ in range(2):
+            shutil.rmtree(self.outputs, ignore_errors=True)
+            began = time.monotonic()
+            status = self.end(self.start())
+            assert status == 0, (status, (self.root / "said").read_text()[-2000:])
+            self.wall, files = time.monotonic() - began, self.contents()
+            if hasattr(self, "wanted"):
+                assert files == self.wanted, f"two whole runs differ: {self.unlike(files)}"
+            self.wanted, self.known = files, self.operations()
+
+    def kill(self, number: int, of: int, rng: random.Random) -> bool:
+        """One of ``of`` kills: two thirds at an operation, spread over all, half of these with the last write
+        torn; the others at a random time. Whether the resumed run ended like the one left alone."""
+        shutil.rmtree(self.outputs, ignore_errors=True)
+        torn, at = "", None
+        if number % 3 < 2:
+            at = 1 + (number * len(self.known) // of + rng.randrange(len(self.known))) % len(self.known)
+            status = self.end(self.start(at))
+            done = self.operations()
+            path, writes, size = done[-1] if done else ("", False, 0)
+            if writes and rng.random() < 0.75 and os.path.isfile(path):
+                os.truncate(path, rng.randint(size, max(os.path.getsize(path) - 1, size)))
+                torn = f", {Path(path).name} torn"
+        else:
+            child = self.start()
+            time.sleep(rng.uniform(0.02, 0.98) * self.wall)
+            os.kill(child, signal.SIGKILL)
+            status = self.end(child)
+        status = self.end(self.start())
+        files = self.contents()
+        if status == 0 and files == self.wanted:
+            return True
+        place = f"operation {at} ({Path(self.known[at - 1][0]).name}{torn})" if at else "a random time"
+        why = f"status {status}: {(self.root / 'said').read_text()[-300:]}" if status else self.unlike(files)
+        self.failures.append(f"kill {number} at {place}: {why}")
+        return False
+
+    def tried(self, count: int, seed: int = 0) -> tuple[int, int]:
+        """So many kills: how many held, how many were tried."""
+        self.whole()
+        rng = random.Random(seed)
+        return sum(self.kill(number, count, rng) for number in range(count)), count
+
+    def contents(self) -> dict[str, bytes]:
+        """Every file under the outputs but locks (empty); the time when a run started, and what ``timed``
+        names, left out."""
+        found = {}
+        for file in sorted(p for p in self.outputs.rglob("*") if p.is_file() and "lock" not in p.name):
+            data = file.read_bytes()
+            if file.name in ("provenance.json", "report.html"):
+                data = re.sub(rb'("|&#34;)started("|&#34;): .*', b"", data)
+            elif self.timed and file.suffix in (".csv", ".json", ".jsonl"):
+                data = self._timeless(file, data)
+            found[file.relative_to(self.outputs).as_posix()] = data
+        return found
+
+    def _timeless(self, file: Path, data: bytes) -> bytes:
+        if file.suffix == ".csv":
+            table = pd.read_csv(io.BytesIO(data))
+            kept = [name for name in table if not re.search("|".join(self.timed), str(name))]
+            return table[kept].to_csv().encode()
+        lines = data.splitlines() if file.suffix == ".jsonl" else [data]
+        drop = lambda d: {k: v for k, v in d.items() if not re.search("|".join(self.timed), k)}  # noqa: E731
+        return "\n".join(json.dumps(json.loads(line, object_hook=drop)) for line in lines).encode()
+
+    def unlike(self, files: dict[str, bytes]) -> str:
+        """Names of files that are not as they should be."""
+        names = sorted(set(files) ^ set(self.wanted))
+        return ", ".join([*names, *(n for n in files if n in self.wanted and files[n] != self.wanted[n])])
+
+
+def loaded_once(args: Sequence[str]) -> Callable[..., LM]:
+    """In the place of ``posbench.run.base.load``: the model of a command line, loaded for all children."""
+    config = config_of(*args)
+    lm = load(config.model, device="cpu") if config.uses_model else None
+    return lambda model, **where: lm or load(model, **where)
+
+
+def main() -> None:
+    """Kill one job of ``tests.cli.test_kills``; print how many held and were tried, and what failed."""
+    from tests.cli.test_kills import JOBS
+
+    job, count, root = JOBS[sys.argv[1]], int(sys.argv[2]), Path(sys.argv[3])
+    torch.set_num_threads(1)
+    args = job.args(root)
+    posbench.run.base.load = loaded_once(args)
+    kills = Kills(args, root, job.timed, job.setup)
+    held, tried = kills.tried(count)
+    print("\n".join([f"{sys.argv[1]}: {held}/{tried} held, {kills.wall:.1f} s", *kills.failures]))
+    sys.exit(held < tried)
+
+
+if __name__ == "__main__":
+    main()
