@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import errno
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -39,6 +40,31 @@ class MachineError(UserError):
     """The machine stands in the way (disk, permission, memory), not the input."""
 
     status = 3
+
+
+NAMES = "ENOSPC EDQUOT EACCES EPERM EROFS EMFILE ENFILE EFBIG EIO ENOMEM ENOLCK"
+OF_THE_MACHINE = {number for number, name in errno.errorcode.items() if name in NAMES.split()}
+"""Errors of the system that no argument can correct: disk, permission, open files, memory."""
+NO_MEMORY = ("can't allocate memory", "not enough memory", "Cannot allocate memory")
+
+
+def is_machine_fault(error: BaseException) -> bool:
+    """Whether the machine, not input or code, made an error; torch reports memory in its own ways."""
+    if isinstance(error, OSError):
+        return error.errno in OF_THE_MACHINE
+    out_of_memory = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
+    return out_of_memory or (isinstance(error, RuntimeError) and any(t in str(error) for t in NO_MEMORY))
+
+
+def machine_error(error: BaseException) -> MachineError | None:
+    """An error of the machine as one line; None for any other."""
+    if not is_machine_fault(error):
+        return None
+    if not isinstance(error, OSError):
+        hint = "set a smaller runtime.batch_size, or take a smaller model; the same command resumes"
+        return MachineError("memory", " ".join(str(error).split())[:120], "enough of it", hint)
+    hint = f"see to that ({error.strerror or error}), then repeat the command: it resumes"
+    return MachineError("file", error.filename or "none named", "a disk that takes and gives files", hint)
 
 
 class SeveralErrors(UserError):

@@ -17,6 +17,7 @@ from posbench.model.families import support_table
 from posbench.report.folder import read_csv, read_json
 from posbench.report.page import read_run
 from posbench.report.tables import findings_table
+from posbench.run.folder import checked
 
 
 def docs(args: list[str]) -> int:
@@ -59,6 +60,7 @@ def claims(folder: Path) -> str:
     """
     newest: dict[tuple[str, str], tuple[pd.DataFrame, str]] = {}
     for file in sorted(folder.glob("*/v*/*/findings.csv"), key=lambda file: file.stat().st_mtime):
+        checked(file.parent)
         if (frame := read_csv(file)) is not None:
             newest[file.parts[-4], str(frame["model"].iloc[0])] = frame, _made(file.parent)["command"]
     if not newest:
@@ -100,6 +102,7 @@ def _verdict(verdicts: pd.Series) -> str:
 
 def run(folder: Path) -> str:
     """A run's page as Markdown: its sentence, text and tables; figures stay in the run's folder."""
+    checked(folder)
     sentence, sections = read_run(folder)
     made = _made(folder)
     versions = ", ".join(f"{name} {made['packages'][name]}" for name in ("torch", "transformers"))

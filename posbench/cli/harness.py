@@ -26,18 +26,22 @@ from tqdm import tqdm
 from posbench import paths
 from posbench.errors import UserError, choices, renamed
 from posbench.files.atomic import digest
+from posbench.files.digests import keys
 from posbench.methods import Method
 from posbench.model.encode import CHAT_TEMPLATES
 from posbench.model.lm import batches
 from posbench.model.load import load
 from posbench.pipeline.compose import composed
 from posbench.pipeline.config import Config, check
-from posbench.pipeline.identity import identity, threads
+from posbench.pipeline.identity import identity, reads, threads
 from posbench.schema import Count, build
 
 log = logging.getLogger(__name__)
 
-MODEL_KEYS = ("revision", "dtype", "attention", "rope", "chat_template", "context_window", "threads")
+MODEL_KEYS = (
+    *("revision", "dtype", "attention", "rope", "chat_template", "context_window", "threads"),
+    "allow_partial",
+)
 RUNTIME_KEYS = ("device", "device_map", "max_memory")
 
 _OWNER = "posbench"
@@ -142,7 +146,9 @@ class PosbenchLM(HFLM):  # type: ignore[misc]
         kept = asdict(harness) | {"max_length": harness.max_length or known}
         super().__init__(self.lm.model, tokenizer=self.lm.tokenizer, revision=model.revision, **kept)
         self._device = self.lm.device
-        moves: dict[str, Any] = {"model": identity(self.posbench), "method": self.posbench.raw["method"]}
+        read = reads(self.posbench)
+        moves: dict[str, Any] = {"model": identity(self.posbench, read), "files": keys(read, "method")}
+        moves["method"] = self.posbench.raw["method"]
         # A cache may go on with smaller batches: they move rounding only.
         moves |= {name: value for name, value in kept.items() if "batch" not in name}
         self.identity = digest(moves | {"lm_eval": version("lm_eval")}, 16)

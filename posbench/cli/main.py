@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import logging
 import shlex
+import signal
 import sys
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from posbench import versions
-from posbench.errors import UserError, complain
+from posbench.errors import UserError, complain, machine_error
 
 HELP = """posbench finds, explains and removes position bias in language models.
 
@@ -33,7 +36,7 @@ HELP = """posbench finds, explains and removes position bias in language models.
 Every key can be set as key=value; `--cfg job` prints the whole config, `--config-dir DIR` adds your own YAML
 files, `--hydra-help` lists Hydra's own flags. Runs go to outputs/<task>/vNNN/<model>__<method>__<hash>; the
 same command resumes. Exit status: 0 done; 1 some rows failed (run again to retry them); 2 something to
-correct; 3 the machine stands in the way: disk, permission, memory; 130 stopped.
+correct; 3 the machine stands in the way: disk, permission, memory; 130 stopped by Ctrl-C, 143 by SIGTERM.
 """
 
 
@@ -49,14 +52,39 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"posbench {versions.__version__}")
             return 0
         versions.check()
-        verb = _verbs().get(args[0]) if args else None
-        return verb(args[1:]) if verb else _run(args)
-    except UserError as error:
-        complain(error)
-        return error.status
-    except KeyboardInterrupt:
+        with _terminable():
+            verb = _verbs().get(args[0]) if args else None
+            return verb(args[1:]) if verb else _run(args)
+    except KeyboardInterrupt as stop:
         print("posbench: stopped; the same command resumes", file=sys.stderr)
-        return 130
+        return 143 if isinstance(stop, _Terminated) else 130
+    except Exception as error:
+        told = error if isinstance(error, UserError) else machine_error(error)
+        if told is None:
+            raise
+        complain(told)
+        return told.status
+
+
+class _Terminated(KeyboardInterrupt):
+    """SIGTERM: batch systems send it, and a run ends as with Ctrl-C."""
+
+
+@contextmanager
+def _terminable() -> Iterator[None]:
+    """Let SIGTERM end the block as Ctrl-C does; only the main thread can hear it."""
+
+    def stop(*_: object) -> None:
+        raise _Terminated
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _verbs() -> dict[str, Callable[[list[str]], int]]:
@@ -71,10 +99,9 @@ def _verbs() -> dict[str, Callable[[list[str]], int]]:
 
 def _run(args: list[str]) -> int:
     """Run what the arguments ask for, once or once per job of a sweep."""
-    from rich.console import Console
-
     from posbench.pipeline.compose import compose
     from posbench.report.sweep import summarise
+    from posbench.report.terminal import terminal
 
     if "--cfg" in args:
         return _show_config(args)
@@ -83,36 +110,36 @@ def _run(args: list[str]) -> int:
     for line in (line for job in jobs for line in job.get("error", "").splitlines()):
         print(f"posbench: {line}", file=sys.stderr)
     if len(jobs) > 1 or any(job["multirun"] for job in jobs):
-        summarise(jobs, Console())
+        summarise(jobs, terminal())
     return max((job["status"] for job in jobs), default=0)
 
 
 def _job(composed: Any, command: str) -> None:
     """One run: everything that can go wrong ends as a status, so that a sweep goes on."""
-    from rich.console import Console
-
     from posbench.pipeline.compose import leave
     from posbench.pipeline.config import check
     from posbench.pipeline.execute import execute
+    from posbench.report.terminal import terminal
     from posbench.run.base import IncompleteRun
 
     facts = {"overrides": composed.overrides, "multirun": composed.multirun}
     record: dict[str, Any] = {**facts, "folder": None, "status": 0}
     try:
         config = check(composed.raw, composed.typed, composed.folders)
-        record["folder"] = str(execute(config, command=command, console=Console()))
+        record["folder"] = str(execute(config, command=command, console=terminal()))
     except IncompleteRun as error:
         print(f"posbench: {error}", file=sys.stderr)
         record["status"] = 1
-    except UserError as error:
-        complain(error)
-        record["status"] = error.status
-    except Exception:
-        if not composed.multirun:
+    except Exception as error:
+        told = error if isinstance(error, UserError) else machine_error(error)
+        if told:
+            complain(told)
+        elif not composed.multirun:
             raise
-        # One job's defect must not stop the others of a sweep.
-        logging.exception("%s", " ".join(composed.overrides))
-        record["status"] = 1
+        else:
+            # One job's defect must not stop the others of a sweep.
+            logging.exception("%s", " ".join(composed.overrides))
+        record["status"] = told.status if told else 1
     finally:
         leave(composed.number, record)
 

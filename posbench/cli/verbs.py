@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import yaml
-from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
 from posbench import paths
@@ -18,10 +16,12 @@ from posbench.files import sources
 from posbench.model.families import FAMILIES
 from posbench.pipeline.compose import GROUPS, PLURALS, Composed, compose
 from posbench.pipeline.config import check, needs
+from posbench.pipeline.identity import need_same_data
 from posbench.pipeline.stages import evaluate
 from posbench.report.page import render_run
 from posbench.report.sweep import render_sweep
-from posbench.run.folder import open_run, owned
+from posbench.report.terminal import terminal
+from posbench.run.folder import DRAWN, PROVENANCE, checked, open_run, owned
 from posbench.run.runtime import Runtime
 from posbench.schema import build, instantiate, target
 from posbench.tasks import Task
@@ -63,8 +63,8 @@ def _table(title: str, columns: tuple[str, ...], rows: list[list[str]]) -> None:
     for column in columns:
         table.add_column(column, no_wrap=column in ("name", "metric"), overflow="fold")
     for row in rows:
-        table.add_row(*map(escape, row))
-    Console().print(table)
+        table.add_row(*row)
+    terminal().print(table)
 
 
 def _task_facts(file: Path) -> list[str]:
@@ -99,7 +99,7 @@ def fetch(args: list[str]) -> int:
     if problems:
         raise problems[0]
     if needed:
-        sources.fetch(needed, dry_run="--dry-run" in args, console=Console())
+        sources.fetch(needed, dry_run="--dry-run" in args, console=terminal())
     return 0
 
 
@@ -149,22 +149,30 @@ def _folder(verb: str, args: list[str]) -> Path:
 def report(args: list[str]) -> int:
     """Redraw the figures and the page of a run or a sweep."""
     folder = _folder("report", args)
-    sweep = (folder / "summary.csv").is_file()
-    if not sweep:
-        open_run(folder)
-    print(render_sweep(folder) if sweep else render_run(folder))
+    run = open_run(folder)
+    with owned(run.path):
+        sweep = (checked(run.path, DRAWN).path / "summary.csv").is_file()
+        print(render_sweep(folder) if sweep else render_run(folder))
+        run.renew(DRAWN)
     return 0
 
 
 def rescore(args: list[str]) -> int:
     """Score saved outputs again, without a model."""
     run = open_run(_folder("rescore", args))
-    raw = yaml.safe_load((run.path / "config.yaml").read_text())
-    if all("error" in row for row in run.rows(evaluate.FILE)):
-        raise UserError("DIR", str(run.path), "a run that evaluated", "add evaluate to its stages")
-    task = instantiate(raw["task"], Task, "task")  # type: ignore[type-abstract]
-    runtime = build(Runtime, raw["runtime"], "runtime")
+    again = (*DRAWN, *evaluate.TABLES)
     with owned(run.path):
+        checked(run.path, again)
+        raw = yaml.safe_load((run.path / "config.yaml").read_text())
+        rows, torn = run.rows(evaluate.FILE), run.torn(evaluate.FILE)
+        if torn or not rows or not run.done:
+            allowed = f"a finished run that evaluated, with whole rows (damaged here: {torn})"
+            raise UserError("DIR", str(run.path), allowed, "repeat its command, with evaluate in the stages")
+        task = instantiate(raw["task"], Task, "task")  # type: ignore[type-abstract]
+        runtime = build(Runtime, raw["runtime"], "runtime")
+        need_same_data(task, run.facts(PROVENANCE))
         changed = evaluate.rescore(task, raw["model"]["name"], runtime.resamples, run)
-    print(f"{changed} of {len(run.rows(evaluate.FILE))} scores changed; {render_run(run.path)}")
+        page = render_run(run.path)
+        run.renew(again)
+    print(f"{changed} of {len(rows)} scores changed; {page}")
     return 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import ClassVar, Literal
 
 import pandas as pd
@@ -16,6 +16,7 @@ from posbench.embedded.criteria import CHOOSING_SEED, EVALUATION_SEED, criteria,
 from posbench.embedded.recipe import RECIPES, SHIPPED
 from posbench.embedded.training import TRAINING_FILE, save, train
 from posbench.files.atomic import Row, digest, write_csv
+from posbench.files.sources import Source, checkpoint
 from posbench.run.base import Run
 from posbench.run.folder import RunDir, owned
 from posbench.schema import Count, Whole
@@ -47,6 +48,11 @@ class EmbeddedModel(Study):
     # criteria. ``[]``: none, and the shipped checkpoint is measured
     seeds: tuple[Whole, ...] | None = None
     attempts: Count = 6  # seeds at most where ``seeds`` is None
+
+    def files(self) -> tuple[Source, ...]:
+        """See :meth:`Study.files`: the shipped checkpoint, where nothing is trained."""
+        shipped = replace(checkpoint(f"{paths.EMBEDDED}{self.model}"), field="study.model")
+        return (shipped,) if self.seeds == () else ()
 
     def measure(self, run: Run) -> dict[str, pd.DataFrame]:
         """Tables ``criteria`` (by seed and prompts), ``training`` (the curve), ``seeds`` (by training)."""

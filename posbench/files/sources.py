@@ -28,7 +28,7 @@ from rich.filesize import decimal
 from rich.table import Table
 
 from posbench import paths
-from posbench.errors import UserError
+from posbench.errors import MachineError, UserError
 from posbench.files.atomic import write_bytes
 
 CHECKPOINT = ("*.json", "*.jinja", "*.txt", "*.model", "model*.safetensors")
@@ -119,16 +119,31 @@ def lacking(folder: Path) -> str:
         return "config.json"
     if not any(folder.glob("tokenizer*")):
         return "tokenizer files"
-    index = folder / "model.safetensors.index.json"
-    if (folder / "model.safetensors").is_file():
-        return ""
-    if not index.is_file():
-        return "model.safetensors"
     try:
-        shards = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    except (ValueError, KeyError, AttributeError):
-        return f"a readable {index.name}"
-    return next((shard for shard in shards if not (folder / shard).is_file()), "")
+        return next((shard for shard in shards(folder) if not (folder / shard).is_file()), "")
+    except UserError as error:
+        return error.allowed
+
+
+def shards(folder: Path) -> list[str]:
+    """The files that hold the weights of a checkpoint folder, as its index names them, there or not.
+
+    Raises:
+        UserError: The index is malformed, or names files elsewhere or that are no safetensors.
+    """
+    whole, index = "model.safetensors", folder / "model.safetensors.index.json"
+    if (folder / whole).is_file() or not index.is_file():
+        return [whole]
+    try:
+        named = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        outside = [name for name in named if not re.fullmatch(r"[^/\\]+\.safetensors", name)]
+        if named and not outside:
+            return named
+        hint = f"get the checkpoint again: its index names {', '.join(outside[:1]) or 'no file'}"
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        hint = f"get the checkpoint again ({type(error).__name__}: {error})"
+    allowed = "an index whose weight_map names safetensors files of its own folder"
+    raise UserError("model.path", str(index), allowed, hint)
 
 
 def listing(source: Source) -> tuple[str, list[File]]:
@@ -259,9 +274,21 @@ def _download(source: Source) -> Path:
         raise _refused(source, error) from error
 
 
+def cache_folder() -> Path | None:
+    """``POSBENCH_CACHE``, else posbench's part of the user's cache; None where there is no home folder."""
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    try:
+        return Path(os.environ.get("POSBENCH_CACHE") or f"{base}/posbench").expanduser()
+    except RuntimeError:
+        return None
+
+
 def _url_file(url: str) -> Path:
     """Where a URL is cached: two URLs that end in the same name stay apart."""
-    cache = Path(os.environ.get("POSBENCH_CACHE", "~/.cache/posbench")).expanduser()
+    cache = cache_folder()
+    if cache is None:
+        allowed = "a folder for downloads, where there is no home folder"
+        raise MachineError("POSBENCH_CACHE", None, allowed, "set that environment variable")
     name = url.rstrip("/").rpartition("/")[2] or "index"
     return cache / hashlib.sha256(url.encode()).hexdigest()[:12] / name
 

@@ -4,8 +4,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
+from posbench.files.sources import Source
 from posbench.model import rope
 from posbench.model.lm import LM
 from posbench.schema import verify
@@ -55,6 +56,11 @@ class Method(ABC):
     def example(cls, lm: LM) -> Self:
         """An instance that fits a model and changes it, for the contract tests and the latency study."""
         return cls()
+
+    @classmethod
+    def files(cls, values: Mapping[str, Any]) -> tuple[Source, ...]:
+        """The files that its parameters name; what they hold is part of a run's identity."""
+        return ()
 
     @property
     def needs_prompt(self) -> bool:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from posbench.errors import UserError, renamed
+from posbench.files.sources import Source
 from posbench.methods.base import Method
 from posbench.methods.composed import Composed
 from posbench.schema import build, defaults, required, target
@@ -55,6 +56,11 @@ class MethodChoice:
     def classes(self) -> list[type[Method]]:
         """The method's class, and those of its parts."""
         return [self.cls, *(part.cls for part in self.parts.values())]
+
+    def files(self) -> tuple[Source, ...]:
+        """The files that the method's parameters name, and those of its parts."""
+        own = (replace(f, field=f"{self.where}.{f.field}") for f in self.cls.files(self.values))
+        return (*own, *(file for part in self.parts.values() for file in part.files()))
 
     @property
     def pinned(self) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from posbench import paths
 from posbench.errors import UserError
+from posbench.files.sources import Source
 from posbench.methods.base import Method, Needs
 from posbench.model import families, rope
 from posbench.model.lm import LM
@@ -147,8 +148,14 @@ class MoICE(Method):
     bases: Bases = BASES
     top_k: Count = 7
 
+    @classmethod
+    def files(cls, values: Mapping[str, Any]) -> tuple[Source, ...]:
+        """See :meth:`Method.files`: the router."""
+        path = values.get("weights")
+        return () if path in (None, UNIFORM) else (Source(kind="path", id=str(path), field="weights"),)
+
     def check(self, lm: LM) -> None:
-        """See :meth:`Method.check`."""
+        """See :meth:`Method.check`; a router has to be there, and to fit the model."""
         super().check(lm)
         count = len(self.bases)
         if self.weights is None:
@@ -159,6 +166,8 @@ class MoICE(Method):
             even = f"{count} with method.weights={UNIFORM}, as no base is preferred"
             allowed = even if self.weights == UNIFORM else f"1 to {count}, the bases"
             raise UserError("method.top_k", self.top_k, allowed, f"set method.top_k={count}")
+        if self.weights != UNIFORM:
+            load_routers(lm, self.weights, count)
 
     @classmethod
     def example(cls, lm: LM) -> Self:

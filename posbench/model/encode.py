@@ -71,7 +71,13 @@ class Encoder:
             except TemplateError:
                 # Gemma's and early Mistral templates know no system role: it goes before the question.
                 log.debug("%s: the chat template takes no system message", self.name)
-        return str(tokenizer.apply_chat_template([{"role": "user", "content": joined}], **settings)), True
+        try:
+            return str(tokenizer.apply_chat_template([{"role": "user", "content": joined}], **settings)), True
+        # A template is a program of the checkpoint's: whatever it raises, it is the template that is wrong.
+        except Exception as error:
+            allowed = f"a template that can be rendered ({type(error).__name__}: {error})"
+            hint = "correct the checkpoint's, or set model.chat_template=none"
+            raise UserError("model.chat_template", self.chat_template, allowed, hint) from error
 
     def encode(
         self,

@@ -261,7 +261,9 @@ class LM(Encoder):
 
     def _pad_id(self) -> int:
         known = [getattr(self.tokenizer, name, None) for name in ("pad_token_id", "eos_token_id")]
-        return next((int(token) for token in known if token is not None), 0)
+        rows = self.model.get_input_embeddings().weight.shape[0]
+        # Some tokenizers pad with a token that their model does not know; a padded place is never read.
+        return next((int(token) for token in known if token is not None and token < rows), 0)
 
 
 def _nats(logits: Tensor, targets: Tensor) -> Tensor:

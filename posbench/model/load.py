@@ -1,6 +1,7 @@
 """From a name, a directory, a hub id or a model object to a ready LM."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
@@ -19,7 +20,7 @@ from transformers import (
 from transformers.utils import is_flash_attn_2_available
 
 from posbench import paths
-from posbench.errors import UserError
+from posbench.errors import MachineError, UserError
 from posbench.files import sources
 from posbench.model import families
 from posbench.model.encode import CHAT_TEMPLATES
@@ -28,6 +29,9 @@ from posbench.schema import Count, build
 
 Kernel = Literal["auto", "sdpa", "eager", "flash_attention_2"]
 Dtype = Literal["auto", "float64", "float32", "bfloat16", "float16"]
+
+PARTIAL = "-partial"
+"""How the name of a model ends whose weights are not all those of its checkpoint."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +53,9 @@ class ModelConfig:
     # tokens the model reads; None takes the checkpoint's ``max_position_embeddings``
     context_window: Count | None = None
     threads: Count | None = None  # CPU threads; None leaves torch's choice
+    # runs a checkpoint that lacks tensors, or has others, with random ones in their place, the same at every
+    # load; its name then ends in ``-partial`` in every table
+    allow_partial: bool = False
     stages: tuple[str, ...] = ("intervene", "evaluate", "report")  # stages that run when the user names none
     source: str = ""  # where the facts of this file come from
     # what the file brings for methods, tasks, searches and studies, by their names: every other key of the
@@ -60,6 +67,8 @@ class ModelConfig:
         if self.chat_template not in names:
             hint = "set model.chat_template=auto"
             raise UserError("model.chat_template", self.chat_template, " | ".join(names), hint)
+        if self.allow_partial and not self.name.endswith(PARTIAL):
+            object.__setattr__(self, "name", self.name + PARTIAL)
 
 
 def load(
@@ -85,7 +94,9 @@ def load(
         **values: Fields of :class:`ModelConfig` to override.
 
     Raises:
-        UserError: Unknown architecture, missing checkpoint, kernel, device or weights, too little memory.
+        UserError: Unknown architecture, missing checkpoint, kernel or device; weights that lack tensors of
+            the model or hold others.
+        MachineError: Too little memory.
     """
     if isinstance(source, PreTrainedModel):
         families.family_of(source)
@@ -127,7 +138,8 @@ def _load_checkpoint(
         raise UserError("model.attention", config.attention, allowed, hint)
     # From here on there is a folder on this machine, and nothing touches the network.
     path = str(sources.local(sources.checkpoint(config.path, config.revision)))
-    try:
+    sources.shards(Path(path))
+    with _explained(config, where):
         origin: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
         # Read as plain data first: transformers would not name the families for a type that it does not know.
         facts, _ = PreTrainedConfig.get_config_dict(path, **origin)
@@ -137,30 +149,71 @@ def _load_checkpoint(
         kernel = _kernel(hf_config, None if config.attention == "auto" else config.attention)
         tokenizer = AutoTokenizer.from_pretrained(path, **origin)
         dtype = config.dtype if config.dtype != "auto" else ("float32" if where.type == "cpu" else "auto")
-        model = AutoModelForCausalLM.from_pretrained(
-            path,
-            dtype=dtype,
-            attn_implementation=kernel,
-            use_safetensors=True,
-            device_map=device_map or {"": where},
-            max_memory=max_memory,
-            **origin,
+        with torch.random.fork_rng(range(torch.cuda.device_count())):
+            # Tensors that a partial checkpoint lacks are drawn: the same ones each time.
+            torch.manual_seed(0)
+            model, told = AutoModelForCausalLM.from_pretrained(
+                path,
+                dtype=dtype,
+                attn_implementation=kernel,
+                use_safetensors=True,
+                device_map=device_map or {"": where},
+                max_memory=max_memory,
+                output_loading_info=True,
+                # Told in one line below, with every other fault of the weights.
+                ignore_mismatched_sizes=True,
+                **origin,
+            )
+    _need_complete(config, told)
+    known, spelt = model.get_input_embeddings().weight.shape[0], tokenizer.vocab_size
+    if spelt > known:
+        allowed = (
+            f"a tokenizer of at most {known} tokens, as the embedding of that checkpoint; it has {spelt}"
         )
-    except torch.OutOfMemoryError as error:
-        allowed = f"a device that holds the weights of {config.name}"
-        hint = "set runtime.device_map=auto to use all GPUs and the memory, or model.dtype=bfloat16"
-        raise UserError("runtime.device", str(where), allowed, hint) from error
-    except (OSError, ValueError, SafetensorError) as error:
-        if "does not support an attention implementation" in str(error):
-            allowed, hint = "auto or eager for this family", "set model.attention=auto"
-            raise UserError("model.attention", config.attention, allowed, hint) from error
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
-        hint = f"set model.path=DIR to a local checkpoint ({reason})"
-        raise UserError("model.path", config.path, sources.A_CHECKPOINT, hint) from error
+        raise UserError("model.path", config.path, allowed, "take the tokenizer that belongs to the weights")
     if config.rope == "none":
         families.remove_rope(model)
     window = config.context_window or families.context_window(hf_config)
     return LM(model.eval(), tokenizer, config.name, window, config.chat_template)
+
+
+@contextmanager
+def _explained(config: ModelConfig, where: torch.device) -> Iterator[None]:
+    """Turn what the libraries raise on a checkpoint into one line."""
+    try:
+        yield
+    except UserError:
+        raise
+    except (torch.OutOfMemoryError, MemoryError) as error:
+        allowed = f"a device that holds the weights of {config.name}"
+        hint = "set runtime.device_map=auto to use all GPUs and the memory, or model.dtype=bfloat16"
+        raise MachineError("runtime.device", str(where), allowed, hint) from error
+    # Whatever the libraries make of these files, it is the files that are wrong.
+    except Exception as error:
+        if "does not support an attention implementation" in str(error):
+            allowed, hint = "auto or eager for this family", "set model.attention=auto"
+            raise UserError("model.attention", config.attention, allowed, hint) from error
+        known = isinstance(error, OSError | ValueError | SafetensorError)
+        reason = ("" if known else f"{type(error).__name__}: ") + " ".join(str(error).split())[:200]
+        hint = f"set model.path=DIR to a local checkpoint ({reason})"
+        raise UserError("model.path", config.path, sources.A_CHECKPOINT, hint) from error
+
+
+def _need_complete(config: ModelConfig, told: Mapping[str, Any]) -> None:
+    """Refuse weights that are not the model's, by what transformers tells of loading; it leaves out tied
+    tensors, and those that it knows may be missing or left over."""
+    kinds = {"missing": told["missing_keys"], "of another shape": {key[0] for key in told["mismatched_keys"]}}
+    kinds["not of this model"] = told["unexpected_keys"]
+    faults = [f"{len(names)} {kind}, the first {min(names)}" for kind, names in kinds.items() if names]
+    if faults and not config.allow_partial:
+        allowed = (
+            f"weights with every tensor that its config.json asks for and no other ({'; '.join(faults)})"
+        )
+        hint = "get the checkpoint again, or set model.allow_partial=true to run with random tensors in place"
+        raise UserError("model.path", config.path, allowed, hint)
+    if config.allow_partial and not faults:
+        allowed = "false: the checkpoint has every tensor, and its numbers must not be called partial"
+        raise UserError("model.allow_partial", True, allowed, "leave it out")
 
 
 def _kernel(config: PreTrainedConfig, asked: str | None) -> str | None:

@@ -235,6 +235,8 @@ def _record(
     used |= {"model", "method"} if study is None or study.needs_model else set()
     used |= {"task"} if study is None or study.needs_task else set()
     kept = {key: data[key] for key in (*GROUPS, "experiment") if key in used and data.get(key) is not None}
+    if "model" in kept:
+        kept["model"] = {**data["model"], "name": made["model"].name}
     pinned = sorted(key for key in typed if key.split(".")[0] == "method")
     return {**kept, "stages": list(stages), "typed": pinned}
 

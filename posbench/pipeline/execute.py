@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from rich.console import Console
+from rich.text import Text
 
 from posbench.errors import UserError
+from posbench.files.digests import Content, changed, in_place
 from posbench.measure.replies import encode_longest
 from posbench.model.lm import LM
 from posbench.pipeline.config import Config
-from posbench.pipeline.identity import identity, provenance, run_name, threads, version_key
+from posbench.pipeline.identity import identity, provenance, reads, run_name, threads, version_key
 from posbench.pipeline.stages import evaluate, intervene, report, search, study
 from posbench.run.base import IncompleteRun, Run
-from posbench.run.folder import claim, find
+from posbench.run.claim import claim, find
+from posbench.run.folder import STATUS, RunDir
 
 STAGES: Mapping[str, Callable[[Config, Run], None]] = {
     "search": search.run,
@@ -26,6 +30,13 @@ STAGES: Mapping[str, Callable[[Config, Run], None]] = {
     "evaluate": evaluate.run,
     "report": report.run,
 }
+
+MIXED = "mixed"
+"""State of a run that a file changed under: its rows may stem from either content, so it is never resumed."""
+
+
+class _Mixed(UserError):
+    """A file changed while a run read it."""
 
 
 def execute(config: Config, *, command: str, console: Console) -> Path:
@@ -44,34 +55,40 @@ def execute(config: Config, *, command: str, console: Console) -> Path:
         IncompleteRun: Some rows failed and will be retried by the same command.
     """
     # First of all: a device that is not there, and weights to download, with the hub's own progress bars.
-    who = identity(config)
-    transformers.utils.logging.disable_progress_bar()
-    transformers.utils.logging.set_verbosity_error()
+    read = _read(config, console)
+    who = identity(config, read)
+    _quiet()
     if threads(config):
         torch.set_num_threads(threads(config) or 1)
     subject = config.study_name or config.task.name
     suite = config.experiment.name if config.experiment else subject
-    key, name = version_key(config, who), run_name(config, who)
+    key, name = version_key(config, who, read), run_name(config, who, read)
     parts = [config.model.name, subject, config.choice.name] if config.uses_model else [subject]
-    outputs, run = Path(config.runtime.outputs).expanduser(), prepared(config, who, console)
+    outputs, run = Path(config.runtime.outputs).expanduser(), prepared(config, who, read, console)
     if find(outputs, suite, key, name) is None:
         preflight(config, run)
-    console.rule(f"[bold]{'  '.join(parts)}")
-    with claim(outputs, suite, key, name, config.raw, provenance(config, command, who)) as out:
-        run.out = out
-        if out.done and all(out.stage(stage).get("done") for stage in config.stages):
+    console.rule(Text("  ".join(parts), style="bold"))
+    facts = provenance(config, command, who, read)
+    with claim(outputs, suite, key, name, config.raw, facts) as out:
+        run.out, damaged = out, out.damaged()
+        if out.status()["state"] == MIXED:
+            raise UserError("run folder", str(out.path), "rows from one content of each file", "remove it")
+        if out.done and not damaged and all(out.stage(stage).get("done") for stage in config.stages):
             console.print("finished before: nothing is computed again")
             report.show(out.path, console)
             return out.path
-        (out.path / "DONE").unlink(missing_ok=True)
-        out.finish("running")
+        if damaged:
+            console.print(f"damaged: {', '.join(damaged)}; made again, rows that are whole are kept")
+        out.resume(config.stages, config.raw, facts)
         try:
             for stage in config.stages:
-                STAGES[stage](config, run)
-                out.mark(stage, done=True)
+                with out.recorded(stage):
+                    STAGES[stage](config, run)
+                    _need_unchanged(read, out)
         except BaseException as error:
             state = "incomplete" if isinstance(error, IncompleteRun) else "failed"
-            out.finish(state, f"{type(error).__name__}: {error}")
+            with suppress(OSError):  # a full disk, of which the error itself tells
+                out.finish(MIXED if isinstance(error, _Mixed) else state, f"{type(error).__name__}: {error}")
             raise
         out.finish("done")
         if "report" not in config.stages:
@@ -79,10 +96,27 @@ def execute(config: Config, *, command: str, console: Console) -> Path:
         return out.path
 
 
-def prepared(config: Config, who: Mapping[str, Any], console: Console) -> Run:
+def _quiet() -> None:
+    transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()
+
+
+def _read(config: Config, console: Console) -> list[Content]:
+    """See :func:`posbench.pipeline.identity.reads`."""
+    try:
+        return reads(config)
+    except UserError:
+        # Whoever reads a file says best what is wrong with it, or with what asks for it.
+        _quiet()
+        preflight(config, prepared(config, {}, (), console))
+        raise
+
+
+def prepared(config: Config, who: Mapping[str, Any], read: Sequence[Content], console: Console) -> Run:
     """The run that stages receive, without its folder."""
     same = ("model", "task", "choice", "target", "runtime", "raw", "stages", "missing", "standins", "every")
     given: dict[str, Any] = {name: getattr(config, name) for name in same}
+    given["raw"] = in_place(config.raw, read)
     return Run(**given, reference=config.reference()[0], console=console, identity=who)
 
 
@@ -114,6 +148,15 @@ def preflight(config: Config, run: Run) -> None:
             allowed = f"a tokenizer that tells the choices of {run.task.name} apart: {shown}"
             hint = "take a model that reads this text; the embedded ones know the words of kv_retrieval only"
             raise UserError("model", run.lm.name, allowed, hint)
+
+
+def _need_unchanged(read: Sequence[Content], out: RunDir) -> None:
+    """Raise UserError, and let no other run copy from this one, unless its files hold what they held."""
+    if other := changed(read):
+        out.write_facts(STATUS, {"stages": {}})
+        allowed = "a file that stays as it is while a run reads it; it changed"
+        hint = f"remove {out.path}, whose rows may stem from either, and run the same command again"
+        raise _Mixed(other.source.field, str(other.file), allowed, hint)
 
 
 def _check_overflow(lm: LM, ids: list[int]) -> None:

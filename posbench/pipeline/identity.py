@@ -6,32 +6,60 @@ import hashlib
 import inspect
 import platform
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from posbench import paths, versions
+from posbench.errors import UserError
 from posbench.files import sources
 from posbench.files.atomic import digest
+from posbench.files.digests import Content, contents, in_place, keys
 from posbench.files.hardware import hardware
-from posbench.model.load import ModelConfig, torch_device
+from posbench.model.load import torch_device
 from posbench.pipeline.config import Config
+from posbench.tasks import Task
 
 NUMBERS = "tasks stats theory model methods perturbations measure run search studies embedded"
 NUMBERS += " pipeline/stages schema.py files/atomic.py"
 """Parts of the package that can move a number: a changed figure, page or message starts no new version."""
+READ = (".py", ".json", ".yaml", ".jinja")
+"""What the package computes with: code, and the tables, shapes and chat templates beside it."""
 
 
-def identity(config: Config) -> dict[str, Any]:
-    """What, apart from method and task, can move a number: code, weights, kernel, precision, device kind."""
+def reads(config: Config) -> list[Content]:
+    """What the files that take part in a run hold: checkpoint, data, and what method, search and study read.
+
+    Raises:
+        UserError: One is missing, or cannot be read or downloaded.
+    """
+    asked: list[sources.Source] = []
+    if config.uses_model:
+        asked = [sources.checkpoint(config.model.path, config.model.revision), *config.choice.files()]
+        asked += [file for choice in config.every.values() for file in choice.files()]
+    asked += config.task.files() if config.uses_task else ()
+    asked += config.search.files() if "search" in config.stages else ()
+    if config.study:
+        # Verdicts rest on the papers' tables.
+        tables = paths.EXPERIMENTS / "reference"
+        asked += config.study.files()
+        asked.append(sources.Source(kind="path", id=str(tables), field="study.reference", files=("*.csv",)))
+    return contents(asked)
+
+
+def identity(config: Config, read: Sequence[Content]) -> dict[str, Any]:
+    """What, apart from method and settings of the task, can move a number: code, libraries, weights, data,
+    kernel, precision, device kind; ``read`` as :func:`reads` gives it."""
     model, runtime = config.model, config.runtime
     found: dict[str, Any] = {"code": source_digest(config), "device": torch_device(runtime.device).type}
+    found |= {name: version(name) for name in ("torch", "transformers")}
     found |= {name: getattr(runtime, name) for name in ("batch_size", "batch_tokens")}
-    found["threads"] = threads(config)
+    found |= {"threads": threads(config), "data": digest(keys(read, "task"), 16)}
     if config.uses_model:
-        kept = ("dtype", "attention", "rope", "chat_template", "context_window")
-        found |= {"weights": fingerprint(model), **{name: getattr(model, name) for name in kept}}
+        kept = ("dtype", "attention", "rope", "chat_template", "context_window", "allow_partial")
+        found |= {"weights": fingerprint(read), **{name: getattr(model, name) for name in kept}}
     return found
 
 
@@ -40,45 +68,35 @@ def threads(config: Config) -> int | None:
     return config.runtime.threads or (config.model.threads if config.uses_model else None)
 
 
-def version_key(config: Config, who: Mapping[str, Any]) -> dict[str, Any]:
+def version_key(config: Config, who: Mapping[str, Any], read: Sequence[Content]) -> dict[str, Any]:
     """What runs of one version folder share: code and examples."""
     key = {"posbench": versions.__version__, "code": who["code"]}
     if config.uses_task:
-        key |= {"task": config.raw["task"], "task_version": config.task.version}
+        task = in_place(config.raw, read)["task"]
+        key |= {"task": task, "task_version": config.task.version, "data": who["data"]}
     return key
 
 
-def run_name(config: Config, who: Mapping[str, Any]) -> str:
+def run_name(config: Config, who: Mapping[str, Any], read: Sequence[Content]) -> str:
     """Folder of a run: what it is, and a hash of what moves its numbers."""
-    runtime = config.runtime
+    runtime, raw = config.runtime, in_place(config.raw, read)
     measured = [runtime.intervene_examples, runtime.resamples]
     moves = {"identity": who, "measured": measured, "typed": config.raw["typed"]}
-    moves |= {key: config.raw[key] for key in ("method", "study", "search") if key in config.raw}
+    moves |= {key: raw[key] for key in ("method", "study", "search") if key in raw}
     if config.every:
         moves["every"] = {name: choice.values for name, choice in config.every.items()}
-    if config.study and (files := config.study.reads()):
-        moves["reads"] = [hashlib.sha256(file.read_bytes()).hexdigest() for file in files]
+    moves["files"] = keys(read, "method", "search", "study")
     parts = [config.study_name]
     if config.uses_model:
         parts = [config.model.name, config.study_name, config.choice.name]
     return "__".join([*filter(None, parts), digest(moves)])
 
 
-def fingerprint(model: ModelConfig) -> str:
-    """Identity of a checkpoint: its small files and the edges of its weights, or hub id and commit."""
-    source = sources.checkpoint(model.path, model.revision)
-    if source.kind == "model":
-        return f"{source.id}@{sources.commit(source)}"
-    folder = sources.local(source)
-    total, files = hashlib.sha256(), [p for p in folder.iterdir() if p.is_file() and p.suffix != ".md"]
-    for file in sorted(p for p in files if not p.name.startswith(".")):
-        total.update(f"{file.name} {file.stat().st_size}".encode())
-        with open(file, "rb") as stream:
-            total.update(stream.read(1 << 20))
-            # The first megabyte of a shard can be shared by two fine-tunes; the last rarely is.
-            stream.seek(max(file.stat().st_size - (1 << 20), 0))
-            total.update(stream.read())
-    return total.hexdigest()[:16]
+def fingerprint(read: Sequence[Content]) -> str:
+    """Identity of the checkpoint: hub id and commit, or a hash of all that it is loaded from."""
+    files = [content for content in read if content.source.field == "model.path"]
+    hub = [f"{content.source.id}@{content.held}" for content in files if content.file is None]
+    return hub[0] if hub else digest(keys(files, "model"), 16)
 
 
 def source_digest(config: Config) -> str:
@@ -91,15 +109,18 @@ def source_digest(config: Config) -> str:
     files = {Path(file).resolve() for file in own if file}
     for name in NUMBERS.split():
         part = paths.PACKAGE / name
-        files |= {part} if part.is_file() else {*part.rglob("*.py"), *part.glob("*.json")}
+        inside = (f for suffix in READ for f in part.rglob(f"*{suffix}") if paths.MODELS not in f.parents)
+        files |= {part} if part.is_file() else set(inside)
     for file in sorted(files):
         name = file.relative_to(paths.PACKAGE).as_posix() if file.is_relative_to(paths.PACKAGE) else file.name
         total.update(name.encode() + file.read_bytes())
     return total.hexdigest()[:12]
 
 
-def provenance(config: Config, command: str, who: Mapping[str, Any]) -> dict[str, Any]:
-    """Versions, hardware and origin of a run; model and task only where they take part."""
+def provenance(
+    config: Config, command: str, who: Mapping[str, Any], read: Sequence[Content]
+) -> dict[str, Any]:
+    """Versions, hardware and origin of a run, and what it reads; model and task only where they take part."""
     facts: dict[str, Any] = {
         "command": command,
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -109,12 +130,29 @@ def provenance(config: Config, command: str, who: Mapping[str, Any]) -> dict[str
         "packages": versions.installed(),
         "hardware": hardware(),
         "identity": dict(who),
+        "files": [content.fact for content in read],
     }
     if config.uses_model:
         facts["model"] = {name: getattr(config.model, name) for name in ("path", "revision", "source")}
     if config.uses_task:
         facts["task"] = {name: getattr(config.task, name) for name in ("version", "source", "licence")}
     return facts
+
+
+def need_same_data(task: Task, facts: Mapping[str, Any]) -> None:
+    """Refuse data of a task that is not what a run read, by the run's provenance.
+
+    Raises:
+        UserError: A file is missing or holds something else.
+    """
+    entries = [entry for entry in facts.get("files", ()) if entry["field"].startswith("task.")]
+    was = {(e["field"], e["name"]): e.get("sha256") or e["hub"].partition("@")[2] for e in entries}
+    for content in contents(task.files()) if entries else ():
+        before = was.get(content.key[:2], "not read")
+        if before != content.held:
+            allowed = f"what the run read ({before[:12]}; now it holds {content.held[:12]})"
+            hint = "bring that file back, or run the new one: posbench with the same arguments"
+            raise UserError(content.source.field, str(content.file or content.source.id), allowed, hint)
 
 
 def _git() -> str | None:

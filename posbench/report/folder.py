@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
+import yaml
 
 from posbench.errors import UserError
 from posbench.stats.findings import COLUMNS as FINDINGS
@@ -73,7 +74,7 @@ def read(path: Path, parse: Callable[[Path], Any], allowed: str) -> Any:
     """A file's parsed content, None where there is no file; `UserError` where it cannot be parsed."""
     try:
         return parse(path) if path.is_file() else None
-    except (OSError, ValueError) as error:  # pandas', json's and Unicode's errors are ValueErrors
+    except (ValueError, yaml.YAMLError) as error:  # pandas', json's and Unicode's errors are ValueErrors
         raise unreadable(path, error, allowed) from error
 
 

@@ -38,6 +38,7 @@ def render_run(folder: Path) -> Path:
     """
     sentence, sections = read_run(folder)
     facts = {name: read_json(folder / f"{name}.json") or {} for name in ("prompts", "provenance", "status")}
+    facts["provenance"].pop("sum", None)
     return write_page(folder, sentence, sections, config=read_text(folder / "config.yaml"), **facts)
 
 

@@ -20,6 +20,7 @@ from posbench.report.page import write_page
 from posbench.report.paper import beside
 from posbench.report.terminal import show_findings, show_reference, text_table
 from posbench.report.trend import trends
+from posbench.run.folder import PROVENANCE, RunDir, checked
 from posbench.stats.frames import metric_name, overall
 from posbench.stats.scores import COLUMNS
 
@@ -47,6 +48,8 @@ def summarise(jobs: Sequence[dict[str, Any]], console: Console) -> Path | None:
     name = "_".join(varied).replace(".", "-").replace("/", "-") or "runs"
     folder = runs[0].parent / f"sweep__{name}__{digest([str(run) for run in runs])}"
     folder.mkdir(parents=True, exist_ok=True)
+    for run in runs:
+        checked(run)  # the first of many may have finished days ago
     for file in ("metrics", "attention", "subsets", "findings"):
         there = [(s, p / f"{file}.csv") for s, p in finished if (p / f"{file}.csv").is_file()]
         if there:
@@ -59,6 +62,7 @@ def summarise(jobs: Sequence[dict[str, Any]], console: Console) -> Path | None:
         write_csv(folder / "findings.csv", findings)
     write_text(folder / "jobs.json", json.dumps(list(jobs), indent=2) + "\n")
     _show(folder, console)
+    RunDir(folder).seal(str(RunDir(runs[0]).facts(PROVENANCE).get("command", "")))
     return folder
 
 

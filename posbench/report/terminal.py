@@ -22,6 +22,11 @@ WIDE = 120  # columns of a terminal from which on verdicts stand beside their st
 FEW = 24  # subsets and averages up to which the terminal shows them all, as the report does
 
 
+def terminal() -> Console:
+    """The terminal, where paths and names such as ``[a/b]`` and ``:x:`` are no markup."""
+    return Console(markup=False, emoji=False)
+
+
 def show(folder: Path, console: Console) -> None:
     """Print what a run folder says: the table, the result in words, and where the page is."""
     metrics, subsets = read_csv(folder / "metrics.csv"), read_csv(folder / "subsets.csv")

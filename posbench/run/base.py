@@ -8,11 +8,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.text import Text
 
 from posbench.files.atomic import Row, digest
 from posbench.measure.replies import encode, plan
@@ -59,12 +61,13 @@ class Run:
     every: Mapping[str, MethodChoice] = field(
         default_factory=dict
     )  # empty unless the study measures them all
+    _orders: dict[Path, list[tuple[Any, ...]]] = field(default_factory=dict)  # keys of the rows of each file
 
     @cached_property
     def lm(self) -> LM:
         """The model, loaded when it is first needed."""
         where = {name: getattr(self.runtime, name) for name in ("device", "device_map", "max_memory")}
-        with self.console.status(f"loading {self.model.name}"):
+        with self.console.status(Text(f"loading {self.model.name}")):
             return load(self.model, **where)
 
     # Examples
@@ -120,9 +123,7 @@ class Run:
     def methods(self) -> dict[str, Method]:
         """The unmodified model and the method under test, by their names in tables; for ``method.json``."""
         method = self.method()
-        facts = {"name": self.choice.name, **asdict(method), **self._origin()}
-        if self.out.read_json("method.json") != json.loads(json.dumps(facts)):
-            self.out.write_json("method.json", facts)
+        self.out.write_json("method.json", {"name": self.choice.name, **asdict(method), **self._origin()})
         under_test = {} if isinstance(method, Unmodified) else {self.choice.name: method}
         return {UNMODIFIED: Unmodified(), **under_test}
 
@@ -140,16 +141,13 @@ class Run:
 
     # Work
 
-    @cached_property
-    def _places(self) -> dict[tuple[str, tuple[str, ...]], dict[tuple[Any, ...], int]]:
-        """By file and fields: the rows that were asked for so far, each with its place in the file."""
-        return {}
-
     @contextmanager
     def progress(self, label: str, total: int) -> Iterator[Callable[[int], None]]:
         """A progress bar with time left; yields the function that advances it."""
         columns = BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
-        with Progress(TextColumn("{task.description:<28}"), *columns, console=self.console) as bar:
+        with Progress(
+            TextColumn("{task.description:<28}", markup=False), *columns, console=self.console
+        ) as bar:
             task = bar.add_task(label, total=total)
             yield lambda n: bar.advance(task, n)
 
@@ -195,12 +193,15 @@ class Run:
                     advance(len(part))
         if failed:
             raise IncompleteRun(f"{failed} rows of {file} failed; run the same command again to retry them")
-        places = self._places.setdefault((file, names), {})
-        for item in (item for batch in batches for item in batch):
-            places.setdefault(tuple(key(item).values()), len(places))
-        if list(rows)[: len(places)] != list(places):
-            self.out.sort(file, lambda row: places.get(tuple(map(row.get, names)), len(places)))
+        self._put_in_order(file, names, [tuple(key(item).values()) for batch in batches for item in batch])
         return [rows[tuple(key(item).values())] for batch in batches for item in batch]
+
+    def _put_in_order(self, file: str, names: Sequence[str], keys: Sequence[tuple[Any, ...]]) -> None:
+        """Rows that were made again came last: let them stand where an undamaged run has them."""
+        order = self._orders.setdefault(self.out.path / file, [])
+        order += keys
+        place = {key: number for number, key in enumerate(order)}
+        self.out.sort(file, lambda row: place.get(tuple(row.get(name) for name in names), len(order)))
 
     def share_unmodified(self, file: str, *settings: Any) -> str:
         """Take the unmodified model's rows of a file from another run of this version, so that a sweep

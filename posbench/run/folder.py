@@ -1,12 +1,12 @@
-"""The run folder: versioned, claimed by one process, config first, rows with checksums, DONE last."""
+"""One run folder: bookkeeping, rows with checksums, a manifest of all files, and what of them is damaged."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import os
-import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,142 +17,246 @@ from filelock import FileLock, Timeout
 
 from posbench.errors import UserError
 from posbench.files.atomic import Row, digest, write_text
+from posbench.run.rows import checksum, lines, read_rows
 
 log = logging.getLogger(__name__)
+CONFIG, PROVENANCE, STATUS, MANIFEST = "config.yaml", "provenance.json", "status.json", "manifest.json"
+ROWS = ".jsonl"
+READ = (ROWS, ".csv", ".json", ".yaml")
+"""Kinds of files that numbers are read from: one more of them in a finished run is damage too."""
+DRAWN = ("figures/", "report.html")
+"""What ``posbench report`` makes again from the other files."""
 
 
 @dataclass
 class RunDir:
-    """One run folder that this process owns."""
+    """A run folder; rows carry the ``id`` of its run (empty: no run's, such as a training's)."""
 
     path: Path
+    id: str = ""
 
     def write_json(self, name: str, data: Any) -> None:
         """Write a JSON file atomically."""
         write_text(self.path / name, json.dumps(data, indent=2, sort_keys=True, default=str) + "\n")
 
     def read_json(self, name: str) -> Any:
-        """Read a JSON file; an empty dict where there is none yet."""
+        """A JSON file's content, an empty dict where there is none yet; `UserError` where it is damaged."""
         file = self.path / name
-        return json.loads(file.read_text()) if file.is_file() else {}
+        try:
+            return json.loads(file.read_bytes()) if file.is_file() else {}
+        except ValueError as error:
+            hint = f"remove {self.path} and repeat the command that made it"
+            raise UserError(name, str(file), "JSON as posbench writes it", hint) from error
 
     @property
     def done(self) -> bool:
         """Whether the run finished."""
         return (self.path / "DONE").is_file()
 
+    # Bookkeeping
+
+    def write_facts(self, name: str, facts: Mapping[str, Any]) -> None:
+        """Write a bookkeeping file, which carries its run and a checksum as rows do."""
+        whole = {**plain(facts), "run": self.id}
+        self.write_json(name, {**whole, "sum": checksum(whole)})
+
+    def facts(self, name: str) -> Row:
+        """What a bookkeeping file says; empty where it is absent, damaged or another run's."""
+        file = self.path / name
+        try:
+            found = json.loads(file.read_bytes()) if file.is_file() else {}
+            whole = found.pop("sum") == checksum(found) and self.id in ("", found["run"])
+        except (ValueError, KeyError, AttributeError, TypeError):
+            return {}
+        return dict(found) if whole else {}
+
+    def status(self) -> Row:
+        """State, and what is recorded of stages."""
+        return {"state": "running", "stages": {}} | self.facts(STATUS)
+
+    def stage(self, name: str) -> Row:
+        """What is recorded of a stage: its ``key``, ``done``, and checksums of the ``files`` it wrote."""
+        return dict(self.status()["stages"].get(name, {}))
+
+    def mark(self, name: str, **facts: Any) -> None:
+        """Record facts of a stage."""
+        status = self.status()
+        status["stages"].setdefault(name, {}).update(facts)
+        self.write_facts(STATUS, status)
+
+    @contextmanager
+    def recorded(self, stage: str) -> Iterator[None]:
+        """Record what a stage wrote, and that it is done, when the block ends without an error."""
+        before = self._stamps()
+        yield
+        wrote = [name for name, stamp in self._stamps().items() if stamp != before.get(name)]
+        files = {name: self._sum(name) for name in wrote if not name.endswith(ROWS) and name != STATUS}
+        self.mark(stage, done=True, files=self.stage(stage).get("files", {}) | files)
+
+    def finish(self, state: str, error: str | None = None) -> None:
+        """Record how the run ended; ``done`` also writes the manifest, and DONE last."""
+        self.write_facts(STATUS, self.status() | {"state": state, "error": error})
+        if state == "done":
+            self.seal(str(self.facts(PROVENANCE).get("command", "")))
+
+    # Damage
+
+    def seal(self, command: str) -> None:
+        """Write the manifest, a checksum of every file and the command that makes them, and last DONE, which
+        holds the manifest's checksum."""
+        self._seal(command, list(self._stamps()))
+
+    def _seal(self, command: str, names: Sequence[str]) -> None:
+        # Killed in between, a folder without DONE is unfinished; one whose manifest DONE denies is damaged.
+        (self.path / "DONE").unlink(missing_ok=True)
+        self.write_facts(MANIFEST, {"command": command, "files": {name: self._sum(name) for name in names}})
+        write_text(self.path / "DONE", f"{self._sum(MANIFEST)}\n")
+
+    def renew(self, changed: Sequence[str]) -> None:
+        """Renew the recorded checksums of files that a verb wrote (beginnings of names), and the manifest."""
+        status, old = self.status(), self.facts(MANIFEST)
+        for facts in status["stages"].values():
+            drawn = {n: self._sum(n) for n in facts.get("files", {}) if n.startswith(tuple(changed))}
+            if drawn:
+                facts["files"] |= drawn
+        if not self.facts(STATUS):
+            return  # of an earlier version: nothing is recorded
+        (self.path / "DONE").unlink(missing_ok=True)
+        self.write_facts(STATUS, status)
+        if old:
+            ours = [n for n in self._stamps() if n in old["files"] or n.startswith(tuple(changed))]
+            self._seal(str(old["command"]), ours)
+
+    def damaged(self) -> list[str]:
+        """Names of files that are not what the run left: by the manifest of a finished run, or by what the
+        stages of an unfinished one recorded. Rows of the latter are not checked here: they carry checksums.
+        """
+        manifest, end = self.facts(MANIFEST), self.path / "DONE"
+        books = [name for name in (STATUS, PROVENANCE) if not self.facts(name)]
+        # One that posbench of an earlier version made has neither with a checksum.
+        lost = books if self.id or len(books) == 1 else []
+        if end.is_file() and end.read_text(errors="replace").strip() != self._sum(MANIFEST):
+            # An empty DONE without a manifest is of an earlier version too.
+            lost = ["DONE", MANIFEST, *lost] if manifest or end.stat().st_size else []
+        elif manifest:
+            added = [n for n in self._stamps() if n not in manifest["files"] and n.endswith(READ)]
+            return [*self._unlike(manifest["files"]), *added]
+        elif (self.path / MANIFEST).is_file():
+            lost = [MANIFEST, *lost]
+        recorded = dict[str, str]()
+        for facts in self.status()["stages"].values():
+            recorded |= facts.get("files", {})
+        return [*lost, *self._unlike(recorded)]
+
+    def resume(self, stages: Sequence[str], config: Mapping[str, Any], provenance: Mapping[str, Any]) -> None:
+        """Make an unfinished, extended or damaged run ready for stages: what is damaged goes, rows but the
+        whole ones later; all that can be is made again by the stages, config and provenance here."""
+        damaged, known = self.damaged(), self.facts(MANIFEST).get("files", {})
+        before, search = self.status()["stages"], self.stage("search")
+        again = [name for name in before if not name.endswith(ROWS)] if damaged else stages
+        kept = {name: facts for name, facts in before.items() if name not in again}
+        if search.get("files") and not self._unlike(search["files"]):
+            kept["search"] = search
+        text = yaml.safe_dump(plain(config), sort_keys=False)
+        kept["config"] = {"files": {CONFIG: hashlib.sha256(text.encode()).hexdigest()}}
+        self.write_facts(STATUS, {"state": "running", "error": None, "stages": kept})
+        for name in damaged:
+            file = self.path / name
+            if known and name not in (*known, "DONE", MANIFEST) and file.is_file():
+                file.replace(file.with_name(f"{file.name}.aside"))  # not ours to delete
+            elif file.suffix != ROWS and name != STATUS:
+                file.unlink(missing_ok=True)
+        for name in ("DONE", MANIFEST):
+            (self.path / name).unlink(missing_ok=True)
+        write_text(self.path / CONFIG, text)
+        if not self.facts(PROVENANCE):
+            note = "the first was damaged: these are the facts of a later start"
+            self.write_facts(PROVENANCE, {**provenance, "rewritten": note})
+
+    def _unlike(self, files: Mapping[str, str]) -> list[str]:
+        return [name for name, known in files.items() if self._sum(name) != known]
+
+    def _sum(self, name: str) -> str:
+        """The checksum of a file; empty where there is none."""
+        file = self.path / name
+        return hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else ""
+
+    def _stamps(self) -> dict[str, tuple[int, int, int]]:
+        """Inode, time and size of every file but manifest, DONE, and those hidden or set aside."""
+        found = {}
+        for file in sorted(self.path.rglob("*")):
+            name = file.relative_to(self.path).as_posix()
+            hidden = any(part.startswith(".") for part in name.split("/")) or name in ("DONE", MANIFEST)
+            if not hidden and file.suffix != ".aside" and file.is_file():
+                stat = file.stat()
+                found[name] = stat.st_ino, stat.st_mtime_ns, stat.st_size
+        return found
+
     # Rows
 
     def rows(self, name: str) -> list[Row]:
-        """Whole, undamaged rows of a JSON-lines file, oldest first."""
-        return _read_rows(self.path / name)[0]
+        """Whole, undamaged rows of this run in a JSON-lines file, oldest first."""
+        return read_rows(self.path / name, self.id)[0]
+
+    def torn(self, name: str) -> int:
+        """How many lines of a JSON-lines file are torn, damaged or another run's."""
+        return read_rows(self.path / name, self.id)[1]
 
     def append(self, name: str, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Append rows, each with a checksum, in one flushed write."""
-        lines = _lines(rows)
+        """Append rows, each with its run and a checksum, in one flushed write."""
+        text = lines(rows, self.id)
         with open(self.path / name, "ab+") as stream:
             if stream.tell():
                 stream.seek(-1, os.SEEK_END)
                 # A line that a killed process left torn must not swallow the next one.
-                lines = lines if stream.read(1) == b"\n" else "\n" + lines
-            stream.write(lines.encode())
+                text = text if stream.read(1) == b"\n" else "\n" + text
+            stream.write(text.encode())
             stream.flush()
             os.fsync(stream.fileno())
 
+    def write_rows(self, name: str, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Write a whole file of rows."""
+        write_text(self.path / name, lines(rows, self.id))
+
     def repair(self, name: str) -> None:
-        """Drop torn or damaged lines, and rows that record an error, so that they are computed again."""
-        file = self.path / name
-        rows, damaged = _read_rows(file)
+        """Drop torn, damaged or foreign lines and rows with an error, so that they are made again."""
+        rows, damaged = read_rows(self.path / name, self.id)
         kept = [row for row in rows if "error" not in row]
         if damaged or len(kept) < len(rows):
-            log.warning("%s: dropped %d damaged and %d errored rows", file, damaged, len(rows) - len(kept))
-            write_text(file, _lines(kept))
+            said = "%s: dropped %d damaged or foreign and %d errored rows"
+            log.warning(said, self.path / name, damaged, len(rows) - len(kept))
+            self.write_rows(name, kept)
 
     def sort(self, name: str, place: Callable[[Row], int]) -> None:
-        """Put rows in order of their place: those that were repaired stand where they would have stood."""
+        """Put rows in order of their place: those that were made again stand where they would have stood."""
         rows = self.rows(name)
         ordered = sorted(rows, key=place)
         if ordered != rows:
-            write_text(self.path / name, _lines(ordered))
-
-    # Stages
-
-    def stage(self, name: str) -> Row:
-        """What is recorded of a stage: its ``key``, and ``done``."""
-        return dict(self.read_json("status.json").get("stages", {}).get(name, {}))
-
-    def mark(self, name: str, **facts: Any) -> None:
-        """Record facts of a stage."""
-        status = self.read_json("status.json")
-        status.setdefault("stages", {}).setdefault(name, {}).update(facts)
-        self.write_json("status.json", status)
-
-    def finish(self, state: str, error: str | None = None) -> None:
-        """Record how the run ended; ``done`` also writes DONE, last."""
-        self.write_json("status.json", self.read_json("status.json") | {"state": state, "error": error})
-        if state == "done":
-            write_text(self.path / "DONE", "")
+            self.write_rows(name, ordered)
 
     def sibling_with(self, stage: str, key: str) -> RunDir | None:
-        """Another run of this version that finished a stage under the same key: its files may be copied."""
-        for folder in sorted(self.path.parent.iterdir()):
-            known = RunDir(folder).stage(stage) if folder != self.path else {}
-            if known.get("key") == key and known.get("done"):
-                return RunDir(folder)
+        """Another run of this version that finished a stage under the same key, whose files are whole: they
+        may be copied."""
+        for folder in sorted(p for p in self.path.parent.iterdir() if p != self.path and p.is_dir()):
+            try:
+                other = opened(folder)
+                known = other.stage(stage)
+                same = known.get("key") == key and known.get("done")
+                if same and not other._unlike(known.get("files", {})):
+                    return other
+            except OSError as error:
+                log.warning("%s: passed over (%s)", folder, error)
         return None
 
 
-def find(outputs: Path, suite: str, version_key: Mapping[str, Any], name: str) -> Path | None:
-    """The folder that :func:`claim` would resume; None where it would make a new one. Makes nothing.
-
-    Raises:
-        UserError: The outputs cannot be read.
-    """
-    try:
-        nearest = next(p for p in (outputs.absolute(), *outputs.absolute().parents) if p.exists())
-        if not nearest.is_dir() or not os.access(nearest, os.W_OK):
-            raise PermissionError(f"{nearest} is no folder that can be written")
-        there = (outputs / suite).is_dir()
-        version = _known_version(outputs / suite, version_key)[0] if there else None
-    except OSError as error:
-        raise _unusable(outputs, error) from error
-    return version / name if version and (version / name).is_dir() else None
+def run_id(version_key: Mapping[str, Any], name: str) -> str:
+    """What rows and bookkeeping files of a run carry: it does not change with the place of the folder."""
+    return digest([plain(version_key), name], 12)
 
 
-@contextmanager
-def claim(
-    outputs: Path,
-    suite: str,
-    version_key: Mapping[str, Any],
-    name: str,
-    config: Mapping[str, Any],
-    provenance: Mapping[str, Any],
-) -> Iterator[RunDir]:
-    """Claim ``outputs/suite/vNNN/name`` for this process.
-
-    The version folder is the newest whose key equals ``version_key``, else a new one: what lies in one
-    version was scored on the same examples by the same code. A new run folder appears at once, with
-    ``config.yaml`` and ``provenance.json``.
-
-    Raises:
-        UserError: Another process owns the folder, or it cannot be written.
-    """
-    try:
-        (outputs / suite).mkdir(parents=True, exist_ok=True)
-        with FileLock(outputs / suite / ".lock"):
-            version = _version(outputs / suite, version_key)
-    except OSError as error:
-        raise _unusable(outputs, error) from error
-    folder = version / name
-    with owned(folder):
-        if not folder.is_dir():
-            made = _scratch(version / f".new-{name}")
-            (made / "figures").mkdir()
-            write_text(made / "config.yaml", yaml.safe_dump(_plain(config), sort_keys=False))
-            RunDir(made).write_json("provenance.json", provenance)
-            RunDir(made).write_json("status.json", {"state": "running", "stages": {}})
-            os.rename(made, folder)
-        yield RunDir(folder)
+def opened(folder: Path) -> RunDir:
+    """A folder with the id that its status says."""
+    return RunDir(folder, str(RunDir(folder).facts(STATUS).get("run", "")))
 
 
 @contextmanager
@@ -162,6 +266,7 @@ def owned(folder: Path) -> Iterator[None]:
     Raises:
         UserError: Another process owns it.
     """
+    folder = folder.absolute()
     locks = folder.parent / ".locks"
     locks.mkdir(exist_ok=True)
     # The lock lies beside the folder and goes with the process that holds it, however that one ends.
@@ -181,72 +286,37 @@ def open_run(folder: Path) -> RunDir:
     """Open a run folder for reading.
 
     Raises:
-        UserError: It is no run folder.
+        UserError: It is no run folder; the hint names the runs in it.
     """
-    if not (folder / "config.yaml").is_file():
-        allowed, hint = "a run folder (it holds config.yaml)", "posbench prints the folder of each run"
-        raise UserError("DIR", str(folder), allowed, hint)
-    return RunDir(folder)
+    if any((folder / name).is_file() for name in (CONFIG, STATUS, PROVENANCE, MANIFEST, "summary.csv")):
+        return opened(folder)
+    inside = [p.parent for depth in ("*", "*/*", "*/*/*") for p in sorted(folder.glob(f"{depth}/{CONFIG}"))]
+    hint = "posbench prints the folder of each run" if folder.is_dir() else "no such folder; check the path"
+    if inside:
+        more = f" and {len(inside) - 8} more" if len(inside) > 8 else ""
+        hint = f"take a run in it: {', '.join(map(str, inside[:8]))}{more}"
+    raise UserError("DIR", str(folder), f"a run folder (it holds {CONFIG})", hint)
 
 
-def _unusable(outputs: Path, error: OSError) -> UserError:
-    hint = f"set runtime.outputs=DIR ({error.strerror or error})"
-    return UserError("runtime.outputs", str(outputs), "a folder that can be written", hint)
+def checked(folder: Path, made_again: Sequence[str] = ()) -> RunDir:
+    """A run, or a sweep, whose files are as it left them, but for those (beginnings of names) that the caller
+    makes again. Of an unfinished run only what its finished stages wrote can be checked, which is said.
+
+    Raises:
+        UserError: It is no run folder, or files are damaged; the hint is the command that makes them again.
+    """
+    run = open_run(folder)
+    damaged = [name for name in run.damaged() if not name.startswith(tuple(made_again))]
+    if damaged:
+        command = run.facts(MANIFEST).get("command") or run.facts(PROVENANCE).get("command")
+        named = ", ".join(damaged[:4]) + (f" and {len(damaged) - 4} more" if len(damaged) > 4 else "")
+        hint = f"make it again: {command or 'repeat the command that made it'}"
+        raise UserError("DIR", str(folder), f"files as the run left them; damaged: {named}", hint)
+    if not (run.done and (folder / MANIFEST).is_file()):
+        log.warning("%s: without a manifest (unfinished, or of an older version): not all is checked", folder)
+    return run
 
 
-def _known_version(suite: Path, key: Mapping[str, Any]) -> tuple[Path | None, int]:
-    """The newest version folder with this key, and the highest number of any."""
-    there = {int(p.name[1:]): p for p in suite.iterdir() if p.name[:1] == "v" and p.name[1:].isdigit()}
-    files = [there[number] / "version.json" for number in sorted(there, reverse=True)]
-    same = (f.parent for f in files if f.is_file() and json.loads(f.read_text()) == _plain(key))
-    return next(same, None), max(there, default=0)
-
-
-def _version(suite: Path, key: Mapping[str, Any]) -> Path:
-    """The newest version folder with this key, else a new one."""
-    known, highest = _known_version(suite, key)
-    if known:
-        return known
-    folder = suite / f"v{highest + 1:03d}"
-    made = _scratch(suite / ".new-version")
-    write_text(made / "version.json", json.dumps(_plain(key), indent=2, sort_keys=True) + "\n")
-    os.rename(made, folder)
-    return folder
-
-
-def _scratch(folder: Path) -> Path:
-    """An empty folder; what a killed process left there is removed."""
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir()
-    return folder
-
-
-def _plain(data: Any) -> Any:
+def plain(data: Any) -> Any:
+    """Data as JSON gives it back."""
     return json.loads(json.dumps(data, default=str))
-
-
-def _sum(row: Mapping[str, Any]) -> str:
-    return digest({k: v for k, v in row.items() if k != "sum"})
-
-
-def _lines(rows: Iterable[Mapping[str, Any]]) -> str:
-    """Rows as JSON lines, each with its checksum."""
-    return "".join(json.dumps({**row, "sum": _sum(row)}, ensure_ascii=False) + "\n" for row in rows)
-
-
-def _read_rows(file: Path) -> tuple[list[Row], int]:
-    """The whole rows of a JSON-lines file, and how many lines are torn or damaged."""
-    if not file.is_file():
-        return [], 0
-    rows, damaged = [], 0
-    for line in file.read_bytes().split(b"\n"):
-        if not line:
-            continue
-        try:
-            row = json.loads(line)
-            if row.pop("sum") != _sum(row):
-                raise ValueError("checksum")
-            rows.append(row)
-        except (ValueError, KeyError, AttributeError, TypeError):
-            damaged += 1
-    return rows, damaged

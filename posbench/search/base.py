@@ -17,12 +17,13 @@ import yaml
 from posbench import versions
 from posbench.errors import UserError
 from posbench.files.atomic import Row, digest, write_bytes, write_csv, write_text
+from posbench.files.digests import contents
+from posbench.files.sources import Source
 from posbench.methods import Method
 from posbench.methods.choice import MethodChoice
 from posbench.methods.unmodified import Unmodified
 from posbench.plots.section import Section
 from posbench.run.base import Run
-from posbench.run.folder import RunDir
 from posbench.schema import Count
 from posbench.search import held_back
 from posbench.stats.frames import UNMODIFIED
@@ -63,6 +64,10 @@ class Search(ABC):
             hint = "leave the search out: stages=[evaluate,report]"
             raise UserError(f"{run.target.where}.{name}", run.target.values[name], allowed, hint)
 
+    def files(self) -> tuple[Source, ...]:
+        """The files that it reads; what they hold is part of a run's identity."""
+        return ()
+
     def depends(self, run: Run) -> Mapping[str, Any]:
         """What moves the result beside model, task, the search's settings and other methods of a list."""
         return {}
@@ -100,20 +105,22 @@ class Search(ABC):
     def run(self, run: Run) -> None:
         """Search unless another run of this version did under the same key, and keep what was found."""
         assert run.target is not None
-        if not (run.out.stage("search").get("done") and self._whole(run.out)):
+        if not run.out.stage("search").get("done"):
             parts = [[name, None if p is run.target else p.values] for name, p in run.choice.parts.items()]
-            settings = {"search": run.raw["search"], "task": run.raw["task"], "parts": parts}
+            settings: dict[str, Any] = {"search": run.raw["search"], "task": run.raw["task"], "parts": parts}
+            others = [
+                file for part in run.choice.parts.values() if part is not run.target for file in part.files()
+            ]
+            settings["files"] = [content.key for content in contents(others)]
             key = digest({"identity": run.identity, **settings, **self.depends(run)})
             other = run.out.sibling_with("search", key)
-            if other is None or not self._whole(other):
-                other = None
+            if other is None:
                 self.search(run)
                 (run.out.path / STATE).unlink(missing_ok=True)
             else:
                 for name in other.stage("search")["files"]:
                     write_bytes(run.out.path / name, (other.path / name).read_bytes())
-            facts = {"copied_from": other.path.name if other else None, "files": self._sums(run.out)}
-            run.out.mark("search", key=key, done=True, **facts)
+            run.out.mark("search", key=key, copied_from=other.path.name if other else None)
         text = (run.out.path / FOUND).read_text()
         block = yaml.safe_load(text)[run.target.name]
         run.found = self.found(block)
@@ -126,14 +133,6 @@ class Search(ABC):
         run.console.print(gained, soft_wrap=True)
         if "evaluate" not in run.stages:
             run.console.print(f"paste into the model's YAML:\n\n{text}", soft_wrap=True)
-
-    def _sums(self, out: RunDir) -> dict[str, str]:
-        files = [out.path / name for name in (*self.results, held_back.TABLE, FOUND)]
-        return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files if file.is_file()}
-
-    def _whole(self, out: RunDir) -> bool:
-        """Whether the files of a finished search are still as it left them."""
-        return self._sums(out) == out.stage("search").get("files")
 
     def check_gain(self, run: Run, block: Mapping[str, Any]) -> dict[str, Any]:
         """Measure what was found and the unmodified model on held-back prompts, resumed; the facts of

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from posbench.errors import UserError
 from posbench.files.atomic import write_csv
+from posbench.files.sources import Source
 from posbench.methods.moice import MoICE, Router, auxiliary_loss, mixing, mixture, new_routers, save_routers
 from posbench.model.lm import LM
 from posbench.plots.section import Section
@@ -58,6 +59,10 @@ class RouterSearch(Search):
     data: str | None = None
     longest: Several = 4608
     seed: int = 0
+
+    def files(self) -> tuple[Source, ...]:
+        """See :meth:`Search.files`."""
+        return (Source(kind="path", id=self.data, field="search.data"),) if self.data else ()
 
     def check(self, run: Run) -> None:
         """Refuse typed weights, and texts that are too few or malformed, too."""

@@ -5,11 +5,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import ClassVar
 
 import pandas as pd
 
+from posbench.files.sources import Source
 from posbench.plots.section import Drawn
 from posbench.run.base import Run
 from posbench.stats.findings import Finding
@@ -35,7 +35,7 @@ class Study(ABC):
             UserError: Something does not fit; the message names it and what is allowed.
         """
 
-    def reads(self) -> Sequence[Path]:
+    def files(self) -> tuple[Source, ...]:
         """Further files that the numbers come from; what they hold is part of a run's identity."""
         return ()
 

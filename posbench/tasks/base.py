@@ -129,6 +129,8 @@ def first(examples: Iterable[Example], most: int | None) -> list[Example]:
 class EvaluationOnly(Task):
     """A task without calibration questions, from the user's files (``path``) or from the benchmark's own."""
 
+    holds: ClassVar[tuple[str, ...]] = ("**/*",)  # what it reads in a folder of the user's, as patterns
+
     path: str | None = None
 
     @abstractmethod
@@ -141,7 +143,7 @@ class EvaluationOnly(Task):
 
     def files(self) -> tuple[Source, ...]:
         """The user's file or folder, or the benchmark's own files."""
-        own = Source(kind="path", id=self.path or "", field="task.path", files=("**/*",))
+        own = Source(kind="path", id=self.path or "", field="task.path", files=self.holds)
         return (own,) if self.path else self.official()
 
     def examples(self, split: Split) -> list[Example]:

@@ -54,6 +54,8 @@ class Exam(EvaluationOnly):
     gap: ClassVar[str] = " "  # what stands between the two
     stop: ClassVar[tuple[str, ...]] = ()  # texts that end a generated reply
 
+    holds: ClassVar[tuple[str, ...]] = ("*/*.csv", "data/*/*.csv", "*/*.parquet")
+
     revision: str | None = None
     subjects: Literal["all"] | tuple[str, ...] = "all"
     shots: Annotated[Whole, Le(5)] = 5

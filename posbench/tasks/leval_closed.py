@@ -79,6 +79,8 @@ class LEvalClosed(EvaluationOnly):
     size: ClassVar[str] = "Coursera 172, QuALITY 202, TOEFL (tpo) 269, SFiction 64 questions asked twice"
     average: ClassVar[Literal["examples", "subsets"]] = "subsets"
 
+    holds: ClassVar[tuple[str, ...]] = ("*.jsonl",)
+
     name: str = "leval_closed"
     max_new_tokens: Count = 512
     truncation: Truncation = "words"

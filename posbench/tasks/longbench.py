@@ -83,6 +83,8 @@ class LongBench(EvaluationOnly):
     size: ClassVar[str] = "21 tasks, 4750 questions"
     average: ClassVar[Literal["examples", "subsets"]] = "subsets"
 
+    holds: ClassVar[tuple[str, ...]] = ("*.jsonl", "data/*.jsonl", "data.zip")
+
     name: str = "longbench"
     tasks: tuple[str, ...] = ENGLISH_AND_CODE
     protocol: Literal["official", "yu"] = "official"

@@ -58,6 +58,8 @@ class ZeroSCROLLS(EvaluationOnly):
     size: ClassVar[str] = "10 tasks, about 20 validation questions each; test answers are private"
     average: ClassVar[Literal["examples", "subsets"]] = "subsets"
 
+    holds: ClassVar[tuple[str, ...]] = ("*/*.jsonl", "*.zip")
+
     name: str = "zero_scrolls"
     subsets: tuple[str, ...] = LPES
     split: Literal["validation", "test"] = "validation"

@@ -23,9 +23,10 @@ from huggingface_hub.errors import GatedRepoError, HTTPError, RepositoryNotFound
 import posbench as package
 from posbench.errors import UserError
 from posbench.files import sources
+from posbench.files.digests import contents
 from posbench.files.sources import Source
 from posbench.model import load as load_module
-from posbench.pipeline.identity import fingerprint
+from posbench.pipeline import identity
 from tests.conftest import Result
 
 REPO = "some/model"
@@ -124,6 +125,10 @@ def _expect_refusal(result: Result, *words: str) -> None:
     assert result.status == 2
     assert result.err.startswith("posbench: ") and result.err.count("\n") == 1, result.err
     assert [word for word in words if word not in result.err] == [], result.err
+
+
+def fingerprint(config: Any) -> str:
+    return identity.fingerprint(contents([sources.checkpoint(config.path, config.revision)]))
 
 
 FETCH = ("fetch", "model=hf", f"model.path={REPO}")

@@ -14,8 +14,10 @@ import pytest
 import torch
 from filelock import FileLock
 
+from posbench.files.atomic import Row
 from posbench.model.lm import LM
 from posbench.pipeline.stages import evaluate
+from posbench.run.folder import opened
 from tests.conftest import Result, run_folders
 
 RESULTS = ("metrics.csv", "search.csv", "channels.csv", "attention.csv", "found.yaml")
@@ -274,14 +276,10 @@ def test_the_unmodified_model_is_evaluated_once(
     other = next(p for p in run_folders(outputs) if p != finished)
     assert other.parent == finished.parent
 
-    def unmodified(folder: Path) -> list[str]:
-        return sorted(
-            line
-            for line in (folder / evaluate.FILE).read_text().splitlines()
-            if json.loads(line)["method"] == "none"
-        )
+    def unmodified(folder: Path) -> list[Row]:
+        return [row for row in opened(folder).rows(evaluate.FILE) if row["method"] == "none"]
 
-    assert unmodified(other) == unmodified(finished)
+    assert unmodified(other) == unmodified(finished) and len(unmodified(other)) == 36
 
 
 def test_rescore_needs_no_model(

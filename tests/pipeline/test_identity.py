@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from posbench import paths
-from posbench.model.load import model_config
+from posbench.files.digests import contents
+from posbench.files.sources import checkpoint as checkpoint_source
 from posbench.pipeline import identity
 from tests.conftest import config_of
 
@@ -63,8 +64,9 @@ def test_a_new_file_in_a_room_of_numbers_counts_and_a_renamed_one_too(config: An
 
 
 def _keys(config: Any) -> tuple[dict[str, Any], str]:
-    who = identity.identity(config)
-    return identity.version_key(config, who), identity.run_name(config, who)
+    read = identity.reads(config)
+    who = identity.identity(config, read)
+    return identity.version_key(config, who, read), identity.run_name(config, who, read)
 
 
 @pytest.mark.parametrize(
@@ -111,10 +113,10 @@ def test_a_checkpoint_is_known_by_its_small_files_and_the_edges_of_its_weights(
     weights, whole = copy / "model.safetensors", (copy / "model.safetensors").read_bytes()
 
     def found() -> str:
-        return identity.fingerprint(model_config("x", path=str(copy)))
+        return identity.fingerprint(contents([checkpoint_source(str(copy))]))
 
     first = found()
-    assert first == identity.fingerprint(model_config("x", path=str(checkpoint))), (
+    assert first == identity.fingerprint(contents([checkpoint_source(str(checkpoint))])), (
         "where it lies says nothing"
     )
     (copy / "README.md").write_text("read me")
@@ -128,7 +130,8 @@ def test_a_checkpoint_is_known_by_its_small_files_and_the_edges_of_its_weights(
 
 
 def test_a_record_says_where_a_run_was_made(config: Any) -> None:
-    facts = identity.provenance(config, "posbench model=tiny", identity.identity(config))
+    read = identity.reads(config)
+    facts = identity.provenance(config, "posbench model=tiny", identity.identity(config, read), read)
     assert facts["command"] == "posbench model=tiny" and facts["identity"]["device"] == "cpu"
     assert {"torch", "transformers", "numpy"} <= set(facts["packages"]) and facts["hardware"]
     assert facts["model"]["path"] == "posbench://tiny" and facts["task"]["licence"]

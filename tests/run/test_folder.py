@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from posbench.errors import UserError
-from posbench.run import folder
-from posbench.run.folder import RunDir, claim, find, open_run
+from posbench.run import claim as folder
+from posbench.run.claim import claim, find
+from posbench.run.folder import RunDir, open_run
 
 ROWS: list[dict[str, Any]] = [{"id": str(i), "output": f"Grüße\u2028{i}\n", "score": i / 3} for i in range(4)]
 
@@ -148,4 +149,4 @@ def test_open_run(tmp_path: Path) -> None:
         open_run(tmp_path)
     with _claim(tmp_path, 1) as run:
         assert open_run(run.path).path == run.path
-        assert json.loads((run.path / "provenance.json").read_text()) == {"command": "posbench"}
+        assert run.facts("provenance.json") == {"command": "posbench", "run": run.id}

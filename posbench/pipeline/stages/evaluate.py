@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from posbench.errors import UserError
 from posbench.files.atomic import Row, write_csv, write_text
 from posbench.model.encode import Encoded
 from posbench.pipeline.config import Config
@@ -16,7 +17,7 @@ from posbench.stats.frames import UNMODIFIED
 from posbench.stats.scores import Tabulator
 from posbench.tasks import Example, Task
 
-FILE = "predictions.jsonl"
+FILE, TABLES = "predictions.jsonl", ("metrics.csv", "subsets.csv")
 
 
 def run(config: Config, run: Run) -> None:
@@ -26,7 +27,8 @@ def run(config: Config, run: Run) -> None:
     """
     task, unmodified = run.task, run.share_unmodified(FILE)
     encoded = run.encode(run.evaluation)
-    run.out.write_json("prompts.json", _prompts(run.evaluation, encoded))
+    facts = _prompts(run.evaluation, encoded) | {"questions": _questions(run.evaluation)}
+    run.out.write_json("prompts.json", facts)
     rows: list[Row] = []
     for name, method in run.methods().items():
         done = answers(run, FILE, name, method, encoded)
@@ -57,6 +59,14 @@ def _prompts(examples: Sequence[Example], encoded: Mapping[str, Encoded]) -> dic
     return {"sha256": total.hexdigest(), "prompts": len(examples), "first": first}
 
 
+def _questions(examples: Sequence[Example]) -> str:
+    """A checksum over what is asked, before any template: no model is needed to compare it."""
+    total = hashlib.sha256()
+    for e in examples:
+        total.update(f"{e.id}\0{e.prompt}\0".encode())
+    return total.hexdigest()
+
+
 def write_metrics(task: Task, model: str, resamples: int, out: RunDir, rows: Sequence[Row]) -> bool:
     """Tabulate scored rows into metrics.csv and subsets.csv; False, and no file, where no row has a score."""
     order = {name: i for i, name in enumerate(dict.fromkeys(row["method"] for row in rows))}
@@ -73,12 +83,22 @@ def write_metrics(task: Task, model: str, resamples: int, out: RunDir, rows: Seq
 
 
 def rescore(task: Task, model: str, resamples: int, out: RunDir) -> int:
-    """Score the saved outputs again, without a model; returns how many rows changed their score."""
+    """Score the saved outputs again, without a model; returns how many rows changed their score.
+
+    Raises:
+        UserError: The task no longer asks what the run asked.
+    """
     examples = {e.id: e for e in task.evaluation()}
     rows: list[Row] = []
-    changed = 0
-    for row in out.rows(FILE):
-        if "error" not in row and row["id"] in examples:
+    changed, told = 0, out.rows(FILE)
+    strange = next((row["id"] for row in told if row["id"] not in examples), None)
+    asked = _questions(list(examples.values()))
+    if strange is not None or out.read_json("prompts.json").get("questions", asked) != asked:
+        value = f"{task.name}, {len(examples)} questions" if strange is None else f"no question {strange}"
+        hint = "bring back the data or the version of posbench of that run, or run it again"
+        raise UserError("task", value, f"the questions that {out.path.name} asked", hint)
+    for row in told:
+        if "error" not in row:
             scores = task.score(examples[row["id"]], row["output"])
             changed += scores != row["scores"]
             rows.append({**row, "scores": scores})

@@ -13,6 +13,7 @@ import pandas as pd
 from annotated_types import Ge
 
 from posbench.errors import UserError
+from posbench.files.sources import Source
 from posbench.measure.scores import check_interface, score_maps
 from posbench.model import families
 from posbench.model.lm import LM
@@ -39,6 +40,10 @@ class Sampled(Study):
     text: str | None = None  # UTF-8 file whose pieces are the rows; None: tokens drawn evenly
     seed: int = 0  # of the draws, and of the order in which pieces of a text are taken
     cells: Annotated[int, Ge(8)] = 128  # side of the written maps; larger ones: means of blocks, no diagonal
+
+    def files(self) -> tuple[Source, ...]:
+        """See :meth:`Study.files`."""
+        return (Source(kind="path", id=self.text, field="study.text"),) if self.text else ()
 
     def check(self, run: Run) -> None:
         """See :meth:`Study.check`."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -12,6 +12,7 @@ import pandas as pd
 
 from posbench import paths
 from posbench.errors import UserError
+from posbench.files.sources import Source
 from posbench.run.base import Run
 from posbench.stats.findings import Finding
 from posbench.studies.base import Study, Tables
@@ -89,11 +90,10 @@ class Scorers(Study):
         """Where the outputs are."""
         return Path(self.data or os.environ.get("POSBENCH_DATA") or SHIPPED).expanduser()
 
-    def reads(self) -> Sequence[Path]:
-        """See :meth:`Study.reads`."""
-        return [
-            file for name, _ in BENCHMARKS.values() for file in sorted((self.folder / name).rglob("*.jsonl"))
-        ]
+    def files(self) -> tuple[Source, ...]:
+        """See :meth:`Study.files`."""
+        outputs = tuple(f"{name}/**/*.jsonl" for name, _ in BENCHMARKS.values())
+        return (Source(kind="path", id=str(self.folder), field="study.data", files=outputs),)
 
     def check(self, run: Run) -> None:
         """See :meth:`Study.check`."""

@@ -11,7 +11,9 @@ from typing import Any, ClassVar
 import pandas as pd
 import torch
 
+from posbench import paths
 from posbench.files.atomic import Row
+from posbench.files.sources import Source, checkpoint
 from posbench.measure.replies import encode, plan, replies
 from posbench.model.lm import LM
 from posbench.model.load import load, torch_device
@@ -34,6 +36,10 @@ class Throughput(Timed):
     pairs: tuple[Several, ...] = (8, 56)  # per prompt of key-value retrieval: short and long prompts
     examples: Several = 60
     new_tokens: Count = 8  # generated
+
+    def files(self) -> tuple[Source, ...]:
+        """See :meth:`Study.files`: the embedded model."""
+        return (replace(checkpoint(f"{paths.EMBEDDED}tiny"), field="study.model"),)
 
     def measure(self, run: Run) -> dict[str, pd.DataFrame]:
         """Table ``throughput``; see :meth:`Timed.compared`."""

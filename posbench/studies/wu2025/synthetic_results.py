@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import pandas as pd
 
 from posbench.errors import UserError
+from posbench.files.sources import Source
 from posbench.run.base import Run
 from posbench.studies.wu2025 import synthetic_tables as tables
 from posbench.studies.wu2025.synthetic_claims import thresholds
 from posbench.studies.wu2025.synthetic_training import Trained
-from posbench.studies.wu2025.training import ROWS, trainings
+from posbench.studies.wu2025.training import FACTS, ROWS, trainings
 
 FILES = [f"wu2025_fig{number}.csv" for number in (*range(2, 9), *range(13, 19))]
 MEANINGS = {
@@ -31,9 +31,10 @@ class SyntheticResults(Trained):
 
     trainings: str = "outputs/trainings"  # what ``study=synthetic_training study.trainings=DIR`` wrote
 
-    def reads(self) -> Sequence[Path]:
-        """See :meth:`Study.reads`."""
-        return sorted(Path(self.trainings).expanduser().glob(f"*/{ROWS}"))
+    def files(self) -> tuple[Source, ...]:
+        """See :meth:`Study.files`."""
+        measured = (f"*/{ROWS}", f"*/{FACTS}")
+        return (Source(kind="path", id=self.trainings, field="study.trainings", files=measured),)
 
     def check(self, run: Run) -> None:
         """See :meth:`Study.check`."""

@@ -72,7 +72,7 @@ class Chain(Study):
         for name, link in self._links().items():
             own = _alone(run)
             # Rows of the links must not meet: each has a folder of its own, and resumes there.
-            own.out = RunDir(run.out.path / name)
+            own.out = RunDir(run.out.path / name, f"{run.out.id}/{name}")
             own.out.path.mkdir(exist_ok=True)
             tables |= {f"{name}/{table}": frame for table, frame in link.measure(own).items()}
         return tables

@@ -1,0 +1,140 @@
+"""A file that a run reads changes: another run, never a mixture, and what cannot be the run's is refused."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from posbench.pipeline import execute
+from posbench.tasks.kv_retrieval import WORDS
+from tests.conftest import Result, run_folders
+
+FIXED = [
+    "task.examples_per_position=4",
+    "method=scale_channel",
+    "method.channel=3",
+    "method.layers=[1,2]",
+    "stages=[evaluate]",
+]
+
+
+def _fill(file: Path, seed: int) -> None:
+    """A file of key-value questions."""
+    rng, lines = random.Random(seed), []
+    for _ in range(12):
+        words = rng.sample(WORDS, 24)
+        records = list(zip(words[:12], words[12:], strict=True))
+        row = {"ordered_kv_records": records, "key": records[5][0], "value": records[5][1]}
+        lines.append(json.dumps(row) + "\n")
+    file.write_text("".join(lines))
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    _fill(tmp_path / "data.jsonl", 1)
+    return tmp_path / "data.jsonl"
+
+
+@pytest.fixture
+def evaluate(posbench: Callable[..., Result], small: list[str], data: Path) -> Callable[..., Result]:
+    """A run on that file, in a second."""
+    return lambda *args: posbench(*small, *FIXED, f"task.path={data}", *args)
+
+
+def _metrics(outputs: Path) -> dict[str, pd.DataFrame]:
+    return {folder.parent.name: pd.read_csv(folder / "metrics.csv") for folder in run_folders(outputs)}
+
+
+def test_changed_data_is_another_run_in_another_version(
+    evaluate: Callable[..., Result], data: Path, outputs: Path
+) -> None:
+    assert evaluate("method.factor=0.5").status == 0
+    (first,) = run_folders(outputs)
+    kept = {file.name: file.read_bytes() for file in first.iterdir() if file.is_file()}
+    facts = json.loads(kept["provenance.json"])["files"]
+    assert [f["file"] for f in facts if f["field"] == "task.path"] == [str(data)]
+    # As a killed run leaves it.
+    (first / "DONE").unlink()
+    rows = (first / "predictions.jsonl").read_bytes().splitlines(keepends=True)
+    (first / "predictions.jsonl").write_bytes(b"".join(rows[: len(rows) // 2]))
+    _fill(data, 2)
+    assert evaluate("method.factor=0.5").status == 0 and evaluate("method.factor=0.0").status == 0
+    folders = run_folders(outputs)
+    assert [folder.parent.name for folder in folders] == ["v001", "v002", "v002"]
+    asked = [json.loads((folder / "prompts.json").read_text())["questions"] for folder in folders]
+    assert asked[0] != asked[1] == asked[2], "the second method is compared on its own prompts"
+    _fill(data, 1)
+    result = evaluate("method.factor=0.5")
+    assert result.status == 0 and "finished before" not in result.out and run_folders(outputs) == folders
+    for name in ("metrics.csv", "prompts.json"):
+        assert (first / name).read_bytes() == kept[name]
+
+
+def test_moved_or_touched_data_is_the_same_run(
+    evaluate: Callable[..., Result], data: Path, outputs: Path
+) -> None:
+    assert evaluate("method.factor=0.5").status == 0
+    data.touch()
+    assert "finished before" in evaluate("method.factor=0.5").out
+    data.rename(moved := data.with_name("moved.jsonl"))
+    assert "finished before" in evaluate("method.factor=0.5", f"task.path={moved}").out
+
+
+def test_rescore_refuses_data_that_is_not_the_runs(
+    evaluate: Callable[..., Result], posbench: Callable[..., Result], data: Path, outputs: Path
+) -> None:
+    assert evaluate("method.factor=0.5").status == 0
+    (folder,) = run_folders(outputs)
+    before = (folder / "metrics.csv").read_bytes()
+    rescored = posbench("rescore", str(folder), verb=True)
+    assert rescored.status == 0 and rescored.out.startswith("0 of ")
+    _fill(data, 2)
+    refused = posbench("rescore", str(folder), verb=True)
+    assert refused.status == 2 and refused.err.count("\n") == 1
+    assert str(data) in refused.err and "bring that file back" in refused.err
+    # Without a record of the files, the prompts themselves tell.
+    provenance = folder / "provenance.json"
+    facts = json.loads(provenance.read_text())
+    provenance.write_text(json.dumps({key: value for key, value in facts.items() if key != "files"}))
+    refused = posbench("rescore", str(folder), verb=True)
+    assert refused.status == 2 and "the questions that" in refused.err
+    assert (folder / "metrics.csv").read_bytes() == before
+
+
+def test_a_file_that_changes_during_a_run_ends_it(
+    evaluate: Callable[..., Result], data: Path, outputs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage = execute.STAGES["evaluate"]
+
+    def disturbed(*given: object) -> None:
+        stage(*given)  # type: ignore[arg-type]
+        _fill(data, 2)
+
+    monkeypatch.setitem(execute.STAGES, "evaluate", disturbed)  # type: ignore[arg-type]
+    ended = evaluate("method.factor=0.5")
+    assert ended.status == 2 and ended.err.count("\n") == 1 and "it changed" in ended.err
+    monkeypatch.undo()
+    _fill(data, 1)
+    (folder,) = run_folders(outputs)
+    refused = evaluate("method.factor=0.5")
+    assert refused.status == 2 and "remove it" in refused.err and not (folder / "DONE").exists()
+    assert evaluate("method.factor=0.0").status == 0
+    other = next(f for f in run_folders(outputs) if f != folder)
+    assert "copied_from" not in (other / "status.json").read_text()
+
+
+def test_a_missing_router_leaves_no_folder(
+    posbench: Callable[..., Result], small: list[str], outputs: Path, tmp_path: Path
+) -> None:
+    gone = tmp_path / "gone.safetensors"
+    for method in ("moice", "[position_interpolation,moice]"):
+        where = "method.parts.moice" if method.startswith("[") else "method"
+        args = [f"method={method}", f"{where}.weights={gone}", "stages=[evaluate]"]
+        result = posbench(*small, *args)
+        assert result.status == 2 and result.err.count("\n") == 1 and f"{where}.weights" in result.err
+    assert not outputs.exists()

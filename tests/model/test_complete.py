@@ -1,0 +1,160 @@
+"""Weights are the model's, whole and no others, or the checkpoint is refused in one line."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from posbench.errors import UserError
+from posbench.model.lm import LM
+from posbench.model.load import load
+from tests.conftest import Result, run_folders
+from tests.models import BUILDERS, VOCABULARY
+
+Tensors = dict[str, torch.Tensor]
+Q = "model.layers.2.self_attn.q_proj.weight"
+"""A tensor of the checkpoint."""
+
+
+def _edit_json(file: Path, **values: Any) -> None:
+    file.write_text(json.dumps({**json.loads(file.read_text()), **values}))
+
+
+def _tensors(change: Callable[[Tensors], Tensors]) -> Callable[[Path], None]:
+    def edit(folder: Path) -> None:
+        file = folder / "model.safetensors"
+        save_file(change(load_file(file)), file, {"format": "pt"})
+
+    return edit
+
+
+def _config(**values: Any) -> Callable[[Path], None]:
+    return lambda folder: _edit_json(folder / "config.json", **values)
+
+
+PARTIAL: dict[str, tuple[Callable[[Path], None], str]] = {
+    "a layer": (
+        _tensors(lambda t: {k: v for k, v in t.items() if ".layers.3." not in k}),
+        "9 missing, the first model.layers.3.input_layernorm.weight",
+    ),
+    "a tensor": (_tensors(lambda t: {k: v for k, v in t.items() if k != Q}), f"1 missing, the first {Q}"),
+    "a deeper config": (
+        _config(num_hidden_layers=6),
+        "18 missing, the first model.layers.4.input_layernorm.weight",
+    ),
+    "a shallower config": (
+        _config(num_hidden_layers=2),
+        "18 not of this model, the first model.layers.2.input_layernorm.weight",
+    ),
+    "other names": (
+        _tensors(lambda t: {f"student.{k}": v for k, v in t.items()}),
+        "39 missing, the first lm_head.weight; 39 not of this model, the first student.lm_head.weight",
+    ),
+    "another shape": (_tensors(lambda t: {**t, Q: t[Q][:8].clone()}), f"1 of another shape, the first {Q}"),
+    "another vocabulary": (_config(vocab_size=400), "2 of another shape, the first lm_head.weight"),
+}
+
+
+@pytest.fixture
+def copy(checkpoint: Path, tmp_path: Path) -> Path:
+    """A copy of the random checkpoint to spoil."""
+    return Path(shutil.copytree(checkpoint, tmp_path / "copy"))
+
+
+@pytest.mark.parametrize("name", PARTIAL)
+def test_weights_that_are_not_the_models_are_refused(name: str, copy: Path) -> None:
+    spoil, told = PARTIAL[name]
+    spoil(copy)
+    with pytest.raises(UserError) as refused:
+        load(copy)
+    text = str(refused.value)
+    assert f"({told})" in text and "\n" not in text and "model.allow_partial=true" in text
+
+
+def test_partial_weights_are_named_in_every_table_and_drawn_alike(
+    posbench: Callable[..., Result], small: list[str], outputs: Path, copy: Path
+) -> None:
+    PARTIAL["a layer"][0](copy)
+    args = [*small, f"model.path={copy}", "task.examples_per_position=2"]
+    args += ["method=none", "stages=[intervene,evaluate,report]"]
+    refused = posbench(*args)
+    assert refused.status == 2 and refused.err.count("\n") == 1 and "9 missing" in refused.err
+    assert not outputs.exists()
+    made = posbench(*args, "model.allow_partial=true")
+    assert made.status == 0 and "random-partial" in made.out
+    (folder,) = run_folders(outputs)
+    assert folder.name.startswith("random-partial__none__")
+    for name in ("metrics", "attention"):
+        assert set(pd.read_csv(folder / f"{name}.csv")["model"]) == {"random-partial"}
+    assert "random-partial" in (folder / "report.html").read_text()
+    rescored = posbench("rescore", str(folder), verb=True)
+    assert rescored.status == 0 and set(pd.read_csv(folder / "metrics.csv")["model"]) == {"random-partial"}
+    states = [load(copy, allow_partial=True).model.state_dict() for _ in range(2)]
+    assert all(torch.equal(states[0][key], states[1][key]) for key in states[0])
+
+
+def test_a_complete_checkpoint_is_not_called_partial(checkpoint: Path) -> None:
+    with pytest.raises(UserError, match=r"model\.allow_partial = True: allowed: false"):
+        load(checkpoint, allow_partial=True)
+
+
+def test_the_harness_refuses_too(copy: Path) -> None:
+    harness = pytest.importorskip("posbench.cli.harness")
+    PARTIAL["a tensor"][0](copy)
+    with pytest.raises(UserError, match=f"1 missing, the first {Q}"):
+        harness.PosbenchLM(str(copy), device="cpu")
+
+
+@pytest.mark.parametrize("name", BUILDERS)
+def test_the_checkpoint_of_every_family_is_complete(name: str, tiny: LM, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = BUILDERS[name]().eval()
+    model.save_pretrained(tmp_path)
+    tiny.need_tokenizer().save_pretrained(tmp_path)
+    lm, ids = load(tmp_path, device="cpu"), torch.arange(1, 9)[None] % VOCABULARY
+    with torch.inference_mode():
+        assert torch.equal(lm.model(input_ids=ids).logits, model(input_ids=ids).logits)
+
+
+BROKEN: dict[str, Callable[[Path], Any]] = {
+    "text as hidden size": _config(hidden_size="wide"),
+    "no heads": _config(num_attention_heads=0, num_key_value_heads=0),
+    "an empty tokenizer.json": lambda folder: (folder / "tokenizer.json").write_text("{}"),
+    "an index that holds a list": lambda folder: (
+        (folder / "model.safetensors").unlink(),
+        (folder / "model.safetensors.index.json").write_text('{"weight_map": ["model.safetensors"]}'),
+    ),
+    "an index that names a file elsewhere": lambda folder: (
+        (folder / "model.safetensors").rename(folder.parent / "x.bin"),
+        (folder / "model.safetensors.index.json").write_text(
+            '{"weight_map": {"lm_head.weight": "../x.bin"}}'
+        ),
+    ),
+    "an embedding smaller than the tokenizer": lambda folder: (
+        _tensors(lambda t: {k: v[:100].clone() if len(v) > 100 else v for k, v in t.items()})(folder),
+        _config(vocab_size=100)(folder),
+    ),
+    "a chat template that is none": lambda folder: (folder / "chat_template.jinja").write_text("{% if %}"),
+    "a chat template that divides by zero": lambda folder: (folder / "chat_template.jinja").write_text(
+        "{{ 1/0 }}"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_checkpoint_gets_one_line(
+    name: str, posbench: Callable[..., Result], small: list[str], outputs: Path, copy: Path
+) -> None:
+    BROKEN[name](copy)
+    args = ["method=none", "stages=[evaluate]"]
+    result = posbench(*small, f"model.path={copy}", *args)
+    assert result.status == 2 and result.err.count("\n") == 1, result.err
+    assert "posbench: model." in result.err and not outputs.exists()
