@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Mapping
 from dataclasses import MISSING, fields, is_dataclass
+from inspect import isabstract
 from types import NoneType, UnionType
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -15,13 +16,18 @@ from posbench.errors import Faults, UserError, near
 
 T = TypeVar("T")
 
-Count = Annotated[int, Ge(1)]
-Whole = Annotated[int, Ge(0)]
-Several = Annotated[int, Ge(2)]
+MOST = 1_000_000
+Count = Annotated[int, Ge(1), Le(MOST)]
+Whole = Annotated[int, Ge(0), Le(MOST)]
+Several = Annotated[int, Ge(2), Le(MOST)]
+Tokens = Annotated[int, Ge(1), Le(10**9)]
+Seed = Annotated[int, Ge(0), Le(2**32 - 1)]
+Scale = Annotated[float, Gt(1e-6), Le(1e6)]
+Factor = Annotated[float, Ge(-3e38), Le(3e38)]
 Positive = Annotated[float, Gt(0)]
 NonNegative = Annotated[float, Ge(0)]
 Share = Annotated[float, Ge(0), Le(1)]
-"""Numbers with their bounds: at least 1, 0 or 2; above 0; at least 0; 0 to 1."""
+"""Numbers with their bounds: work and memory grow with a count, and float32 holds a factor and a scale."""
 
 Bases = Annotated[tuple[Annotated[float, Gt(1)] | None, ...], MinLen(1)]
 """Bases of rotary embeddings; None is the model's own."""
@@ -50,6 +56,11 @@ def build(cls: type[T], data: Mapping[str, Any], where: str) -> T:
         elif isinstance(value, bool) and "bool" not in words(kinds[key]):
             # pydantic reads true as 1; nobody means a batch size of true.
             faults.found.append(_wrong(where, key, value, kinds[key]))
+        elif isinstance(value, Mapping) and any(map(isabstract, _arms(kinds[key]))):
+            hint = f"leave it out, and set the keys of the choice itself: {key}.KEY=VALUE"
+            faults.found.append(
+                UserError(f"{where}.{key}", value, f"a choice of {key}, with a _target_", hint)
+            )
     faults.raise_any()
     try:
         return TypeAdapter(with_config(ConfigDict(allow_inf_nan=False))(cls)).validate_python(dict(data))
@@ -62,6 +73,10 @@ def build(cls: type[T], data: Mapping[str, Any], where: str) -> T:
             faults.found.append(_wrong(where, name, data.get(name), kinds.get(name, Any), reason))
         faults.raise_any()
         raise AssertionError("a validation error without an error") from error
+
+
+def _arms(kind: Any) -> tuple[Any, ...]:
+    return get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
 
 
 def verify(thing: Any, where: str) -> None:
@@ -156,7 +171,23 @@ def _wrong(where: str, name: str, value: Any, kind: Any, reason: str = "") -> Us
     # These say once more what the annotation says.
     told = "" if not reason or reason.startswith(("input should be", "tuple should have")) else f" ({reason})"
     dotted = f"{where}.{name}".strip(".")
-    return UserError(dotted, value, words(kind), f"set {dotted}=...{told}")
+    return UserError(dotted, value, words(kind), f"set {dotted}={_example(kind)}{told}")
+
+
+def _example(kind: Any) -> str:
+    """A legal value as the command line spells it; ``...`` where the type alone does not tell."""
+    origin, args = get_origin(kind), get_args(kind)
+    if origin is Annotated:
+        bounds = [bound for bound in args[1:] if isinstance(bound, Ge | Gt)]
+        lowest = [bound.ge if isinstance(bound, Ge) else bound.gt + 1 for bound in bounds]  # type: ignore[operator]
+        return f"{lowest[0]:g}" if lowest else _example(args[0])
+    if origin is Literal:
+        return str(args[0])
+    if origin in (Union, UnionType):
+        return _example(args[0])
+    if origin is tuple:
+        return f"[{','.join(_example(arg) for arg in args if arg is not Ellipsis)}]"
+    return {int: "1", float: "0.5", bool: "true"}.get(kind, "...")
 
 
 def words(kind: Any) -> str:
@@ -182,8 +213,8 @@ def _bounded(plain: str, bounds: tuple[Any, ...]) -> str:
     if isinstance(bounds[0], MinLen):
         return plain.replace(" of:", f" of at least {bounds[0].min_length}:")
     text = {type(bound): getattr(bound, type(bound).__name__.lower(), None) for bound in bounds}
-    low = f"from {text[Ge]:g}" if Ge in text else f"above {text[Gt]:g}" if Gt in text else ""
+    low = f"from {text[Ge]:.10g}" if Ge in text else f"above {text[Gt]:g}" if Gt in text else ""
     up = "" if Ge in text else "up to "
-    high = f"{up}{text[Le]:g}" if Le in text else f"below {text[Lt]:g}" if Lt in text else ""
+    high = f"{up}{text[Le]:.10g}" if Le in text else f"below {text[Lt]:g}" if Lt in text else ""
     middle = ("to" if high else "up") if low.startswith("from") else "and" if low and high else ""
     return " ".join(filter(None, [plain.replace("finite ", ""), low, middle, high]))

@@ -18,7 +18,20 @@ def metrics(method: str = "scale_channel", after: list[float] = AFTER, model: st
         for position, value in [*enumerate(values), ("all", float(np.mean(values)))]:
             n, depth = (300, np.nan) if position == "all" else (100, position / 2)
             rows.append(
-                (model, name, "kv", str(position), depth, metric, value, n, value - half, value + half, 0)
+                (
+                    model,
+                    name,
+                    "kv",
+                    str(position),
+                    depth,
+                    metric,
+                    value,
+                    n,
+                    value - half,
+                    value + half,
+                    0,
+                    np.nan,
+                )
             )
 
     add("none", "accuracy", BEFORE, 0.03)

@@ -62,7 +62,7 @@ class Bounded:
 @pytest.mark.parametrize(
     ("data", "line"),
     [
-        ({"count": "x"}, "where.count = 'x': allowed: a whole number; next: set where.count=..."),
+        ({"count": "x"}, "where.count = 'x': allowed: a whole number; next: set where.count=1"),
         ({"count": 1.5}, "where.count = 1.5: allowed: a whole number"),
         ({"count": True}, "where.count = True: allowed: a whole number"),
         ({"share": float("nan")}, "where.share = nan: allowed: a finite number"),
@@ -94,15 +94,15 @@ def test_mistakes_in_words(data: dict[str, Any], line: str) -> None:
 
 BOUNDS = [
     # field, values at the edge and inside, values beyond, in words
-    ("count", [1, 7], [0, -1], "a whole number from 1 up"),
-    ("whole", [0, 7], [-1], "a whole number from 0 up"),
-    ("several", [2], [1, 0], "a whole number from 2 up"),
+    ("count", [1, 7], [0, -1], "a whole number from 1 to 1000000"),
+    ("whole", [0, 7], [-1], "a whole number from 0 to 1000000"),
+    ("several", [2], [1, 0], "a whole number from 2 to 1000000"),
     ("positive", [1e-9, 2], [0, -0.5], "a number above 0"),
     ("nonnegative", [0, 2.5], [-1e-9], "a number from 0 up"),
     ("share", [0, 0.3, 1], [-0.1, 1.1], "a number from 0 to 1"),
     ("angle", [-1, 0.999], [1, -1.1], "a number from -1 to below 1"),
     ("few", [1, 3, None], [0, 4], "a whole number from 1 to 3, or null"),
-    ("either", [1, "all", None], [0, "some"], "a whole number from 1 up, or all, or null"),
+    ("either", [1, "all", None], [0, "some"], "a whole number from 1 to 1000000, or all, or null"),
     ("weights", [[0, 0.5]], [[0, -1], [1]], "a list of exactly 2: [a number from 0 up, a number from 0 up]"),
     (
         "bases",
@@ -198,7 +198,9 @@ def test_nodes_inside_a_node_become_objects() -> None:
     data = {"_target_": f"{__name__}.Holder", "name": "mine", "inner": own, "table": {"a": own, "b": 4}}
     made = instantiate(data, object, "study")
     assert made == Holder(inner=Bounded(count=3), table={"a": Bounded(count=3), "b": 4})
-    with pytest.raises(UserError, match=r"study\.table\.a\.count = 0: allowed: a whole number from 1 up"):
+    with pytest.raises(
+        UserError, match=r"study\.table\.a\.count = 0: allowed: a whole number from 1 to 1000000"
+    ):
         instantiate({**data, "table": {"a": own | {"count": 0}}}, object, "study")
 
 

@@ -30,6 +30,7 @@ HELP = """posbench finds, explains and removes position bias in language models.
   posbench validate [OVERRIDES]                    compose and check configs, run nothing
   posbench report DIR                              redraw the figures and report.html of a run or a sweep
   posbench rescore DIR                             score saved outputs again, without a model
+  posbench show DIR [--wrong] [--all] [--id ID]    prompts, expected answers, replies and scores of a run
   posbench docs families|claims|run [DIR]          documentation from code or from runs, as Markdown
   posbench lm_eval FLAGS                           lm-evaluation-harness under a method; its own flags
 
@@ -54,6 +55,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         versions.check()
         with _terminable():
             verb = _verbs().get(args[0]) if args else None
+            if verb and args[0] != "lm_eval" and {"-h", "--help"} & set(args[1:]):
+                print(_usage(args[0], verb))
+                return 0
             return verb(args[1:]) if verb else _run(args)
     except KeyboardInterrupt as stop:
         print("posbench: stopped; the same command resumes", file=sys.stderr)
@@ -87,14 +91,18 @@ def _terminable() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
+def _usage(name: str, verb: Callable[[list[str]], int]) -> str:
+    """How a verb is called, as :data:`HELP` has it, and what it does."""
+    form = next(line.strip() for line in HELP.splitlines() if line.startswith(f"  posbench {name} "))
+    return f"usage: {form.split('  ')[0]}\n{(verb.__doc__ or '').splitlines()[0]}"
+
+
 def _verbs() -> dict[str, Callable[[list[str]], int]]:
     # Help and version do without the libraries that verbs need.
     from posbench.cli import docs, lm_eval, verbs
 
-    own = {
-        verb.__name__: verb for verb in (verbs.ls, verbs.fetch, verbs.validate, verbs.report, verbs.rescore)
-    }
-    return {**own, "docs": docs.docs, "lm_eval": lm_eval.command}
+    each = verbs.ls, verbs.fetch, verbs.validate, verbs.report, verbs.rescore, verbs.show
+    return {**{verb.__name__: verb for verb in each}, "docs": docs.docs, "lm_eval": lm_eval.command}
 
 
 def _run(args: list[str]) -> int:

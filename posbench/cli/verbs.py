@@ -1,27 +1,31 @@
-"""``posbench ls``, ``fetch``, ``validate``, ``report`` and ``rescore``."""
+"""``posbench ls``, ``fetch``, ``validate``, ``report``, ``rescore`` and ``show``."""
 
 from __future__ import annotations
 
 import itertools
 import shlex
+import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import yaml
 from rich.table import Table
 
 from posbench import paths
-from posbench.errors import UserError, choices, complain
+from posbench.errors import UserError, choices, complain, near
 from posbench.files import sources
 from posbench.model.families import FAMILIES
-from posbench.pipeline.compose import GROUPS, PLURALS, Composed, compose
+from posbench.pipeline.arguments import GROUPS, PLURALS
+from posbench.pipeline.compose import Composed, compose
 from posbench.pipeline.config import check, needs
 from posbench.pipeline.identity import need_same_data
 from posbench.pipeline.stages import evaluate
+from posbench.report.failures import Examples, few
 from posbench.report.page import render_run
 from posbench.report.sweep import render_sweep
 from posbench.report.terminal import terminal
-from posbench.run.folder import DRAWN, PROVENANCE, checked, open_run, owned
+from posbench.run.folder import DRAWN, PROVENANCE, RunDir, checked, open_run, owned
 from posbench.run.runtime import Runtime
 from posbench.schema import build, instantiate, target
 from posbench.tasks import Task
@@ -59,12 +63,14 @@ def ls(args: list[str]) -> int:
 
 
 def _table(title: str, columns: tuple[str, ...], rows: list[list[str]]) -> None:
+    # Who reads a pipe wants a line for each choice, whole.
+    console = terminal(width=None if sys.stdout.isatty() else 10_000)
     table = Table(title=title, title_justify="left", box=None, pad_edge=False)
     for column in columns:
         table.add_column(column, no_wrap=column in ("name", "metric"), overflow="fold")
     for row in rows:
         table.add_row(*row)
-    terminal().print(table)
+    console.print(table)
 
 
 def _task_facts(file: Path) -> list[str]:
@@ -132,7 +138,7 @@ def _every() -> list[list[str]]:
     jobs = [[f"{group}={name}"] for group in GROUPS for name in choices(paths.CONF / group)]
     jobs += [[f"experiment={name}"] for name in choices(paths.EXPERIMENTS)]
     for job in jobs:
-        job += ["model.path=."] if job == ["model=hf"] else []
+        job += ["model.path=posbench://tiny"] if job == ["model=hf"] else []
         # A model without published constants is a model to search on.
         job += ["stages=[search]"] if job[0].startswith("model=") else []
         # The settings of a search can be checked without the method that it serves.
@@ -144,6 +150,14 @@ def _folder(verb: str, args: list[str]) -> Path:
     if len(args) != 1:
         raise UserError(verb, " ".join(args), "one folder", f"posbench {verb} DIR")
     return Path(args[0]).expanduser()
+
+
+def _evaluated(verb: str, args: list[str]) -> tuple[RunDir, dict[str, Any]]:
+    """A whole run with answers, and its config."""
+    run = checked(_folder(verb, args))
+    if not run.rows(evaluate.FILE):
+        raise UserError("DIR", str(run.path), "a run that evaluated", "add evaluate to its stages")
+    return run, yaml.safe_load((run.path / "config.yaml").read_text())
 
 
 def report(args: list[str]) -> int:
@@ -175,4 +189,28 @@ def rescore(args: list[str]) -> int:
         page = render_run(run.path)
         run.renew(again)
     print(f"{changed} of {len(rows)} scores changed; {page}")
+    return 0
+
+
+def show(args: list[str]) -> int:
+    """Print examples of a run: prompt, expected answers, and every method's reply and score."""
+    name, args = option(args, "--id")
+    flags = [arg for arg in args if arg in ("--wrong", "--all")]
+    run, raw = _evaluated("show", [arg for arg in args if arg not in flags])
+    examples = Examples.of(run, raw)
+    if name is not None:
+        if name not in examples.rows:
+            hint = near(name, list(examples.rows), f"posbench show {run.path} lists some")
+            raise UserError("--id", name, f"an id of {run.path / evaluate.FILE}", hint)
+        print(examples.text(name, whole=True))
+        return 0
+    wrong, every = examples.wrong(), examples.ids()
+    print(f"{len(wrong)} of {len(every)} examples are scored below 1 under some method")
+    names = wrong if "--wrong" in flags else every
+    some = names if "--all" in flags else few(names)
+    for name in some:
+        print(f"\n{examples.text(name)}")
+    if some:
+        more = f"{len(names) - len(some)} more: add --all; " if len(names) > len(some) else ""
+        print(f"\n{more}one in full: posbench show {shlex.quote(str(run.path))} --id {shlex.quote(some[0])}")
     return 0

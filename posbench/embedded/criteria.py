@@ -23,7 +23,7 @@ from posbench.model.lm import LM
 from posbench.model.load import load, model_config
 from posbench.search.channel import ChannelSearch
 from posbench.search.statistics import ChannelStatistics
-from posbench.stats.bootstrap import Array, difference, wilson
+from posbench.stats.bootstrap import Array, paired, wilson
 from posbench.tasks import Example, KVRetrieval
 
 CALIBRATION_SEED, CHOOSING_SEED, EVALUATION_SEED = 0, 1, 2
@@ -92,7 +92,7 @@ def measure(folder: Path, name: str, seed: int, per_position: int = 64) -> dict[
     One question per context everywhere. Half, one and a half times and twice the pairs are scored too, as far
     as the training of ``name``'s recipe saw so many. Returns JSON-ready numbers, accuracies as fractions:
     ``found`` is None where no channel passes the paper's filter, ``best`` is the traversal's, ``inner`` the
-    mean over the inner half of the gold positions, ``gain`` has a paired 95 % bootstrap interval.
+    mean over the inner half of the gold positions, ``gain`` has a paired 95 % interval.
     """
     lm, task = load(folder, name=name, device="cpu"), kv_task(name, seed, per_position)
     calibration, examples = kv_task(name, CALIBRATION_SEED).examples("calibration"), task.evaluation()
@@ -103,7 +103,7 @@ def measure(folder: Path, name: str, seed: int, per_position: int = 64) -> dict[
     out["base"] = _curve(base, examples)
     for key, method in chosen.items():
         scaled = _scores(lm, task, examples, method)
-        gain = difference(scaled - base, [e.cluster for e in examples])
+        gain = paired(scaled, base, [e.cluster for e in examples])
         numbers = {"loss": losses[method], "loss_unmodified": losses[None]}
         numbers |= {"gain": gain.value, "gain_low": gain.ci_low, "gain_high": gain.ci_high}
         where = {"channel": method.channel, "factor": method.factor, "layers": list(method.layers)}

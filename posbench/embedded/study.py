@@ -19,7 +19,7 @@ from posbench.files.atomic import Row, digest, write_csv
 from posbench.files.sources import Source, checkpoint
 from posbench.run.base import Run
 from posbench.run.folder import RunDir, owned
-from posbench.schema import Count, Whole
+from posbench.schema import Count, Seed
 from posbench.stats.findings import Finding, estimate
 from posbench.studies.base import Study, Tables
 
@@ -46,7 +46,7 @@ class EmbeddedModel(Study):
     model: Literal["tiny", "tiny_b", "tiny_nope", "tiny_alibi"] = "tiny"  # whose recipe
     # training seeds, the one to release first. None: the shipped seed, then 0, 1, ... until one meets the
     # criteria. ``[]``: none, and the shipped checkpoint is measured
-    seeds: tuple[Whole, ...] | None = None
+    seeds: tuple[Seed, ...] | None = None
     attempts: Count = 6  # seeds at most where ``seeds`` is None
 
     def files(self) -> tuple[Source, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import shutil
 import time
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from posbench.embedded.data import Batch, draw_batch, end_prior
 from posbench.embedded.network import block_logits, build_model
 from posbench.embedded.recipe import Recipe, TrainStage
 from posbench.embedded.tokenizer import END, QUOTE, VOCAB, build_tokenizer
+from posbench.errors import UserError
 from posbench.files.atomic import write_bytes
 
 TRAINING_FILE = "training.json"  # next to the weights: seed, recipe, training curve, wall time
@@ -102,6 +104,9 @@ def train(
             torch.nn.utils.clip_grad_norm_(model.parameters(), recipe.clip)
             optimizer.step()
             losses.append(float(loss.detach()))
+            if not math.isfinite(losses[-1]):
+                hint = "lower the learning rate of the recipe"
+                raise UserError(f"loss at step {step} of stage {stage.name}", losses[-1], "a number", hint)
             hits.append(float(accuracy))
         means = {"loss": round(sum(losses) / len(losses), 4), "accuracy": round(sum(hits) / len(hits), 4)}
         log["curves"].append({"stage": stage.name, "step": last, **means})

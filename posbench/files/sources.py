@@ -64,10 +64,18 @@ class File:
     here: bool
 
 
+def there(path: Path) -> bool:
+    """Whether there is such a file or folder; none has a name that is too long for this machine."""
+    try:
+        return path.exists()
+    except OSError:
+        return False
+
+
 def checkpoint(path: str, revision: str | None = None) -> Source:
     """The source of a model: an embedded one, a local directory, or a hub id."""
     resolved = paths.model_path(path)
-    kind: Any = "path" if Path(resolved).is_dir() or resolved.startswith(("/", ".")) else "model"
+    kind: Any = "path" if there(Path(resolved)) or resolved.startswith(("/", ".")) else "model"
     return Source(kind=kind, id=path, field="model.path", files=CHECKPOINT, revision=revision)
 
 
@@ -98,7 +106,7 @@ def cached(source: Source) -> Path | None:
     """The folder or file if all of it is on this machine, else None; never touches the network."""
     if source.kind == "path":
         path = Path(paths.model_path(source.id))
-        return path if path.exists() else None
+        return path if there(path) else None
     if source.kind == "url":
         return _url_file(source.id) if _url_file(source.id).is_file() else None
     try:
@@ -218,6 +226,7 @@ def fetch(sources: Iterable[Source], *, dry_run: bool, console: Console) -> None
             wanted.append(source)
     if table.row_count:
         console.print(table)
+    if every and not problems:
         total, absent = (sum(f.size or 0 for f in every if not (f.here and new)) for new in (False, True))
         console.print(f"{len(every)} files, {decimal(total)}; to download: {decimal(absent)}")
     if problems:
@@ -250,12 +259,12 @@ def _matches(source: Source, name: str) -> bool:
 def _on_disk(source: Source, folder: Path | None = None) -> list[File]:
     """The files of a path, or of a cached repository."""
     path = folder or Path(paths.model_path(source.id))
-    if path.is_dir() and source.files == CHECKPOINT and lacking(path):
+    if there(path) and path.is_dir() and source.files == CHECKPOINT and lacking(path):
         raise _refused(source, FileNotFoundError(f"it lacks {lacking(path)}"))
-    if path.is_dir() and source.files:
+    if there(path) and path.is_dir() and source.files:
         found = [p for pattern in source.files for p in path.glob(pattern) if p.is_file()]
         return [File(p.relative_to(path).as_posix(), p.stat().st_size, True) for p in sorted(set(found))]
-    if path.is_file():
+    if there(path) and path.is_file() and source.files != CHECKPOINT:
         return [File(path.name, path.stat().st_size, True)]
     what = "directory" if source.files == CHECKPOINT else "file or folder"
     raise _refused(source, FileNotFoundError(f"no such {what}"))

@@ -13,6 +13,7 @@ from transformers.integrations.sdpa_attention import repeat_kv
 
 from posbench.model import families
 from posbench.model.attention import attention_weights
+from posbench.model.guard import finite, guarded
 from posbench.model.hooks import attending
 from posbench.model.lm import LM
 from posbench.stats.bootstrap import Array
@@ -23,6 +24,7 @@ KINDS = {"attention alone": 0.0, "with the residual stream": 0.5}
 ENTRIES = 1 << 24  # attention weights held at once
 
 
+@guarded
 @torch.inference_mode()
 def flow(lm: LM, ids: Sequence[int], parts: int, tokens: int) -> dict[str, Array]:
     """Rollout and sinks of one prompt, from one forward whose attention rows are reduced block by block.
@@ -79,7 +81,7 @@ def flow(lm: LM, ids: Sequence[int], parts: int, tokens: int) -> dict[str, Array
             stack.enter_context(lm.eager())
             for layer, module in enumerate(families.attention_modules(lm.model)):
                 stack.callback(module.register_forward_hook(whole_map(layer)).remove)
-        lm.model(**lm.pad([ids]), use_cache=False, logits_to_keep=1)
+        finite(lm.model(**lm.pad([ids]), use_cache=False, logits_to_keep=1).logits)
     found = {"rollout": np.stack([last[layer] for layer in sorted(last)], axis=1)}
     # Layers have equally many heads and queries.
     sinks = {"by_head": heads, "by_entry": entries} if heads else {}

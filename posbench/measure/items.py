@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from posbench.model.encode import Encoded
+from posbench.model.guard import finite, guarded
 from posbench.model.lm import LM
 from posbench.tasks import Example
 
@@ -28,6 +29,7 @@ def item_tokens(encoded: Encoded, example: Example) -> list[tuple[int, int]]:
     return spans
 
 
+@guarded
 @torch.inference_mode()
 def attention_to_items(
     lm: LM, encoded: Sequence[Encoded], examples: Sequence[Example], *, heads: bool = False
@@ -39,7 +41,7 @@ def attention_to_items(
     inputs = lm.pad([e.ids for e in encoded])
     pool = item_pool(encoded, examples, inputs["input_ids"].shape[1])
     with lm.last_attention() as weights:
-        lm.model(**inputs, use_cache=False, logits_to_keep=1)
+        finite(lm.model(**inputs, use_cache=False, logits_to_keep=1).logits)
         # A method may run a prompt as several rows next to each other, which are averaged as heads are.
         rows = [weights[layer].unflatten(0, (len(examples), -1)).mean(1) for layer in range(lm.layers)]
         kept = [(row if heads else row.mean(1, keepdim=True)).float().cpu() for row in rows]
@@ -64,6 +66,7 @@ def pooled(weights: Sequence[Tensor], pool: Tensor) -> Tensor:
     return torch.einsum("lbht,bit->blhi", torch.stack(layers), pool)
 
 
+@guarded
 @torch.inference_mode()
 def attention_to_thirds(
     lm: LM, prompts: Sequence[Sequence[int]], plan: Sequence[Sequence[int]]
@@ -75,7 +78,8 @@ def attention_to_thirds(
     found = np.zeros((len(prompts), lm.layers, 3))
     for batch in plan:
         with lm.last_attention() as weights:
-            lm.model(**lm.pad([prompts[i] for i in batch]), use_cache=False, logits_to_keep=1)
+            given = lm.pad([prompts[i] for i in batch])
+            finite(lm.model(**given, use_cache=False, logits_to_keep=1).logits)
         for layer in range(lm.layers):
             # A method may run a prompt as several rows, which are averaged as heads are.
             rows = weights[layer].unflatten(0, (len(batch), -1)).flatten(1, 2).mean(1).double().cpu().numpy()

@@ -9,10 +9,12 @@ import torch
 from numpy.typing import NDArray
 
 from posbench.methods.scale_channel import ScaleChannel, prefill
+from posbench.model.guard import guarded
 from posbench.model.hooks import fork
 from posbench.model.lm import LM
 
 
+@guarded
 @torch.inference_mode()
 def candidate_losses(
     lm: LM, pairs: Sequence[tuple[list[int], list[int]]], candidates: Sequence[ScaleChannel]

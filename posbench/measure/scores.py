@@ -13,6 +13,7 @@ from transformers.integrations.sdpa_attention import repeat_kv
 
 from posbench.errors import UserError
 from posbench.model import families
+from posbench.model.guard import finite, guarded
 from posbench.model.hooks import attending
 from posbench.model.lm import LM
 from posbench.stats.bootstrap import Array, normal
@@ -100,6 +101,7 @@ def contrasts(tokens: int, device: torch.device) -> Tensor:
     return torch.stack([near / (tokens - 5), shift / (tokens - 3)]).to(device)
 
 
+@guarded
 @torch.inference_mode()
 def score_maps(
     lm: LM, plan: Sequence[Sequence[Sequence[int]]], advance: Callable[[int], None] = lambda n: None
@@ -115,6 +117,7 @@ def score_maps(
     return found
 
 
+@guarded
 def read_scores(
     lm: LM, batch: Sequence[Sequence[int]], add: Callable[[int, Tensor, Tensor, float], None]
 ) -> None:
@@ -141,7 +144,7 @@ def read_scores(
         return following(module, query, key, *args, **rest)
 
     with attending(lm.model, read):
-        lm.model(**lm.pad(batch), use_cache=False, logits_to_keep=1)
+        finite(lm.model(**lm.pad(batch), use_cache=False, logits_to_keep=1).logits)
     give()
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from posbench.errors import UserError
 from posbench.model import families
 from posbench.model.families import Site
+from posbench.model.guard import finite, guarded
 from posbench.model.hooks import before_each
 from posbench.model.lm import LM
 
@@ -70,6 +71,7 @@ class Sums:
     sums: dict[str, Tensor] = field(default_factory=dict)
 
 
+@guarded
 @torch.inference_mode()
 def average_states(
     lm: LM,
@@ -100,7 +102,7 @@ def average_states(
         for first in range(state.count, len(rows), strings.batch_size):
             batch = torch.tensor(rows[first : first + strings.batch_size], device=lm.device)
             out = lm.model.base_model(input_ids=batch, use_cache=False)
-            captured["residual"][lm.layers] = out.last_hidden_state.float().sum(0)
+            captured["residual"][lm.layers] = finite(out.last_hidden_state).float().sum(0)
             for site, parts in captured.items():
                 total = torch.stack([parts[i].to(lm.device) for i in sorted(parts)])
                 state.sums[site] = state.sums[site] + total if site in state.sums else total
@@ -151,6 +153,7 @@ class Moments(NamedTuple):
     strings: int
 
 
+@guarded
 @torch.inference_mode()
 def moments(
     lm: LM, strings: Strings, site: Site, channels: Sequence[int], skip: int, advance: Callable[[int], None]
@@ -186,6 +189,7 @@ def moments(
             order = torch.tensor(places, device=lm.device)
             group = torch.arange(start, start + len(ids), device=lm.device) % GROUPS
             out = lm.model.base_model(input_ids=torch.tensor(ids, device=lm.device), use_cache=False)
+            finite(out.last_hidden_state)
             if site == "residual":
                 see(lm.layers, out.last_hidden_state)
             advance(len(ids))

@@ -16,7 +16,7 @@ from posbench.methods.base import Method, Needs
 from posbench.model import families, rope
 from posbench.model.hooks import listeners, replaced
 from posbench.model.lm import LM
-from posbench.schema import Bases, Count
+from posbench.schema import Bases, Tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +52,7 @@ class AttentionBuckets(Method):
 
     bases: Bases = (10000.0, 13000.0, 16000.0, 19000.0, 22000.0, 25000.0, 28000.0)
     mixture: Literal["logits", "probabilities"] = "logits"
-    batch_tokens: Count | None = 2048
+    batch_tokens: Tokens | None = 2048
 
     def neutral(self) -> Self:
         """The model's own base N times, logits mixed."""

@@ -8,6 +8,7 @@ from typing import Any, ClassVar, NamedTuple, Self
 
 from posbench.files.sources import Source
 from posbench.model import rope
+from posbench.model.guard import alone
 from posbench.model.lm import LM
 from posbench.schema import verify
 
@@ -76,9 +77,12 @@ class Method(ABC):
 
     @contextmanager
     def applied(self, lm: LM) -> Iterator[LM]:
-        """Apply the method inside a ``with`` block; leaving it, also by an exception, restores the model."""
+        """Apply the method inside a ``with`` block; leaving it, also by an exception, restores the model.
+
+        Blocks nest in one thread; see :func:`posbench.model.guard.alone` for others and for crossed exits.
+        """
         self.check(lm)
-        with self.changed(lm):
+        with alone(lm, type(self).__module__.rpartition(".")[2], self.changed(lm)):
             yield lm
 
     @abstractmethod

@@ -9,6 +9,7 @@ from posbench.methods.base import Method, Needs
 from posbench.methods.curves import check_points, layer_scales
 from posbench.model import rope
 from posbench.model.lm import LM
+from posbench.schema import Scale
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +33,7 @@ class LayerScaling(Method):
     points: tuple[tuple[float, float], ...] | None = None
     curve: Literal["bezier", "linear", "step"] = "bezier"
     x: Literal["stretched", "absolute"] = "stretched"
-    scales: tuple[float, ...] | None = None
+    scales: tuple[Scale, ...] | None = None
 
     def __post_init__(self) -> None:
         if (self.points is None) == (self.scales is None):
@@ -59,8 +60,8 @@ class LayerScaling(Method):
             check_points(self.points, lm.layers)
             return
         given = self.scales or ()
-        if len(given) != lm.layers or min(given) <= 0:
-            allowed = f"{lm.layers} numbers above 0, one for each layer of {lm.name}"
+        if len(given) != lm.layers:
+            allowed = f"{lm.layers} numbers, one for each layer of {lm.name}"
             hint = "set method.scales=null and give method.points"
             raise UserError("method.scales", list(given), allowed, hint)
 

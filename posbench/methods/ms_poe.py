@@ -13,7 +13,7 @@ from posbench.methods.base import Method, Needs
 from posbench.model import rope
 from posbench.model.lm import LM
 from posbench.model.rope import HandRotation, Table
-from posbench.schema import Positive, Whole
+from posbench.schema import Positive, Scale, Whole
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,20 +36,20 @@ class MsPoE(Method):
         variant: ``paper``, or ``official`` for what the released program does differently: scores come from
             queries and keys before the rotation (paper: rotated as in the unmodified model), a weight has to
             exceed the bound (paper: or equal it), the largest of H ratios stays one step below the maximum
-            (paper: reaches it), and heads are matched with ratios in the inverse order.
+            (paper: reaches it), heads are matched with ratios in the inverse order, and a grouped key is
+            rotated with the ratio of its group's first query head, so that the group's other heads lose
+            relative positions (paper: every query head sees keys with its own ratio).
         order: ``rank`` (the paper's intent: the head of rank i gets ratio i), ``permutation`` (released
             program: head i gets the ratio whose number is the head of rank i), ``reversed`` (its head type
             "normal": head i of H gets ratio H - 1 - i, whatever the scores); None: that of the variant.
 
     Source: Zhang et al. 2024 (Ms-PoE), Algorithm 1; released program VITA-Group/Ms-PoE, a46c3d1.
-    Differs from source: batches, with a ranking per row; a new prompt is ranked anew without a reset. With
-    grouped keys each query head sees keys rotated with its own ratio (released program: with that of the
-    first query head of the group).
+    Differs from source: batches, with a ranking per row; a new prompt is ranked anew without a reset.
     """
 
     needs: ClassVar[Needs] = Needs(rope=True, by_hand=True)
 
-    ratios: tuple[Positive, Positive] = (1.2, 1.8)
+    ratios: tuple[Scale, Scale] = (1.2, 1.8)
     first_layer: Whole = 2
     alpha: Positive = 3.0
     variant: Literal["paper", "official"] = "paper"
@@ -106,24 +106,27 @@ class MsPoE(Method):
         return (above & (mean > 0)).sum(-1)
 
     def _attend(self, rotation: HandRotation) -> Tensor:
-        memory, heads = rotation.memory, rotation.query.shape[1]
+        memory, groups = rotation.memory, rotation.query.shape[1] // rotation.key.shape[1]
         if "ratios" not in memory:
             memory["ratios"] = self.head_ratios(self.outlying(rotation))
+        # The keys of a group once, or once for each of its query heads.
+        every, copies = (groups, 1) if self.variant == "official" else (1, groups)
 
-        def table(positions: Tensor) -> Table:
-            fractional = positions[:, None] / memory["ratios"][..., None]
+        def table(positions: Tensor, every: int = 1) -> Table:
+            fractional = positions[:, None] / memory["ratios"][:, ::every, None]
             cos, sin = rotation.call.table(fractional.flatten(0, 1))
-            return cos.unflatten(0, (-1, heads)), sin.unflatten(0, (-1, heads))
+            rows = fractional.shape[:2]
+            return cos.unflatten(0, rows), sin.unflatten(0, rows)
 
         # Ratios stay as they are, so keys that were rotated at an earlier step are good for this one.
         rotated = memory.get("keys") if rotation.unchanged else None
         known = rotation.key.shape[2] - rotation.query.shape[2] if rotated is not None else 0
-        new = repeat_kv(rotation.key[:, :, known:], heads // rotation.key.shape[1])
-        tables = table(rotation.key_positions[:, known:])
+        new = repeat_kv(rotation.key[:, :, known:], copies)
+        tables = table(rotation.key_positions[:, known:], every)
         key = rotation.rotate(new, tables)
         if rotated is not None:
             key = torch.cat([rotated[:, :, rotated.shape[2] - known :], key], dim=2)
-        if key.shape[2] - known != rotation.query.shape[2]:
+        if every > 1 or key.shape[2] - known != rotation.query.shape[2]:
             tables = table(rotation.query_positions)
         memory["keys"] = key
         return rotation.attend(rotation.rotate(rotation.query, tables), key)

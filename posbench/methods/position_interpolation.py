@@ -7,7 +7,7 @@ from typing import ClassVar, Self
 from posbench.methods.base import Method, Needs
 from posbench.model import rope
 from posbench.model.lm import LM
-from posbench.schema import Positive
+from posbench.schema import Scale
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,7 +20,7 @@ class PositionInterpolation(Method):
 
     needs: ClassVar[Needs] = Needs(rope=True)
 
-    scale: Positive = 1.5
+    scale: Scale = 1.5
 
     def neutral(self) -> Self:
         """Scale 1."""

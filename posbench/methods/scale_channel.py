@@ -28,7 +28,7 @@ from posbench.methods.base import Method, SweepClaims
 from posbench.model import families
 from posbench.model.hooks import before_each, fork, replaced
 from posbench.model.lm import LM
-from posbench.schema import Count
+from posbench.schema import Count, Factor
 
 log = logging.getLogger(__name__)
 
@@ -152,7 +152,7 @@ class ScaleChannel(Method):
     }
 
     channel: int | tuple[int, ...]
-    factor: float
+    factor: Factor
     layers: tuple[int, int]
     last: Count | Literal["all"] | None = 1
 

@@ -112,6 +112,8 @@ class Encoder:
             if len(encoded.ids) <= room and most:
                 limit = f"at most {most} tokens before any chat template (task.max_prompt_tokens)"
                 raise UserError("prompt length", len(bare), limit, hint)
+            if room < 1:
+                hint = f"set task.max_new_tokens to less than {self.context_window}"
             self._refuse(len(encoded.ids), room, reserve, hint)
         before, cut = len(bare), 0
         while over > 0:

@@ -8,17 +8,27 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteriaList
+from transformers import (
+    GenerationConfig,
+    LogitsProcessorList,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    StoppingCriteriaList,
+)
 
 from posbench.model import families
 from posbench.model.attention import last_row
 from posbench.model.encode import Encoder
+from posbench.model.guard import NotFinite, finite, guarded
 from posbench.model.hooks import Attend, attending, before_each, fork, replaced
 
 
 @dataclass
 class LM(Encoder):
     """A causal LM in eval mode, ready for posbench; without a tokenizer only token-level calls work.
+
+    One thread at a time: a call while another thread is in a call, or in a method's block, on the same model
+    raises UserError. So does a model that answers with NaN or infinity; the message names the layer.
 
     The other attributes are those of :class:`posbench.model.load.ModelConfig`.
     """
@@ -50,6 +60,7 @@ class LM(Encoder):
         # A bare forward counts positions from the first column, padding included; generate() from the mask.
         return {"input_ids": ids, "attention_mask": mask, "position_ids": (mask.cumsum(-1) - 1).clamp(min=0)}
 
+    @guarded
     @torch.inference_mode()
     def generate(
         self,
@@ -117,16 +128,19 @@ class LM(Encoder):
         # The library's own stop_strings fails on tokenizers that do not spell every text.
         criteria = StoppingCriteriaList([said] if stop else [])
         with replaced(self.model, "generation_config", settings):
-            out = self.model.generate(**inputs, stopping_criteria=criteria)
+            out = self.model.generate(**inputs, stopping_criteria=criteria, logits_processor=checking())
         return [str(text) for text in tokenizer.batch_decode(out[:, width:], skip_special_tokens=True)]
 
+    @guarded
     @torch.inference_mode()
     def logits(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
         """Next-token logits of every row, [B, T, V], for token ids [B, T] and a left-padding mask [B, T]."""
         mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
         positions = (mask.cumsum(-1) - 1).clamp(min=0)
-        return self.model(input_ids=input_ids, attention_mask=mask, position_ids=positions).logits
+        logits = self.model(input_ids=input_ids, attention_mask=mask, position_ids=positions).logits
+        return finite(logits, mask.bool())
 
+    @guarded
     @torch.inference_mode()
     def continuations(
         self,
@@ -151,7 +165,7 @@ class LM(Encoder):
                 if targets.shape[1] > 1:
                     later, cache = self._following(inputs, targets), fork(out.past_key_values)
                     logits.append(self.model(**later, past_key_values=cache).logits.float())
-                scores = torch.cat(logits, dim=1)
+                scores = finite(torch.cat(logits, dim=1), targets >= 0)
                 nats = _nats(scores, targets).double().sum(1)
                 greedy = ((scores.argmax(-1) == targets) | (targets < 0)).all(1)
                 for row, i in enumerate(batch):
@@ -159,6 +173,7 @@ class LM(Encoder):
                         found[i].append((-float(nats[row]), bool(greedy[row])))
         return found
 
+    @guarded
     @torch.inference_mode()
     def answer_loss(self, prompts: Sequence[str], answers: Sequence[str], *, batch_size: int = 8) -> Tensor:
         """Mean cross-entropy (nats per token) of each answer after its prompt, [N].
@@ -212,8 +227,15 @@ class LM(Encoder):
         }
 
     def answer_nats(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """Mean cross-entropy per answer token, [B], from the logits [B, A, V] that predict them, [B, A]."""
-        return _nats(logits.float(), targets).sum(1) / (targets >= 0).sum(1)
+        """Mean cross-entropy per answer token, [B], from the logits [B, A, V] that predict them, [B, A].
+
+        Raises:
+            NotFinite: Some is no number; :func:`posbench.model.guard.guarded` names the layer.
+        """
+        nats = _nats(finite(logits, targets >= 0).float(), targets).sum(1) / (targets >= 0).sum(1)
+        if not bool(torch.isfinite(nats.detach()).all()):
+            raise NotFinite("the loss of an answer is NaN or infinite")
+        return nats
 
     @contextmanager
     def last_attention(self) -> Iterator[dict[int, Tensor]]:
@@ -264,6 +286,11 @@ class LM(Encoder):
         rows = self.model.get_input_embeddings().weight.shape[0]
         # Some tokenizers pad with a token that their model does not know; a padded place is never read.
         return next((int(token) for token in known if token is not None and token < rows), 0)
+
+
+def checking() -> LogitsProcessorList:
+    """What lets ``generate`` stop at the first token whose logits are no numbers."""
+    return LogitsProcessorList([lambda ids, scores: finite(scores)])
 
 
 def _nats(logits: Tensor, targets: Tensor) -> Tensor:

@@ -22,10 +22,10 @@ from transformers.utils import is_flash_attn_2_available
 from posbench import paths
 from posbench.errors import MachineError, UserError
 from posbench.files import sources
-from posbench.model import families
+from posbench.model import families, guard
 from posbench.model.encode import CHAT_TEMPLATES
 from posbench.model.lm import LM
-from posbench.schema import Count, build
+from posbench.schema import Count, Tokens, build
 
 Kernel = Literal["auto", "sdpa", "eager", "flash_attention_2"]
 Dtype = Literal["auto", "float64", "float32", "bfloat16", "float16"]
@@ -51,7 +51,7 @@ class ModelConfig:
     # ``posbench/model/templates``, for a checkpoint that does not carry its own
     chat_template: str = "auto"
     # tokens the model reads; None takes the checkpoint's ``max_position_embeddings``
-    context_window: Count | None = None
+    context_window: Tokens | None = None
     threads: Count | None = None  # CPU threads; None leaves torch's choice
     # runs a checkpoint that lacks tensors, or has others, with random ones in their place, the same at every
     # load; its name then ends in ``-partial`` in every table
@@ -102,6 +102,7 @@ def load(
         families.family_of(source)
         _kernel(source.config, families.text_config(source)._attn_implementation)
         window = families.context_window(source.config)
+        guard.check_parameters(source, name or "model")
         return LM(source.eval(), tokenizer, name or "model", window, values.get("chat_template", "auto"))
     if not isinstance(source, ModelConfig):
         source = model_config(str(source), **({"name": name} if name else {}), **values)
@@ -171,6 +172,7 @@ def _load_checkpoint(
             f"a tokenizer of at most {known} tokens, as the embedding of that checkpoint; it has {spelt}"
         )
         raise UserError("model.path", config.path, allowed, "take the tokenizer that belongs to the weights")
+    guard.check_parameters(model, config.name)
     if config.rope == "none":
         families.remove_rope(model)
     window = config.context_window or families.context_window(hf_config)

@@ -1,7 +1,7 @@
 """A model's rotary embedding, changed inside a block: other angles, or keys rotated by hand in attention."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
@@ -49,7 +49,8 @@ class Call:
             cos, sin = (torch.stack(kind, dim=1).flatten(0, 2) for kind in split)
             return cos, sin
         if base is None:
-            return self.module.forward(self.hidden, at, **self.options)
+            with steady(self.module):
+                return self.module.forward(self.hidden, at, **self.options)
         buffers, count = self.module._buffers, self.module.inv_freq.numel()
         powers = torch.arange(count, device=self.hidden.device, dtype=torch.float32) / count
         before, buffers["inv_freq"] = buffers["inv_freq"], base**-powers
@@ -62,6 +63,16 @@ class Call:
         """Tables that rotate by nothing."""
         cos, sin = self.table()
         return torch.ones_like(cos), torch.zeros_like(sin)
+
+
+def steady(module: nn.Module) -> AbstractContextManager[None]:
+    """Inside the block a rotary embedding keeps the frequencies that it took for the model's own positions.
+
+    Longrope (short or long factors) and dynamic RoPE choose them by the largest position they are given.
+    Scaled positions would choose others, in each layer or head anew: the length of the prompt decides, once.
+    """
+    kind = getattr(module, "rope_type", "default")
+    return replaced(module, "rope_type", dict.fromkeys(kind, "kept") if isinstance(kind, dict) else "kept")
 
 
 class _Tables(tuple[Tensor, Tensor]):

@@ -7,27 +7,22 @@ in between, unless the user or the experiment set that key.
 
 from __future__ import annotations
 
-import io
 import itertools
 import json
 import os
 import re
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stderr
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import hydra
 import yaml
-from hydra._internal.utils import get_args_parser
-from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
@@ -36,12 +31,10 @@ from omegaconf.errors import OmegaConfBaseException
 from posbench import paths
 from posbench.errors import UserError, choices, near
 from posbench.model.load import ModelConfig
+from posbench.pipeline.arguments import GROUPS, Request, read_flags, requested
 from posbench.run.runtime import Runtime
 from posbench.schema import defaults, target
 
-GROUPS = ("model", "task", "method", "search", "runtime", "study")
-PLURALS = {group: {"search": "searches", "study": "studies"}.get(group, f"{group}s") for group in GROUPS}
-TOP = (*GROUPS, "stages", "experiment")
 RESULTS = "POSBENCH_SWEEP"
 """Environment variable with the folder in which the jobs of a sweep leave their records."""
 
@@ -71,9 +64,9 @@ def compose(args: Sequence[str], each: Callable[[Composed], None]) -> list[dict[
     Raises:
         UserError: An argument or a YAML file is wrong.
     """
-    known = _flags(args)
+    known = read_flags(args)
     folders = paths.config_folders(known.config_dir)
-    request = _request(known.overrides, folders, bool(known.multirun))
+    request = requested(known.overrides, folders, bool(known.multirun))
     flags = [a for a in args if a not in known.overrides]
     if request.multirun and not (known.multirun or known.cfg or known.info):
         flags.append("-m")
@@ -145,148 +138,6 @@ def _hydra_at(records: str) -> Iterator[None]:
             os.environ.pop(name, None) if value is None else os.environ.__setitem__(name, value)
 
 
-# Arguments
-
-
-@dataclass(frozen=True)
-class _Request:
-    """What Hydra gets: primary config, flags, overrides; what the experiment set; overrides as typed."""
-
-    config: str
-    flags: tuple[str, ...]
-    overrides: tuple[str, ...]
-    multirun: bool
-    set_by_experiment: frozenset[str]
-    spelled: Mapping[str, str]
-
-
-def _flags(args: Sequence[str]) -> Any:
-    """Hydra's own reading of the arguments, where every complaint is one line instead of its usage text."""
-    complaint = io.StringIO()
-    try:
-        with redirect_stderr(complaint):
-            known, unknown = get_args_parser().parse_known_intermixed_args(list(args))
-    except SystemExit as error:
-        reason = complaint.getvalue().strip().splitlines()[-1].split("error: ")[-1]
-        raise UserError("flag", " ".join(args), "Hydra's flags", f"posbench --help ({reason})") from error
-    modes = [known.run, known.multirun, known.cfg, known.info, known.shell_completion]
-    if unknown:
-        raise UserError("flag", unknown[0], "key=value and Hydra's flags", "posbench --help")
-    alone = known.resolve and not (known.cfg or known.help)
-    if sum(map(bool, modes)) > 1 or known.experimental_rerun or alone:
-        allowed = "one of -m, --cfg job [--resolve], --info"
-        raise UserError("flag", " ".join(args), allowed, "to run again, repeat the command")
-    return known
-
-
-def _request(overrides: Sequence[str], folders: Sequence[Path], multirun: bool) -> _Request:
-    """Overrides as Hydra shall see them."""
-    names = [o.removeprefix("experiment=") for o in overrides if o.startswith("experiment=")]
-    parsed = _parsed([o for o in overrides if not o.startswith("experiment=")])
-    path = [f"file://{folder}" for folder in folders[1:]]
-    config, flags, experiment = "config", list[str](), dict[str, Any]()
-    if names:
-        file = _experiment(names[-1], [paths.EXPERIMENTS, *(folder / "experiment" for folder in folders[1:])])
-        config, experiment = file.stem, dict(yaml.safe_load(file.read_text()))
-        # The last --config-dir wins, so the user's own goes on the search path.
-        parsed = [o for o in parsed if o.key_or_group != "hydra.searchpath"]
-        flags = ["--config-dir", str(file.parent)]
-        flags += [f"hydra.searchpath=[{','.join(path)}]"] if path else []
-        table = file.parent / str(((experiment.get("experiment") or {}).get("reference") or {}).get("file"))
-        flags += [f"experiment.reference.file={table}"] if table.is_file() else []
-    typed = {o.key_or_group for o in parsed}
-    grid = (experiment.get("experiment") or {}).get("grid") or {}
-    swept = {key: values for key, values in grid.items() if key not in typed}
-    parsed += _parsed([f"{key}={','.join(_spell(v) for v in values)}" for key, values in swept.items()])
-    shown, spelled = [], {}
-    for override in parsed:
-        _check(override, folders, multirun or bool(swept))
-        text = _rewritten(override, folders)
-        shown.append(text)
-        spelled[text.split("=")[0]] = str(override.input_line).split("=")[0]
-    set_by = frozenset(k for group in GROUPS for k in _leaves(experiment.get(group), group))
-    return _Request(config, tuple(flags), tuple(shown), bool(swept), set_by, spelled)
-
-
-def _parsed(overrides: Sequence[str]) -> list[Override]:
-    try:
-        return OverridesParser.create().parse_overrides(list(overrides))
-    except HydraException as error:
-        reason = " ".join(str(error).split())[:160]
-        text = str(getattr(error, "override", None) or " ".join(overrides))
-        hint = f"correct it ({reason})"
-        raise UserError(text.split("=")[0], text, "key=value, a list as [a,b]", hint) from error
-
-
-def _experiment(name: str, folders: Sequence[Path]) -> Path:
-    """The file of an experiment: posbench's, or one of the user's own ``experiment/`` folder."""
-    for folder in folders:
-        if (folder / f"{name}.yaml").is_file():
-            return folder / f"{name}.yaml"
-    there = choices(*folders)
-    raise UserError("experiment", name, ", ".join(there), near(name, there, "posbench ls experiments"))
-
-
-def _spell(value: Any) -> str:
-    """A value of an experiment's grid as an override spells it."""
-    return json.dumps(value).replace('"', "") if not isinstance(value, str) else value
-
-
-def _leaves(node: Any, where: str) -> Iterator[str]:
-    if isinstance(node, Mapping):
-        for key, value in node.items():
-            yield from _leaves(value, f"{where}.{key}")
-    elif where.count("."):
-        yield where
-
-
-def _check(override: Override, folders: Sequence[Path], multirun: bool) -> None:
-    """Refuse what names nothing, before Hydra would in its own words."""
-    key, first = override.key_or_group, override.key_or_group.split(".")[0].split("@")[0]
-    value = str(override.input_line).partition("=")[2]
-    if first not in (*TOP, "hydra") and not first.startswith("hydra/"):
-        raise UserError(key, value, f"keys {', '.join(TOP)}", near(first, TOP, "remove it"))
-    if override.is_sweep_override() and not multirun:
-        raise UserError(key, value, "one value; a list as [a,b]", "sweep with -m (--multirun)")
-    if key in GROUPS and not override.is_delete():
-        there = choices(*(folder / key for folder in folders))
-        for name in _values(override):
-            listed = re.fullmatch(r"\[(.*)\]", name)
-            parts = [part.strip() for part in listed[1].split(",")] if listed and key == "method" else [name]
-            for number, part in enumerate(parts):
-                if (part not in there and part != "null") or part in parts[:number]:
-                    hint = near(part, there, f"posbench ls {PLURALS[key]}")
-                    allowed = ("a list of different ones of: " if listed else "") + ", ".join(there)
-                    raise UserError(key, name, allowed, hint)
-
-
-def _values(override: Override) -> list[str]:
-    """The values that an override chooses among."""
-    if override.is_sweep_override():
-        return [str(value) for value in override.sweep_string_iterator()]
-    return [override.get_value_element_as_str() if override.value() is not None else "null"]
-
-
-def _rewritten(override: Override, folders: Sequence[Path]) -> str:
-    """An override for Hydra: a list of methods as a stored config's name, a key as one that may be new."""
-    line = str(override.input_line)
-    key, _, value = line.partition("=")
-    if key == "method":
-        return "method=" + re.sub(r"\[([^\[\]]*)\]", lambda m: _store(m[1].split(",")), value)
-    bare = key.lstrip("+~")
-    inside = "." in bare and bare.split(".")[0] in GROUPS and not key.startswith("~")
-    return f"++{bare}={value}" if inside else line
-
-
-def _store(names: Iterable[str]) -> str:
-    """Store the config of a list of methods, one inside the other; its name."""
-    parts = [name.strip() for name in names]
-    composed = "posbench.methods.composed.Composed"
-    node = {"defaults": [*(f"{name}@parts.{name}" for name in parts), "_self_"], "_target_": composed}
-    ConfigStore.instance().store(group="method", name="-".join(parts), node=node)
-    return "-".join(parts)
-
-
 # Filling in
 
 
@@ -294,7 +145,7 @@ def _filled(
     config: DictConfig,
     chosen: Mapping[str, str | None],
     typed: Sequence[str],
-    request: _Request,
+    request: Request,
     folders: Sequence[Path],
     number: int,
     multirun: bool,
@@ -303,7 +154,7 @@ def _filled(
     keys = tuple(o.split("=", 1)[0].lstrip("+~") for o in typed)
     raw: Any = OmegaConf.to_container(config, resolve=False)
     there = [group for group in GROUPS if isinstance(raw.get(group), dict)]
-    blocks = _blocks(raw["model"], folders) if "model" in there else {}
+    blocks = _blocks(raw["model"], folders, keys) if "model" in there else {}
     kept = {*keys, *request.set_by_experiment}
     known = {k: v for k, v in defaults(ModelConfig).items() if k != "blocks"}
     for group in there:
@@ -315,16 +166,29 @@ def _filled(
             raw[group] = {**known, **raw[group]}
         else:
             _fill(raw[group], group, blocks, kept)
+    for key, value in _of_model(raw).items():
+        if f"task.{key}" not in keys:
+            raw["task"][key] = value
     parts = [override.partition("=") for override in typed]
     spelled = tuple(request.spelled.get(key, key) + sign + value for key, sign, value in parts)
     return Composed(_resolved(raw), keys, spelled, tuple(folders), number, multirun)
 
 
-def _blocks(model: Mapping[str, Any], folders: Sequence[Path]) -> dict[str, dict[str, Any]]:
+def _of_model(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The fields of the task that the paper of an experiment set for this model alone."""
+    reference = (raw.get("experiment") or {}).get("reference") or {}
+    task, model = (raw.get(group) or {} for group in ("task", "model"))
+    measured = str(reference.get("task")).partition("/")[0] == task.get("name")
+    return (reference.get("settings") or {}).get(model.get("name"), {}) if measured else {}
+
+
+def _blocks(
+    model: Mapping[str, Any], folders: Sequence[Path], typed: Sequence[str]
+) -> dict[str, dict[str, Any]]:
     """The blocks of a model's file, which must name something.
 
     Raises:
-        UserError: A block is of no method, task or study.
+        UserError: A block is of no method, task or study, or a typed key of it is none of these.
     """
     fields = defaults(ModelConfig)
     blocks = {k: dict(v) for k, v in model.items() if k not in fields and isinstance(v, Mapping)}
@@ -334,6 +198,14 @@ def _blocks(model: Mapping[str, Any], folders: Sequence[Path]) -> dict[str, dict
         if name not in there:
             allowed = "the name of a method, task, search or study"
             raise UserError(f"model.{name}", "a block", allowed, near(name, there, "remove it"))
+    for key in typed:
+        _, name, *rest = [*key.split("."), "", ""]
+        if key.startswith("model.") and name in blocks and rest[0]:
+            file = next(f for g in groups for r in folders if (f := r / g / f"{name}.yaml").is_file())
+            known = defaults(target(yaml.safe_load(file.read_text()), object, "model")[0])
+            if rest[0] not in (*known, "source"):
+                hint = near(rest[0], list(known), "remove it")
+                raise UserError(key, blocks[name].get(rest[0]), f"keys {', '.join(known)}", hint)
     return blocks
 
 
@@ -375,4 +247,8 @@ def _complaint(error: Exception, overrides: Sequence[str], folder: Path) -> User
     if isinstance(error, yaml.YAMLError):
         return UserError("config file", str(folder), "valid YAML", f"correct it ({reason})")
     key = str(getattr(error, "full_key", None) or "config")
+    if missing := re.search(
+        r"Could not find '(\S+)/([^/\s]+)'.*?Available options in '\S+': (.*?) Config", text
+    ):
+        return UserError(missing[1], missing[2], missing[3].replace(" ", ", "), f"leave {missing[1]} out")
     return UserError(key, " ".join(overrides), "what conf/ holds", f"see posbench --cfg job ({reason})")

@@ -15,7 +15,7 @@ from posbench.files.sources import Source
 from posbench.methods import Method
 from posbench.methods.choice import MethodChoice, every
 from posbench.model.load import ModelConfig, with_blocks
-from posbench.pipeline.compose import GROUPS, TOP
+from posbench.pipeline.arguments import GROUPS, TOP
 from posbench.run.runtime import Runtime
 from posbench.schema import build, instantiate
 from posbench.search.base import Search
@@ -89,13 +89,7 @@ class Config:
     def reference(self) -> tuple[list[dict[str, Any]], str]:
         """The paper's rows that apply to this run's task and setting, and why there are none."""
         reference = self.experiment.reference if self.experiment else None
-        if reference is None:
-            return [], ""
-        here = {key: getattr(self.task, key, None) for key in reference.setting}
-        other = [f"{k}={here[k]} (paper {v})" for k, v in reference.setting.items() if here[k] != v]
-        if other:
-            return [], f"This run has {', '.join(other)}: the paper's numbers do not apply to it."
-        return [row for row in reference.rows() if row["task"] == self.task.name], ""
+        return reference.beside(self.task, self.model.name) if reference else ([], "")
 
 
 def check(
@@ -114,6 +108,11 @@ def check(
     data, faults, made = dict(raw), Faults(), dict[str, Any]()
     for key in sorted(set(data) - {*TOP, "typed"}):
         raise UserError(key, data[key], ", ".join(TOP), "remove it")
+    if not isinstance(asked := data.get("stages"), list | tuple | None):
+        hint = f"set stages=[{asked if asked in STAGES else 'evaluate,report'}]"
+        raise UserError(
+            "stages", asked, f"a list [...] of {', '.join(STAGES)}, each once, in this order", hint
+        )
     typed = [*typed, *data.pop("typed", ())]
     given: Any = data.get
     parts: dict[str, Callable[[], Any]] = {
@@ -130,6 +129,11 @@ def check(
     for name, make in parts.items():
         with faults.collecting():
             made[name] = make()
+    if "model" in made and ("study" not in made or not made["study"] or made["study"].needs_model):
+        source = sources.checkpoint(made["model"].path, made["model"].revision)
+        with faults.collecting():
+            if source.kind == "path":
+                sources.listing(source)
     config = None
     if {"study", "model", "choice", "search"} <= set(made):  # the study sets stages and method
         with faults.collecting():
@@ -203,8 +207,8 @@ def _stages(
 ) -> tuple[tuple[Stage, ...], MethodChoice | None]:
     """The stages to run, and what the search would find the parameters of."""
     given = made["model"].stages if data.get("stages") is None else data["stages"]
-    stages = tuple(given) if not isinstance(given, str) else (given,)
-    if isinstance(given, str) or not stages or list(stages) != [s for s in STAGES if s in stages]:
+    stages = tuple(given)
+    if not stages or list(stages) != [s for s in STAGES if s in stages]:
         allowed = f"some of {', '.join(STAGES)}, each once, in this order"
         raise UserError("stages", given, allowed, "set stages=[evaluate,report]")
     choice, search = made["choice"], made["search"]
@@ -212,11 +216,9 @@ def _stages(
     if "search" in stages and target is None:
         if "stages" in typed or "search" in typed:
             of_part = any(issubclass(part.cls, search.serves) for part in choice.parts.values())
-            name, served = type(search).__name__, f"{search.serves.__name__}, {search.place}"
-            allowed = f"no search for method {choice.name} by {name}, which finds parameters of {served}"
-            hint = (
-                "leave search out of stages, or take the search that serves the method: posbench ls searches"
-            )
+            name, serves = data["search"].get("name"), search.serves.__module__.rpartition(".")[2]
+            allowed = f"a method that {name} serves: {serves}, {search.place} (this is {choice.name})"
+            hint = f"add method={serves}, or take the search that serves the method: posbench ls searches"
             if of_part:
                 hint = "search that method alone, then type here what it finds, with stages=[evaluate,report]"
             field_ = "stages" if "stages" in typed else "search"
@@ -245,5 +247,7 @@ def _names(config: Config) -> None:
     """Refuse names that are no folder names."""
     names = {"model": config.model.name, "task": config.task.name, "method": config.choice.name}
     for where, text in {**names, "study": config.study_name or "none"}.items():
-        if not re.fullmatch(r"\w[\w.-]*", str(text)):
-            raise UserError(f"{where}.name", text, "letters, digits, . _ -", f"set {where}.name=...")
+        # Three of them and a hash make the name of a folder, which has at most 255 bytes.
+        if not re.fullmatch(r"\w[\w.-]*", str(text)) or len(str(text).encode()) > 80:
+            allowed = "letters, digits, . _ -, at most 80 of them"
+            raise UserError(f"{where}.name", text, allowed, f"set {where}.name=mine")

@@ -15,7 +15,8 @@ from rich.text import Text
 from posbench.errors import UserError
 from posbench.files.digests import Content, changed, in_place
 from posbench.measure.replies import encode_longest
-from posbench.model.lm import LM
+from posbench.model import families
+from posbench.model.guard import probe
 from posbench.pipeline.config import Config
 from posbench.pipeline.identity import identity, provenance, reads, run_name, threads, version_key
 from posbench.pipeline.stages import evaluate, intervene, report, search, study
@@ -126,22 +127,24 @@ def preflight(config: Config, run: Run) -> None:
     Of each split only the longest prompt (in characters) is tokenised here; the stages check every one.
 
     Raises:
-        UserError: The checkpoint, a channel, layers, a file or a prompt does not fit.
+        UserError: The checkpoint, a channel, layers, a file or a prompt does not fit, or NaN comes out.
     """
     if config.stages == ("report",):
         hint = "posbench report DIR redraws a run"
         raise UserError("stages", ["report"], "report after another stage", hint)
     if config.uses_model:
         run.trial().check(run.lm)
+        _probe(run, range(min(64, run.lm.context_window, families.text_config(run.lm.model).vocab_size)))
     if config.study:
         config.study.check(run)
     if "search" in config.stages:
         config.search.check(run)
         config.search.further(run, config.search.held_back)
-        run.lm.encode(max(run.task.examples("calibration"), key=lambda e: len(e.prompt)).prompt)
+        longest_asked = max(run.task.examples("calibration"), key=lambda e: len(e.prompt))
+        _probe(run, run.lm.encode(longest_asked.prompt).ids)
     if {"intervene", "evaluate"} & set(config.stages):
         longest, encoded = encode_longest(run.lm, run.task)
-        _check_overflow(run.lm, encoded.ids)
+        _probe(run, encoded.ids)
         told = {tuple(run.lm.continuation_ids(encoded, choice)) for choice in longest.choices}
         if len(told) < len(longest.choices):
             shown = ", ".join(map(repr, longest.choices))
@@ -159,16 +162,7 @@ def _need_unchanged(read: Sequence[Content], out: RunDir) -> None:
         raise _Mixed(other.source.field, str(other.file), allowed, hint)
 
 
-def _check_overflow(lm: LM, ids: list[int]) -> None:
-    """Refuse float16 where it overflows on the longest prompt: the answers would be noise, without a word.
-
-    Raises:
-        UserError: The next-token logits are not finite.
-    """
-    if lm.model.dtype != torch.float16:
-        return
-    with torch.inference_mode():
-        finite = torch.isfinite(lm.model(**lm.pad([ids]), logits_to_keep=1, use_cache=False).logits).all()
-    if not finite:
-        allowed = f"bfloat16 or float32: {lm.name} overflows in float16"
-        raise UserError("model.dtype", "float16", allowed, "set model.dtype=bfloat16")
+def _probe(run: Run, ids: Sequence[int]) -> None:
+    """Look for NaN under the method before there is a folder; the stages make batches that fit the memory."""
+    with suppress(torch.OutOfMemoryError), run.trial().applied(run.lm) as lm:
+        probe(lm, ids)

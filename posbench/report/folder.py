@@ -21,7 +21,7 @@ ATTENTION = ("model", "method", "task", "gold_position", "layer", "item", "atten
 TREND = ("group", "axis", "statistic", "number", "value", "ci_low", "ci_high", "n")
 """Columns of ``trend.csv``: a statistic at one ``number`` of the swept key, ``none`` when unmodified."""
 NEEDED = {
-    **dict.fromkeys(("metrics", "summary"), METRICS),
+    **dict.fromkeys(("metrics", "summary"), tuple(c for c in METRICS if c != "note")),
     **dict.fromkeys(("subsets", "subsets_summary"), SUBSET_COLUMNS),
     **dict.fromkeys(("attention", "attention_summary"), ATTENTION),
     **{"findings": FINDINGS, "trend": TREND},

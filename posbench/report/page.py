@@ -18,11 +18,11 @@ from posbench.plots.attention import attention_by_position
 from posbench.plots.base import save
 from posbench.plots.scores import accuracy_by_position, by_subset
 from posbench.plots.section import Section
-from posbench.report import tables
+from posbench.report import failures, tables
 from posbench.report.folder import need_folder, read, read_csv, read_json, read_text, study_tables
 from posbench.report.paper import beside
 from posbench.report.text import applied, headline, shortened, verdicts
-from posbench.run.folder import RunDir
+from posbench.run.folder import opened
 from posbench.schema import instantiate
 from posbench.search import held_back
 from posbench.search.base import Search
@@ -39,7 +39,10 @@ def render_run(folder: Path) -> Path:
     sentence, sections = read_run(folder)
     facts = {name: read_json(folder / f"{name}.json") or {} for name in ("prompts", "provenance", "status")}
     facts["provenance"].pop("sum", None)
-    return write_page(folder, sentence, sections, config=read_text(folder / "config.yaml"), **facts)
+    text = read_text(folder / "config.yaml")
+    if (folder / failures.FILE).is_file():
+        facts["failures"] = failures.on_page(opened(folder), yaml.safe_load(text))
+    return write_page(folder, sentence, sections, config=text, **facts)
 
 
 def read_run(folder: Path) -> tuple[str, list[Section]]:
@@ -77,7 +80,7 @@ def read_run(folder: Path) -> tuple[str, list[Section]]:
 
 def cut_prompts(folder: Path) -> str:
     """How many prompts of a run were shortened to the context window, in words; empty where none was."""
-    return shortened(row for row in RunDir(folder).rows("predictions.jsonl") if "error" not in row)
+    return shortened(row for row in opened(folder).rows("predictions.jsonl") if "error" not in row)
 
 
 def _study(folder: Path, config: Mapping[str, Any]) -> list[Section]:
@@ -118,7 +121,7 @@ def _scores(folder: Path, metrics: pd.DataFrame, subsets: pd.DataFrame | None) -
 
 def write_page(folder: Path, sentence: str, sections: Sequence[Section], **run: Any) -> Path:
     """Save all figures under ``figures/`` and write report.html around them, whose path it returns; of a run
-    it also shows ``prompts``, ``config``, ``provenance`` and ``status``."""
+    it also shows ``failures``, ``prompts``, ``config``, ``provenance`` and ``status``."""
     parts = []
     for section in sections:
         drawn = []

@@ -161,7 +161,7 @@ def sweep_table(summary: pd.DataFrame, axes: list[str]) -> tuple[list[str], list
         cells: list[Any] = [next(part.itertuples(), None) for part in parts]
         point, _, difference, bias = cells
         averages += [(point.value, setting)] if point is not None else []
-        biases += [(bias.value, setting)] if bias is not None else []
+        biases += [(bias.value, setting)] if bias is not None and not pd.isna(bias.value) else []
         if difference is not None:
             lower = "lower" if difference.ci_high < 0 else "do not reliably change"
             tally["raise" if difference.ci_low > 0 else lower] += 1

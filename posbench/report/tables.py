@@ -23,8 +23,11 @@ BIAS_WORDS = {
 
 
 def cell(row: Any, form: str, scale: float = 100) -> str:
-    """A share as `76.6 [72.1, 80.5]` in %, empty where there is none."""
-    return "" if row is None else form.format(scale * row.value) + interval(row, form.replace("+", ""), scale)
+    """A share as `76.6 [72.1, 80.5]` in %; empty where there is none, or `at the floor` by its note."""
+    if row is None or pd.isna(row.value):
+        note = getattr(row, "note", "")
+        return f"at the {note}" if isinstance(note, str) and note else ""
+    return form.format(scale * row.value) + interval(row, form.replace("+", ""), scale)
 
 
 def interval(row: Any, form: str, scale: float = 1) -> str:
@@ -94,6 +97,13 @@ def bias_table(metrics: pd.DataFrame) -> Table:
     columns, there = _Columns(rows), set(rows["metric"])
     table = [[words, *columns.line(rows, name)] for name, words in BIAS_WORDS.items() if name in there]
     return ["statistic", *columns.header], table
+
+
+def limits(metrics: pd.DataFrame) -> str:
+    """Which methods are at the floor or the ceiling, where no bias can be seen; empty where none is."""
+    rows = metrics[metrics["metric"] == "position_bias"] if "note" in metrics else metrics.iloc[:0]
+    at = {shown(row.method): cell(row, "") for row in rows[rows["value"].isna()].itertuples()}
+    return "; ".join(f"{name} {note}: position bias cannot be measured" for name, note in at.items() if note)
 
 
 def other_scores(metrics: pd.DataFrame) -> pd.DataFrame:

@@ -22,9 +22,9 @@ WIDE = 120  # columns of a terminal from which on verdicts stand beside their st
 FEW = 24  # subsets and averages up to which the terminal shows them all, as the report does
 
 
-def terminal() -> Console:
+def terminal(width: int | None = None) -> Console:
     """The terminal, where paths and names such as ``[a/b]`` and ``:x:`` are no markup."""
-    return Console(markup=False, emoji=False)
+    return Console(markup=False, emoji=False, width=width)
 
 
 def show(folder: Path, console: Console) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from posbench.report.tables import bias_table, pct, points
+from posbench.report.tables import bias_table, limits, pct, points
 from posbench.stats.frames import UNMODIFIED, at_positions, metric_name, overall
 
 VERDICTS = ("holds", "does not hold", "not testable here")
@@ -33,8 +33,10 @@ def headline(metrics: pd.DataFrame | None) -> str:
     said += [_verdict(metrics, average, str(name), verb) for name in average.index if name != UNMODIFIED]
     header, bias = bias_table(metrics)
     if bias:
-        listed = [f"{name} {cell}" for name, cell in zip(header[1:], bias[0][1:], strict=True) if cell]
-        said.append(f"position bias in points: {', '.join(listed)}")
+        cells = zip(header[1:], bias[0][1:], strict=True)
+        listed = [f"{name} {cell}" for name, cell in cells if cell and not cell.startswith("at the ")]
+        said += [f"position bias in points: {', '.join(listed)}"] if listed else []
+        said += filter(None, [limits(metrics)])
     return "; ".join(said) + "."
 
 

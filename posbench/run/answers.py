@@ -6,12 +6,17 @@ from collections.abc import Mapping, Sequence
 
 import pandas as pd
 
-from posbench.files.atomic import Row
+from posbench.files.atomic import Row, digest
 from posbench.measure.replies import replies
 from posbench.methods import Method
 from posbench.model.encode import Encoded
 from posbench.run.base import Run
 from posbench.tasks import Example
+
+
+def prompt_digest(example: Example) -> str:
+    """What tells whether a prompt that is built again is the one that was asked."""
+    return digest([example.system, example.prompt, example.prefill])
 
 
 def answers(run: Run, file: str, name: str, method: Method, encoded: Mapping[str, Encoded]) -> list[Row]:
@@ -25,7 +30,10 @@ def answers(run: Run, file: str, name: str, method: Method, encoded: Mapping[str
             for e, reply in zip(batch, replies(lm, task, batch, encoded), strict=True):
                 origin = {"subset": e.subset, "gold_position": e.gold_position, "cluster": e.cluster}
                 size = {"tokens": len(encoded[e.id].ids), "dropped": encoded[e.id].dropped}
-                rows.append({**origin, **reply, "scores": task.score(e, str(reply["output"])), **size})
+                asked = {"answers": list(e.answers), "prompt": prompt_digest(e)}
+                rows.append(
+                    {**origin, **reply, "scores": task.score(e, str(reply["output"])), **size, **asked}
+                )
             return rows
 
         order = run.plan(run.evaluation, encoded)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
@@ -31,6 +32,8 @@ from posbench.tasks import Example, Task
 from posbench.tasks.base import Split
 
 log = logging.getLogger(__name__)
+
+TELL_EVERY = 30.0  # seconds between two lines of progress where there is no terminal
 
 Key = Callable[[Any], Mapping[str, Any]]
 Compute = Callable[[Sequence[Any]], list[Row]]
@@ -148,8 +151,18 @@ class Run:
         with Progress(
             TextColumn("{task.description:<28}", markup=False), *columns, console=self.console
         ) as bar:
-            task = bar.add_task(label, total=total)
-            yield lambda n: bar.advance(task, n)
+            task, told, done = bar.add_task(label, total=total), time.monotonic(), 0
+
+            def advance(n: int) -> None:
+                nonlocal told, done
+                done += n
+                bar.advance(task, n)
+                # A file or a pipe shows no bar that moves.
+                if not self.console.is_terminal and time.monotonic() - told >= TELL_EVERY:
+                    told = time.monotonic()
+                    self.console.print(f"{label}: {done} of {total}")
+
+            yield advance
 
     def complete(
         self, file: str, label: str, batches: Sequence[Sequence[Any]], key: Key, compute: Compute

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
+
+from annotated_types import Ge, Le
 
 from posbench.errors import UserError
-from posbench.schema import Count
+from posbench.schema import MOST, Count, Tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,11 +24,12 @@ class Runtime:
     max_memory: dict[int | str, str] | None = None
     batch_size: Count = 64  # prompts per forward at most (moves rounding, so it is part of a run's identity)
     # tokens per forward at most, padding and reply counted; None: no limit
-    batch_tokens: Count | None = 16384
+    batch_tokens: Tokens | None = 16384
     threads: Count | None = None  # CPU threads; None takes the model's, or leaves torch's choice
     outputs: str = "outputs"  # folder that receives the runs
     intervene_examples: Count = 20  # examples per gold position whose attention is measured
-    resamples: Count = 2000  # bootstrap resamples for paired differences
+    # bootstrap draws behind an interval; of fewer than 100 less than three lie beyond each of its ends
+    resamples: Annotated[int, Ge(100), Le(MOST)] = 2000
 
     def __post_init__(self) -> None:
         if self.device_map and self.device not in ("auto", "cuda"):

@@ -22,7 +22,7 @@ from posbench.model.lm import batches
 from posbench.plots.search import candidate_label, candidate_losses_figure, channel_curves
 from posbench.plots.section import Section
 from posbench.run.base import Run
-from posbench.schema import Count, Whole
+from posbench.schema import Count, Seed, Whole
 from posbench.search import statistics
 from posbench.search.base import ROWS, Read, Search, save, saved
 from posbench.search.statistics import Array, ChannelStatistics
@@ -72,7 +72,7 @@ class ChannelSearch(Search):
     layers: Literal["auto"] | tuple[int, int] | None = None
     layer_step: Count | None = None
     batch_size: Count = 8
-    seed: int = 0
+    seed: Seed = 0
 
     @property
     def drawn(self) -> Strings:
@@ -93,7 +93,7 @@ class ChannelSearch(Search):
             low, why = 301, "variant=official skips 300 tokens"
         if not low <= self.length <= lm.context_window:
             allowed = f"from {low} ({why}) to {lm.context_window} (context window of {lm.name})"
-            hint = "change search.length, or shorten search.window"
+            hint = f"set search.length={lm.context_window}, or shorten search.window"
             raise UserError("search.length", self.length, allowed, hint)
         typed = self._pinned(run).get("channel")
         if run.target and not isinstance(typed, int | None):

@@ -14,10 +14,11 @@ from torch import Tensor
 from posbench.files.atomic import write_csv
 from posbench.methods.choice import MethodChoice
 from posbench.model import rope
+from posbench.model.guard import guarded
 from posbench.model.lm import LM
 from posbench.plots.section import Section
 from posbench.run.base import Run
-from posbench.schema import Count, Positive
+from posbench.schema import Count, Positive, Scale
 from posbench.search.base import Read, save, saved, steps_section
 from posbench.search.scales import NEUTRAL, POSITIONS, ScaleSearch, Scores, answering, calibration
 
@@ -36,7 +37,7 @@ class GradientSearch(ScaleSearch):
     Source: LPES, Appendix C. Loss (not given there): cross-entropy of the answer tokens.
     """
 
-    start: Positive = 1.0
+    start: Scale = 1.0
     learning_rate: Positive = 1e-5
     epochs: Count = 30
     samples: Count = 2000
@@ -88,6 +89,7 @@ class GradientSearch(ScaleSearch):
         return steps_section(read, "Mean loss and the scales at the end of every epoch.", 4)
 
 
+@guarded
 def answer_loss(lm: LM, scales: Tensor, pairs: Sequence[tuple[list[int], list[int]]]) -> Tensor:
     """Mean cross-entropy in nats per answer token, a scalar that can be differentiated by the scales [L]."""
     inputs, targets = lm.pad_with_answers(pairs)
@@ -104,4 +106,5 @@ def _divided(scale: Tensor) -> Callable[[rope.Call], rope.Call]:
 def _with_gradients(call: rope.Call) -> rope.Table:
     # The library computes its tables without gradients; below that decorator is the same function with them.
     forward = type(call.module).forward.__wrapped__  # type: ignore[attr-defined]
-    return forward(call.module, call.hidden, call.positions, **call.options)
+    with rope.steady(call.module):
+        return forward(call.module, call.hidden, call.positions, **call.options)

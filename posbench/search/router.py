@@ -18,10 +18,11 @@ from posbench.errors import UserError
 from posbench.files.atomic import write_csv
 from posbench.files.sources import Source
 from posbench.methods.moice import MoICE, Router, auxiliary_loss, mixing, mixture, new_routers, save_routers
+from posbench.model.guard import finite, guarded
 from posbench.model.lm import LM
 from posbench.plots.section import Section
 from posbench.run.base import Run
-from posbench.schema import Count, Positive, Several
+from posbench.schema import Count, Positive, Seed, Several
 from posbench.search.base import Read, Search, steps_section
 from posbench.tasks import Example
 
@@ -58,7 +59,7 @@ class RouterSearch(Search):
     aux: float = 0.3
     data: str | None = None
     longest: Several = 4608
-    seed: int = 0
+    seed: Seed = 0
 
     def files(self) -> tuple[Source, ...]:
         """See :meth:`Search.files`."""
@@ -183,8 +184,9 @@ class RouterSearch(Search):
         return steps_section(read, text, 5)
 
 
+@guarded
 def text_loss(lm: LM, ids: Sequence[int]) -> Tensor:
     """Mean cross-entropy in nats of all tokens of a text but the first."""
     tokens = torch.tensor([ids], device=lm.device)
-    logits = lm.model(input_ids=tokens, use_cache=False).logits[0, :-1]
+    logits = finite(lm.model(input_ids=tokens, use_cache=False).logits[0, :-1])
     return F.cross_entropy(logits.float(), tokens[0, 1:])

@@ -17,7 +17,7 @@ from posbench.methods.layer_scaling import LayerScaling
 from posbench.model.lm import LM
 from posbench.plots.search import POSITIONS
 from posbench.run.base import Run
-from posbench.schema import Count, NonNegative
+from posbench.schema import Count, NonNegative, Seed
 from posbench.search.base import Search
 from posbench.tasks import Example, Task
 
@@ -38,9 +38,9 @@ class ScaleSearch(Search):
     # of examples with the answer at the beginning, in the middle, at the end (0.2, 0.3, 0.5)
     weights: tuple[NonNegative, NonNegative, NonNegative] = (0.2, 0.3, 0.5)
     batch_size: Count = 32  # prompts per forward (32)
-    seed: int = 0  # seed of the draws
+    seed: Seed = 0  # seed of the draws
     # of the calibration questions; None: the task's, which also draws the evaluation
-    calibration_seed: int | None = None
+    calibration_seed: Seed | None = None
 
     def __post_init__(self) -> None:
         # The paper itself prints three times 0.333.

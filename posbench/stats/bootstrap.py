@@ -1,13 +1,13 @@
-"""The bootstrap: whole clusters are drawn, for prompts of one question are not independent."""
+"""Intervals: prompts of one question are not independent, so whole questions (clusters) are drawn."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.special import ndtr, stdtrit
 
 Array = NDArray[np.float64]
 K = TypeVar("K", bound=Hashable)
@@ -91,15 +91,23 @@ def drawn_means(values: Array, clusters: Iterable[str], resamples: int, seed: in
         return np.concatenate([totals[which].sum(1) / sizes[which].sum(1) for which in draws])
 
 
-def quantiles(values: Array) -> tuple[float, float]:
-    """Between these lie 95 % of the values."""
-    low, high = np.nanquantile(values, [0.025, 0.975])
+def tail(clusters: int) -> float:
+    """Share of the draws beyond each end of an interval: 2.5 %, and less for few clusters, whose draws vary
+    too little (Hesterberg 2015, "expanded percentile interval")."""
+    return float(ndtr(-stdtrit(clusters - 1, 0.975) * np.sqrt(clusters / (clusters - 1))))
+
+
+def quantiles(values: Array, clusters: int) -> tuple[float, float]:
+    """Ends of the interval that draws [R] of so many clusters give; not a number for a single cluster."""
+    if clusters < 2:
+        return np.nan, np.nan
+    low, high = np.nanquantile(values, [tail(clusters), 1 - tail(clusters)])
     return float(low), float(high)
 
 
-def percentile(value: float | Array, draws: Array, n: int) -> Estimate:
-    """A number with the interval of 95 % of its draws [R]."""
-    return Estimate(float(value), *quantiles(draws), n)
+def percentile(value: float | Array, draws: Array, n: int, clusters: int | None = None) -> Estimate:
+    """A number with the interval of its draws [R]; each of n observations is a cluster unless said."""
+    return Estimate(float(value), *quantiles(draws, clusters or n), n)
 
 
 def statistic(
@@ -109,7 +117,8 @@ def statistic(
     found = resampled(groups, stratified=False, resamples=resamples)
     value = of({key: np.array([mean]) for key, (mean, _) in found.items()})[0]
     drawn = of({key: values for key, (_, values) in found.items()})
-    return percentile(value, drawn, len(next(iter(groups.values()))[0]))
+    clusters = set[str]().union(*(names for _, names in groups.values()))
+    return percentile(value, drawn, len(next(iter(groups.values()))[0]), len(clusters))
 
 
 def difference(
@@ -117,34 +126,90 @@ def difference(
 ) -> Estimate:
     """A mean, of paired differences or of any scores, with its percentile interval over clusters."""
     array = np.asarray(values, dtype=np.float64)
-    return percentile(array.mean(), drawn_means(array, clusters, resamples, seed), len(array))
+    draws = drawn_means(array, clusters, resamples, seed)
+    return percentile(array.mean(), draws, len(array), len(set(clusters)))
+
+
+def paired(
+    after: Values, before: Values, clusters: Sequence[str], *, resamples: int = RESAMPLES, seed: int = 0
+) -> Estimate:
+    """Mean of paired differences with its interval: :func:`difference`, but of scores that are all 0 or 1
+    Bonett and Price's (2012: half a pair more each way), for n over the design effect."""
+    pairs = np.array([after, before], dtype=np.float64)
+    array = pairs[0] - pairs[1]
+    if not np.isin(pairs, (0, 1)).all():
+        return difference(array, clusters, resamples=resamples, seed=seed)
+    value, (n, sums, _) = float(array.mean()), _worth(array, clusters)
+    centre, square = value * n / (n + 1), ((array**2).mean() * n + 1) / (n + 1)
+    half = stdtrit(max(len(sums) - 1, 1), 0.975) * np.sqrt((square - centre**2) / (n + 1))
+    return Estimate(value, float(max(centre - half, -1)), float(min(centre + half, 1)), len(array))
 
 
 def mean(values: Values, clusters: Sequence[str], *, resamples: int = RESAMPLES, seed: int = 0) -> Estimate:
-    """A mean with its interval: Wilson for values that are all 0 or 1, else :func:`difference`."""
+    """A mean with its interval: Wilson's for scores in 0..1, else that of :func:`difference`.
+
+    Of clusters of several it is that of n over the design effect (Korn and Graubard 1998), with t's quantile:
+    degrees of freedom are the clusters that tell of the rarer answer, at least 3. Scores between 0 and 1 are
+    worth as many right-or-wrong ones as have their variance.
+    """
     array = np.asarray(values, dtype=np.float64)
-    if np.isin(array, (0, 1)).all():
-        return Estimate(float(array.mean()), *wilson(float(array.sum()), len(array)), len(array))
-    return difference(array, clusters, resamples=resamples, seed=seed)
+    if (array < 0).any() or (array > 1).any():
+        return difference(array, clusters, resamples=resamples, seed=seed)
+    value, (n, sums, sizes) = float(array.mean()), _worth(array, clusters)
+    whole, variance = np.isin(array, (0, 1)).all(), array.var()
+    n *= 1 if whole or variance == 0 else value * (1 - value) / variance
+    # How many clusters tell of either answer: of equal sums their number, fewer of unequal ones.
+    each = (np.sign(sums), np.sign(sizes - sums)) if whole else (sums, sizes - sums)
+    rarer = min(side.sum() ** 2 / max((side**2).sum(), 1e-12) for side in each)
+    plain = len(sums) == 1 or (whole and len(sums) == len(array)) or not rarer
+    z = Z95 if plain else float(stdtrit(min(max(rarer, 3), len(sums) - 1), 0.975))
+    return Estimate(value, *wilson(value * n, n, z), len(array))
+
+
+def _worth(values: Array, clusters: Sequence[str]) -> tuple[float, Array, Array]:
+    """How many independent values these are worth, n over the design effect (at least 1), which is that of
+    equal answers to each question where nothing varies; and sum and size of every cluster, [C]."""
+    _, member = np.unique(np.asarray(clusters), return_inverse=True)
+    sums, sizes = (np.bincount(member, weights=each).astype(float) for each in (values, np.ones(len(values))))
+    n, count, variance = len(values), len(sums), values.var()
+    if count in (1, n) or variance == 0:
+        return float(count), sums, sizes
+    between = count / (count - 1) * ((sums - sizes * values.mean()) ** 2).sum()
+    return float(n / max(between / (n * variance), 1)), sums, sizes
 
 
 def normal(values: Array) -> Estimate:
-    """A mean of independent values with its normal interval."""
-    value, half = values.mean(), Z95 * values.std(ddof=1) / np.sqrt(len(values))
-    return Estimate(float(value), float(value - half), float(value + half), len(values))
+    """A mean of independent values with Student's interval."""
+    value, n = float(values.mean()), len(values)
+    half = float(stdtrit(n - 1, 0.975) * values.std(ddof=1) / np.sqrt(n))
+    return Estimate(value, value - half, value + half, n)
 
 
-def wilson(successes: float, n: int) -> tuple[float, float]:
+def wilson(successes: float, n: float, z: float = Z95) -> tuple[float, float]:
     """Wilson score interval (95 %) of a proportion, from the sum of n >= 1 scores in 0..1."""
-    p, z2 = successes / n, Z95**2
+    p, z2 = successes / n, z**2
     centre = (p + z2 / (2 * n)) / (1 + z2 / n)
-    half = Z95 * np.sqrt(p * (1 - p) / n + z2 / (4 * n * n)) / (1 + z2 / n)
+    half = z * np.sqrt(p * (1 - p) / n + z2 / (4 * n * n)) / (1 + z2 / n)
     return float(max(centre - half, 0)), float(min(centre + half, 1))
 
 
+def combined(parts: Sequence[Estimate], weights: Values, n: int, r: float = 0.0) -> Estimate:
+    """A weighted sum of estimates, any two of which correlate by r, its interval made of theirs (Zou and
+    Donner 2008); for two shares and weights 1 and -1 it is Newcombe's (1998, method 10)."""
+    value = sum(w * part.value for w, part in zip(weights, parts, strict=True))
+    ends = []
+    for side in (-1, 1):
+        # What each part moves the sum by where it stands at its own end, with its weight's sign.
+        at = [
+            (p.ci_high if side * w > 0 else p.ci_low) - p.value for w, p in zip(weights, parts, strict=True)
+        ]
+        moved = np.abs(np.array(weights) * at)
+        mixed = (moved * np.sign(weights)).sum() ** 2 - (moved**2).sum()
+        ends.append(value + side * np.sqrt(max((moved**2).sum() + r * mixed, 0)))
+    return Estimate(float(value), float(ends[0]), float(ends[1]), n)
+
+
 def difference_of_shares(first: int, second: int, n: int) -> Estimate:
-    """Difference of two counts as shares of n with its 95 % interval (Newcombe 1998, method 10)."""
-    a, b = first / n, second / n
-    (a_low, a_high), (b_low, b_high) = wilson(first, n), wilson(second, n)
-    low = a - b - math.hypot(a - a_low, b_high - b)
-    return Estimate((first - second) / n, low, a - b + math.hypot(a_high - a, b - b_low), n)
+    """Difference of two counts as shares of n with its 95 % interval."""
+    parts = [Estimate(count / n, *wilson(count, n), n) for count in (first, second)]
+    return combined(parts, (1, -1), n)._replace(value=(first - second) / n)

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from posbench.stats.bootstrap import Array, Estimate, chunks, percentile, resampled
+from posbench.stats.bootstrap import Z95, Array, Estimate, chunks, combined, mean, percentile, resampled, tail
 
 STATISTICS = ("position_bias", "gap", "gap_null", "primacy", "recency", "middle_drop")
 """Over three gold positions or more: :func:`position_bias` (the one to sort by), best minus worst position,
 what that is where positions do not matter, and the others of :func:`curve_statistics`."""
+
+ALMOST = 0.05
+"""So much more often than by guessing, or less often than always, is as good as that; see :func:`limit`."""
 
 
 def curves(
@@ -75,47 +78,128 @@ def position_bias(curve: Array, draws: Array) -> tuple[float, Array]:
     """Standard deviation of a curve over K >= 2 gold positions without what sampling noise adds.
 
     From the curve [K] and its draws [R, K], the root of what is left of the variance, 0 where noise explains
-    more than all of it; and its draws [R], off which the noise of the sample and that of the draw are taken.
+    more than all of it. And for each draw [R] the deviation with which a curve of this shape plus the errors
+    of that draw varies as much as the one found; 0 where the errors alone vary more.
     """
-    variance, drawn = curve.var(ddof=1), draws.var(-1, ddof=1)
-    noise = np.nanmean(drawn) - variance
-    return float(np.sqrt(np.maximum(variance - noise, 0))), np.sqrt(np.maximum(drawn - 2 * noise, 0))
+    variance, errors = curve.var(ddof=1), draws - curve
+    noise, spread = np.nanmean(draws.var(-1, ddof=1)) - variance, errors.var(-1, ddof=1)
+    shape = (curve - curve.mean()) / np.sqrt(variance or 1)
+    along, left = errors @ shape / (len(curve) - 1), max(variance, np.nanmean(spread)) - spread
+    found = np.sqrt(np.maximum(along**2 + left, 0)) - along
+    return float(np.sqrt(np.maximum(variance - noise, 0))), np.where(left > 0, found, 0.0)
+
+
+def limit(positions: Iterable[Estimate], chance: float) -> str:
+    """Whether the scores (0..1) at the gold positions leave a bias to be seen, by their 95 % intervals.
+
+    ``floor`` where none is surely above that of a guess, ``ceiling`` where none is surely below 1, both give
+    or take :data:`ALMOST`; else empty.
+    """
+    ends = [(at.ci_low, at.ci_high) for at in positions]
+    if not max(low for low, _ in ends) > chance + ALMOST:
+        return "floor"
+    return "" if min(high for _, high in ends) < 1 - ALMOST else "ceiling"
 
 
 def rows(
-    frame: pd.DataFrame, name: str, unmodified: str, resamples: int, seed: int
-) -> Iterator[tuple[str, str, Estimate]]:
-    """Method, statistic of :data:`STATISTICS` or its difference from the unmodified model, estimate.
+    frame: pd.DataFrame, name: str, unmodified: str, resamples: int, seed: int, chance: float = 0.0
+) -> Iterator[tuple[str, str, Estimate, str]]:
+    """Method, statistic of :data:`STATISTICS` or its difference from the unmodified model, estimate, note.
 
-    The draws of a statistic that noise raises lie twice as far up as its estimate does (noise of the sample,
-    and of the draw), so twice that bias is taken off them. A gap is off by at most the gap of the curve's
-    errors; its interval adds the 95 % quantile of that, as Tukey's range test does. Without position bias the
-    intervals then reach zero. A difference of two gaps gets no row: the errors of two maxima do not cancel,
-    and no such interval would hold. ``frame`` has method, gold_position, cluster and the score ``name``.
+    The note is the :func:`limit` at which the method or, of a difference, the unmodified model stands; the
+    estimate is then not a number. A difference of two gaps gets no row: that of the position biases says
+    more. ``frame`` has method, gold_position, cluster and the score ``name``.
     """
     placed = frame.dropna(subset=["gold_position", name])
     if placed["gold_position"].nunique() < 3:
         return
-    base: dict[str, tuple[float, Array]] = {}
+    base: tuple[Told, str] | None = None
     found = curves(placed, name, "method", resamples, seed)
     whole = [method for method, (curve, _) in found.items() if not np.isnan(curve).any()]
-    for method in sorted(whole, key=lambda m: m != unmodified):
-        part, (curve, draws) = placed[placed["method"] == method], found[method]
-        exact, drawn, n = curve_statistics(curve), curve_statistics(draws), len(part)
-        own = {key: (float(exact[key]), drawn[key]) for key in ("primacy", "recency", "middle_drop")}
-        drop, drops = own["middle_drop"]
-        own["middle_drop"] = drop, drops - 2 * (np.nanmean(drops) - drop)
-        own["position_bias"] = position_bias(curve, draws)
-        gap, error = float(exact["gap"]), float(np.nanquantile(np.ptp(draws - curve, axis=1), 0.95))
-        yield method, "gap", Estimate(gap, max(gap - error, 0.0), min(gap + error, 1.0), n)
+    for number, method in enumerate(sorted(whole, key=lambda m: m != unmodified)):
+        part = placed[placed["method"] == method]
+        places = [(here[name].to_numpy(), list(here["cluster"])) for _, here in part.groupby("gold_position")]
+        sizes = np.array([len(values) for values, _ in places])
+        questions = min(len(set(clusters)) for _, clusters in places)
+        told = Told(*found[method], sizes, questions, part[name].isin((0, 1)).all(), (seed, number))
+        note = limit((mean(*group) for group in places), chance)
         shuffled = _shuffled_gaps(part, name, resamples, seed)
-        yield method, "gap_null", percentile(shuffled.mean(), shuffled, n)
-        for key, (value, values) in own.items():
-            yield method, key, percentile(value, values, n)
-            if base:
-                yield method, f"{key}_difference", percentile(value - base[key][0], values - base[key][1], n)
+        low, high = np.quantile(shuffled, [0.025, 0.975])
+        all_of = told.estimates | {"gap_null": Estimate(float(shuffled.mean()), low, high, len(part))}
+        for key in ("gap", "gap_null", "primacy", "recency", "middle_drop", "position_bias"):
+            yield method, key, _unless(note, all_of[key]), note
+            if base and not key.startswith("gap"):
+                either = note or base[1]
+                yield method, f"{key}_difference", _unless(either, told.minus(base[0], key)), either
         if method == unmodified:
-            base = own
+            base = told, note
+
+
+def _unless(note: str, at: Estimate) -> Estimate:
+    """An estimate; without a number where there is a note."""
+    return Estimate(np.nan, np.nan, np.nan, at.n) if note else at
+
+
+class Told:
+    """What the curve of a method says: ``estimates`` of the statistics, by name.
+
+    From the curve [K] and its draws [R, K], the prompts at each position [K], the fewest questions at any,
+    and whether all scores are 0 or 1; ``seed`` is that of :func:`_smoothed`.
+    """
+
+    def __init__(
+        self, curve: Array, draws: Array, sizes: Array, questions: int, shares: bool, seed: tuple[int, int]
+    ) -> None:
+        self.n, self.questions = int(sizes.sum()), questions
+        exact = {key: float(value) for key, value in curve_statistics(curve).items()}
+        exact["position_bias"] = position_bias(curve, draws)[0]
+        draws = _smoothed(curve, draws, sizes, seed) if shares else draws
+        self.draws = {**curve_statistics(draws), "position_bias": position_bias(curve, draws)[1]}
+        self.estimates = {
+            key: percentile(value, self.draws[key], self.n, questions) for key, value in exact.items()
+        }
+        one = np.eye(len(curve))
+        contrasts = {"middle_drop": (one[0] + one[-1]) / 2 - one[1:-1]}
+        contrasts["gap"] = (one[:, None] - one)[~one.astype(bool)]
+        for key, of in contrasts.items() if questions > 1 else ():
+            low, high = _largest(of, curve, draws, self.draws[key], tail(questions))
+            low, high = (max(low, 0.0), min(high, 1.0)) if key == "gap" else (low, high)
+            self.estimates[key] = Estimate(exact[key], low, high, self.n)
+
+    def minus(self, base: Told, key: str) -> Estimate:
+        """Difference of a statistic from that of another method on the same questions."""
+        at, was, n = self.estimates[key], base.estimates[key], self.n
+        if key != "middle_drop":
+            return percentile(at.value - was.value, self.draws[key] - base.draws[key], n, self.questions)
+        with np.errstate(invalid="ignore"):
+            r = np.nan_to_num(np.corrcoef(self.draws[key], base.draws[key])[0, 1])
+        return combined((at, was), (1, -1), n, float(r))
+
+
+def _smoothed(curve: Array, draws: Array, sizes: Array, seed: tuple[int, int]) -> Array:
+    """Draws [R, K] of shares with the noise that they lack at positions where nearly all prompts are right or
+    nearly all wrong: what half a prompt more of each kind would add to the variance."""
+    more = (curve * sizes + 0.5) / (sizes + 1)
+    lacks = more * (1 - more) / (sizes + 1) - curve * (1 - curve) / sizes
+    return draws + np.sqrt(np.maximum(lacks, 0)) * np.random.default_rng(seed).normal(size=draws.shape)
+
+
+def _largest(of: Array, curve: Array, draws: Array, found: Array, beyond: float) -> tuple[float, float]:
+    """Interval of the largest of P contrasts [P, K] of a curve [K], from its draws [R, K] and its value in
+    them, ``found`` [R]; ``beyond`` is the share of the draws beyond each end.
+
+    The largest one found is the luckiest. So the lower end allows for the largest error of all that may be
+    the largest in truth (Chernozhukov, Lee and Rosen 2013); the upper one is that of the basic bootstrap.
+    """
+    values, spread = of @ curve, np.cov(draws.T)
+    apart = of - of[values.argmax()]
+    margin = 2 * Z95 * np.sqrt(np.maximum(np.einsum("pk,kl,pl->p", apart, spread, apart), 0))
+    among = of[values >= values.max() - margin]
+    errors = (draws - curve) @ among.T
+    scale = np.maximum(errors.std(0), 1e-12)
+    reach = np.quantile((errors / scale).max(1), 1 - beyond)
+    high = 2 * values.max() - np.quantile(found, beyond)
+    return float((among @ curve - reach * scale).max()), float(high)
 
 
 def _shuffled_gaps(part: pd.DataFrame, name: str, resamples: int, seed: int) -> Array:

@@ -11,6 +11,8 @@ import pandas as pd
 
 from posbench import paths
 from posbench.errors import UserError
+from posbench.tasks import Task
+from posbench.tasks.items import Placed, at_percent
 
 
 def table(file: str, *columns: str) -> pd.DataFrame:
@@ -43,7 +45,37 @@ class Reference:
     metrics: dict[str, str] = field(default_factory=lambda: {"accuracy(%)": "accuracy"})
     # task fields that must have these values for the numbers to be comparable
     setting: dict[str, Any] = field(default_factory=dict)
+    # further ones by model (our name), which a run of that model takes unless the user typed the key
+    settings: dict[str, dict[str, Any]] = field(default_factory=dict)
     percent: bool = False  # whether values are in percent although the metric's name does not say ``(%)``
+
+    def beside(self, task: Task, model: str) -> tuple[list[dict[str, Any]], str]:
+        """The rows that hold in a run of this task and model, and why there are none, or no averages.
+
+        Each row stands in the setting of its own model. A label such as ``25%`` becomes the index that the
+        task gives it. An average over other gold positions than the run's is left out. Raises as ``rows``.
+        """
+        rows = self.rows()
+        wanted: dict[str, list[Any]] = {"task": list({row["task"]: None for row in rows})}
+        here: dict[str, Any] = {"task": task.name}
+        if task.name in wanted["task"]:
+            rows = [row for row in rows if row["task"] == task.name]
+            for name in [model] if model in self.settings else self.settings or [model]:
+                for key, value in self._setting(name).items():
+                    wanted.setdefault(key, []).append(value)
+                    here[key] = getattr(task, key, None)
+        other = [
+            f"{key}={here[key]} (paper {' or '.join(dict.fromkeys(map(str, values)))})"
+            for key, values in wanted.items()
+            if here[key] not in values
+        ]
+        if other:
+            return [], f"This run has {', '.join(other)}: the paper's numbers do not apply to it."
+        mine = [self._setting(row["model"]).items() <= vars(task).items() for row in rows]
+        return _placed([row for row, same in zip(rows, mine, strict=True) if same], task)
+
+    def _setting(self, model: str) -> dict[str, Any]:
+        return {**self.setting, **self.settings.get(model, {})}
 
     def rows(self) -> list[dict[str, Any]]:
         """The paper's rows in our names: model, method, task, gold_position, metric, value (0..1), source.
@@ -73,3 +105,17 @@ class Reference:
             "value": filled["value"].astype(float) / np.where(percent, 100, 1),
         }
         return pd.DataFrame(columns).assign(source=self.source).to_dict("records")
+
+
+def _placed(rows: list[dict[str, Any]], task: Task) -> tuple[list[dict[str, Any]], str]:
+    """The rows with the indices of their gold positions; averages only over the positions that are asked."""
+    labels = {row["gold_position"] for row in rows if row["gold_position"].endswith("%")}
+    if not labels or not isinstance(task, Placed):
+        return rows, ""
+    index = {label: at_percent(label, task.items) for label in labels}
+    asked = {place: str(place) for place in task.gold_positions}
+    rows = [{**r, "gold_position": asked.get(index.get(at := r["gold_position"], -1), at)} for r in rows]
+    if set(index.values()) == set(asked):
+        return rows, ""
+    note = "The paper's averages are over other gold positions and are left out."
+    return [row for row in rows if row["gold_position"] != "all"], note

@@ -11,24 +11,21 @@ import numpy as np
 import pandas as pd
 
 from posbench.stats import position_bias
-from posbench.stats.bootstrap import Array, Estimate, difference, drawn_means, mean, percentile, wilson
+from posbench.stats.bootstrap import Array, Estimate, combined, drawn_means, mean, paired, percentile
 from posbench.tasks.base import Task
 
 _SCORE = ("metric", "value", "n", "ci_low", "ci_high", "seed")
-COLUMNS = ("model", "method", "task", "gold_position", "depth", *_SCORE)
+COLUMNS = ("model", "method", "task", "gold_position", "depth", *_SCORE, "note")
 """Columns of ``metrics.csv``. The first metric is the task's own, in 0..1; gold_position is a 0-based index
-or ``all``; depth is index / (items - 1); n counts prompts; the interval is 95 %: Wilson for right-or-wrong
-scores, else a bootstrap over questions, paired for a difference.
-:data:`posbench.stats.position_bias.STATISTICS` names the rows that sum up the curve over gold positions."""
+or ``all``; depth is index / (items - 1); n counts prompts; the interval is 95 %, over whole questions, paired
+for a difference (docs/metrics.md). :data:`posbench.stats.position_bias.STATISTICS` names the rows that sum up
+the curve over gold positions; their note is ``floor`` or ``ceiling`` where no bias can be seen."""
 
 SUBSET_COLUMNS = ("model", "method", "task", "subset", "kind", *_SCORE)
 """Columns of ``subsets.csv``: kind is ``subset`` or ``average`` (a named mean over subsets)."""
 
 Line = tuple[str, str, str, str, Estimate]
 """Method, subset or average, kind, metric, estimate."""
-
-Drawn = tuple[float, Array, int]
-"""A mean, its draws [R], and the values behind it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,12 +51,13 @@ class Tabulator:
             for place, group in part.groupby("gold_position", sort=True) if name == own else ():
                 depth = place / (items - 1) if items > 1 else np.nan
                 at = self._mean(group, name, shown)
-                out.append(self._row(method, str(int(place)), depth, shown, at))
+                out.append((*self._row(method, str(int(place)), depth, shown, at), ""))
             if (method, shown) in totals or len(part):
                 at = totals.get((method, shown)) or self._mean(part, name, shown)
-                out.append(self._row(method, "all", np.nan, shown, at))
-        for method, name, at in position_bias.rows(frame, own, self.unmodified, self.resamples, self.seed):
-            out.append(self._row(method, "all", np.nan, name, at))
+                out.append((*self._row(method, "all", np.nan, shown, at), ""))
+        chance, draws = self.task.chance or 0.0, (self.resamples, self.seed)
+        for method, name, at, note in position_bias.rows(frame, own, self.unmodified, *draws, chance):
+            out.append((*self._row(method, "all", np.nan, name, at), note))
         return pd.DataFrame(out, columns=list(COLUMNS))
 
     def subsets(self, rows: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
@@ -75,21 +73,27 @@ class Tabulator:
         *front, at = cells
         return (self.model, method, self.task.name, *front, at.value, at.n, at.ci_low, at.ci_high, self.seed)
 
-    def _parts(self, frame: pd.DataFrame, names: list[str]) -> Iterator[tuple[str, str, str, pd.DataFrame]]:
-        """Method, metric, its name in tables, rows: the values, then paired differences from unmodified."""
+    def _parts(
+        self, frame: pd.DataFrame, names: Sequence[str]
+    ) -> Iterator[tuple[str, str, str, pd.DataFrame]]:
+        """Method, metric, its name in tables, rows: the scores, then those that have one of the unmodified
+        model beside them, ``<metric>_base``, for paired differences."""
         for name in names:
             by_method = dict(iter(frame.dropna(subset=[name]).groupby("method", sort=False)))
             yield from ((str(method), name, name, part) for method, part in by_method.items())
             base = by_method.pop(self.unmodified, frame.iloc[:0])[["id", name]]
             for method, part in by_method.items():
                 both = part.merge(base, on="id", suffixes=("", "_base"))
-                change = both[name] - both[f"{name}_base"]
-                yield str(method), name, f"{name}_difference", both.assign(**{name: change})
+                yield str(method), name, f"{name}_difference", both
 
-    def _mean(self, group: pd.DataFrame, name: str, shown: str) -> Estimate:
-        """A mean with its interval; differences are no counts, even where all are 0 or 1."""
-        interval, values = mean if shown == name else difference, group[name].to_numpy()
-        return interval(values, list(group["cluster"]), resamples=self.resamples, seed=self.seed)
+    def _mean(self, group: pd.DataFrame, name: str, shown: str, seed: int = 0) -> Estimate:
+        """A mean, or that of paired differences, with its interval."""
+        values, clusters = group[name].to_numpy(), list(group["cluster"])
+        seed += self.seed
+        if shown == name:
+            return mean(values, clusters, resamples=self.resamples, seed=seed)
+        before = group[f"{name}_base"].to_numpy()
+        return paired(values, before, clusters, resamples=self.resamples, seed=seed)
 
     def _totals(self, frame: pd.DataFrame, names: list[str]) -> dict[tuple[str, str], Estimate]:
         """By method and metric, what the subsets amount to; empty where that is the mean over all prompts."""
@@ -99,62 +103,61 @@ class Tabulator:
         return {(method, name): at for method, where, _, name, at in found if where == "all"}
 
     def _subsets(self, frame: pd.DataFrame, names: list[str]) -> Iterator[Line]:
-        """Every subset's and average's estimates; questions are drawn within their subset."""
-        task, own = self.task, self.task.metric
-        subsets, methods = list(dict.fromkeys(frame["subset"])), list(dict.fromkeys(frame["method"]))
-        averages = {"all": tuple(subsets)} | dict(task.averages())
+        """Every subset's and average's estimates; no question is in two subsets."""
+        own, subsets = self.task.metric, list(dict.fromkeys(frame["subset"]))
+        methods = list(dict.fromkeys(frame["method"]))
+        averages = {"all": tuple(subsets)} | dict(self.task.averages())
         # An average that is made of other averages comes after them, and the total last.
         averages["all"] = averages.pop("all")
-        drawn: dict[tuple[str, str, str], Drawn] = {}
-        intervals: dict[tuple[str, str, str], Estimate] = {}
-        for method in methods:
-            for subset in subsets:
-                here = frame[(frame["method"] == method) & (frame["subset"] == subset)].sort_values("id")
-                found = self._resampled(here, names, self.seed + zlib.crc32(subset.encode()))
-                for name, (value, draws, n) in found.items():
-                    drawn[method, subset, name] = value, draws, n
-                    if type(task).total is Task.total and here[name].dropna().isin((0, 1)).all():
-                        intervals[method, subset, name] = Estimate(value, *wilson(value * n, n), n)
+        found: dict[tuple[str, str, str], Estimate] = {}
+        for subset in subsets:
+            here = frame[frame["subset"] == subset].sort_values("id")
+            seed = zlib.crc32(subset.encode())
+            for method, name, shown, part in self._parts(here, names):
+                if len(part):
+                    found[method, subset, shown] = self._mean(part, name, shown, seed)
+            if type(self.task).total is not Task.total:
+                found |= {(m, subset, shown): at for m, shown, at in self._made(here, names, seed)}
         lines = [("subset", s, n) for s in subsets for n in names] + [("average", a, own) for a in averages]
         for kind, where, name in lines:
-            for method in methods:
-                key, inner = (method, where, name), averages[where] if kind == "average" else ()
-                parts = [drawn[method, part, name] for part in inner if (method, part, name) in drawn]
+            for method, shown in ((m, n) for m in methods for n in (name, f"{name}_difference")):
+                key, inner = (method, where, shown), averages[where] if kind == "average" else ()
+                parts = [found[method, part, shown] for part in inner if (method, part, shown) in found]
                 if parts:
-                    drawn[key] = self._average(parts)
-                if key not in drawn:
-                    continue
-                value, draws, n = drawn[key]
-                yield method, where, kind, name, intervals.get(key) or percentile(value, draws, n)
-                base = drawn.get((self.unmodified, where, name))
-                if method != self.unmodified and base is not None:
-                    change = percentile(value - base[0], draws - base[1], n)
-                    yield method, where, kind, f"{name}_difference", change
+                    found[key] = self._average(parts)
+                if key in found:
+                    yield method, where, kind, shown, found[key]
 
-    def _average(self, parts: Sequence[Drawn]) -> Drawn:
+    def _average(self, parts: Sequence[Estimate]) -> Estimate:
         """Mean over subsets, weighted as the task says."""
-        counts = np.array([n for _, _, n in parts])
+        counts = np.array([part.n for part in parts])
         even = np.full(len(parts), 1 / len(parts))
         weights = counts / counts.sum() if self.task.average == "examples" else even
-        value = float(sum(w * v for w, (v, _, _) in zip(weights, parts, strict=True)))
-        draws = np.sum([w * d for w, (_, d, _) in zip(weights, parts, strict=True)], axis=0)
-        return value, draws, int(counts.sum())
+        return combined(parts, weights, int(counts.sum()))
 
-    def _resampled(self, rows: pd.DataFrame, names: Sequence[str], seed: int) -> dict[str, Drawn]:
-        """Every metric that occurs in a subset; the task's own is its total."""
-        found: dict[str, Drawn] = {}
-        for name in names:
-            values = rows[name].to_numpy(dtype=np.float64)
-            known = values[~np.isnan(values)]
-            if len(known):
-                draws = drawn_means(values, rows["cluster"], self.resamples, seed)
-                found[name] = float(known.mean()), draws, len(known)
-        if self.task.metric in found:
-            subset, n = rows["subset"].iloc[0], found[self.task.metric][2]
-            parts = ({name: np.asarray(at[i]) for name, at in found.items()} for i in (0, 1))
-            value, draws = (self.task.total(subset, means) for means in parts)
-            found[self.task.metric] = float(value), draws, n
-        return found
+    def _made(
+        self, rows: pd.DataFrame, names: Sequence[str], seed: int
+    ) -> Iterator[tuple[str, str, Estimate]]:
+        """Method, column and estimate of a subset's score that is made of the means of several metrics, and
+        of its difference from that of the unmodified model."""
+        drawn: dict[str, tuple[float, Array]] = {}
+        for method, part in sorted(rows.groupby("method"), key=lambda pair: pair[0] != self.unmodified):
+            there = {name: part[name].to_numpy() for name in names if part[name].notna().any()}
+            if self.task.metric not in there:
+                continue
+            exact = {name: np.asarray(np.nanmean(values)) for name, values in there.items()}
+            draws = {
+                name: drawn_means(values, part["cluster"], self.resamples, self.seed + seed)
+                for name, values in there.items()
+            }
+            value, of = (self.task.total(rows["subset"].iloc[0], means) for means in (exact, draws))
+            n, questions = int(part[self.task.metric].notna().sum()), part["cluster"].nunique()
+            drawn[method] = float(value), of
+            yield method, self.task.metric, percentile(value, of, n, questions)
+            base = drawn.get(self.unmodified)
+            if method != self.unmodified and base:
+                change = percentile(value - base[0], of - base[1], n, questions)
+                yield method, f"{self.task.metric}_difference", change
 
 
 def scored(rows: Sequence[Mapping[str, Any]], task: Task) -> tuple[pd.DataFrame, list[str]]:

@@ -220,8 +220,8 @@ def contrasts(scores: pd.DataFrame, method: str, base: str, resamples: int) -> d
     clusters = list(scores.drop_duplicates("id").set_index("id").loc[wide.index, "cluster"])
     row: dict[str, float] = {**ends(value), "n": value.n}
     for name, other in (("difference", base), ("gain", UNMODIFIED)):
-        change = (wide[method] - wide[other]).to_numpy()
-        row |= ends(bootstrap.difference(change, clusters, resamples=resamples), name)
+        scored = wide[method].to_numpy(), wide[other].to_numpy()
+        row |= ends(bootstrap.paired(*scored, clusters, resamples=resamples), name)
     return row
 
 
@@ -239,7 +239,11 @@ def group(rows: pd.DataFrame, column: str) -> Group:
 
 
 def minus(groups: Mapping[K, Group], one: K, other: K, resamples: int) -> Estimate:
-    """Mean of a group minus that of another; see :func:`posbench.stats.bootstrap.statistic`."""
+    """Mean of a group minus that of another: :func:`posbench.stats.bootstrap.paired` of right-or-wrong scores
+    of the same prompts, else :func:`posbench.stats.bootstrap.statistic`."""
+    (after, asked), (before, also) = groups[one], groups[other]
+    if list(asked) == list(also) and set(after) | set(before) <= {0, 1}:
+        return bootstrap.paired(after, before, asked, resamples=resamples)
     return bootstrap.statistic(groups, lambda m: m[one] - m[other], resamples=resamples)
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from posbench.errors import UserError
-from posbench.files.sources import Source, local
+from posbench.files.sources import Source, local, there
 from posbench.schema import Count, Positive, Several, Truncation
 
 Split = Literal["evaluation", "calibration"]
@@ -82,6 +82,10 @@ class Task(ABC):
         checked; none by default."""
         return []
 
+    def extracted(self, example: Example, text: str) -> str | None:
+        """What :meth:`score` reads out of a reply, to show it; None where it looks at the whole reply."""
+        return None
+
     def files(self) -> tuple[Source, ...]:
         """The files that :meth:`examples` reads."""
         return ()
@@ -89,7 +93,7 @@ class Task(ABC):
     def place(self) -> Path:
         """The first of :meth:`files` on this machine; UserError if it is not here nor can be downloaded."""
         first = self.files()[0]
-        if first.kind == "path" and not Path(first.id).expanduser().exists():
+        if first.kind == "path" and not there(Path(first.id).expanduser()):
             hint = f"get it from {self.source}, or set {first.field}=null"
             raise UserError(first.field, first.id, "a file or folder on this machine", hint)
         return local(first)

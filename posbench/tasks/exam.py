@@ -110,6 +110,10 @@ class Exam(EvaluationOnly):
         """1 if the reply gives the right letter; nothing where the right one is not published."""
         return {"accuracy": float(self.letter(text) in example.answers)} if example.answers else {}
 
+    def extracted(self, example: Example, text: str) -> str:
+        """The letter."""
+        return self.letter(text)
+
     def _of(self, folder: Path, subject: str) -> Iterator[Example]:
         shown = self._read(folder, subject, "dev")[: self.shots] if self.shots else []
         if (most := len(shown)) < self.shots:

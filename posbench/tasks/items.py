@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Annotated, ClassVar
 
-from annotated_types import MinLen
+from annotated_types import Ge, Le, MinLen
 
-from posbench.schema import Count
+from posbench.schema import Seed
 from posbench.tasks.base import Example, Task, first
 from posbench.tasks.reading import refuse
 
@@ -26,11 +27,11 @@ class Placed(Task):
     # gold positions; ``"50%"`` is index floor(0.5 * (items - 1)), which gives the benchmarks' 0/4/9/14/19 of
     # 20 documents and 0/34/69/104/139 of 140 pairs; or explicit 0-based indices
     positions: Positions = ("0%", "25%", "50%", "75%", "100%")
-    examples_per_position: Count = 500  # questions per position
-    calibration_examples: Count = 100  # calibration questions
+    examples_per_position: Annotated[int, Ge(1), Le(100_000)] = 500  # questions per position
+    calibration_examples: Annotated[int, Ge(1), Le(100_000)] = 100  # calibration questions
     # gold positions that they take in turn; None: see the task
     calibration_positions: Positions | None = None
-    seed: int = 0  # seed of what is drawn
+    seed: Seed = 0  # seed of what is drawn
 
     @property
     def items(self) -> int:  # type: ignore[override]
@@ -54,7 +55,9 @@ class Placed(Task):
         return gold_indices("calibration_positions", given, self.sizes[1], self.calibration_items)
 
     def need(self, questions: int, shown: object) -> None:
-        """Refuse more questions than a file has."""
+        """Refuse more questions than a file has, and a file without any."""
+        if not questions:
+            refuse("path", str(shown), "a file with questions", "this one is empty: check the path")
         if questions < self.examples_per_position:
             field, allowed = "examples_per_position", f"at most {questions}, the questions in {shown}"
             refuse(field, self.examples_per_position, allowed, f"set task.{field}={questions}")
@@ -69,31 +72,41 @@ def joined(head: str, items: Iterable[str], between: str, tail: str) -> tuple[st
     return head + between.join(items) + tail, tuple(spans)
 
 
+def at_share(share: Fraction, size: int) -> int:
+    """The index floor(share * (size - 1)); exact (floats put 0.7 * 90 at 62); -1 for a share outside 0..1."""
+    return int(share * (size - 1)) if 0 <= share <= 1 else -1
+
+
+def at_percent(label: str, size: int) -> int:
+    """The index of a label as ``12.5%``; raises ValueError or ZeroDivisionError where it is no number."""
+    return at_share(Fraction(label.removesuffix("%")) / 100, size)
+
+
 def gold_indices(field: str, positions: Sequence[int | str], size_field: str, size: int) -> list[int]:
     """Gold positions (of the key ``field``) as 0-based indices into a list whose size is another key.
 
-    Raises UserError where one lies outside the list, or two are the same.
+    Shares that meet in a short list are one position. Raises UserError where one lies outside the list, or
+    two indices are the same.
     """
-    found = []
+    found, shares, repeated = list[int](), set[int](), False
     for position in positions:
+        share = str(position).endswith("%")
         try:
-            if str(position).endswith("%"):
-                share = float(str(position)[:-1]) / 100
-                index = int(share * (size - 1)) if 0 <= share <= 1 else -1
-            else:
-                index = int(position)
-        except ValueError:
+            index = at_percent(str(position), size) if share else int(position)
+        except (ValueError, ZeroDivisionError):
             index = -1
         if not 0 <= index < size:
             allowed = (
                 f'an index from 0 to {size - 1} (task.{size_field}={size}) or a share from "0%" to "100%"'
             )
             refuse(field, position, allowed, "put the gold item inside the list")
+        repeated |= index in found and not (share and index in shares)
+        shares |= {index} if share else set()
         found.append(index)
-    if len(set(found)) != len(found):
+    if repeated:
         places = f"different gold positions (task.{size_field}={size} puts these at {found})"
         refuse(field, list(positions), places, f"set task.{field}=[...] or raise task.{size_field}")
-    return found
+    return list(dict.fromkeys(found))
 
 
 def placed(examples: Sequence[Example], most: int | None = None) -> list[Example]:

@@ -136,6 +136,8 @@ class KVRetrieval(Placed):
     def _from_file(self) -> Iterator[Example]:
         path = self.place()
         lines = list(rows("path", path, count=QUESTIONS if self.path == "official" else 0))
+        for _, row in lines[:1]:
+            _records(row)  # wrong fields are told before a wrong number
         self.need(len(lines), path)
         for number, (_, row) in enumerate(lines[: self.examples_per_position]):
             records, gold = _records(row)

@@ -20,8 +20,10 @@ FILES: dict[str, dict[str, Any]] = data_of(__file__)["files"]
 REPOSITORY = "https://raw.githubusercontent.com/OpenLMLab/LEval/main/LEval-data/Closed-ended-tasks"
 
 LETTERS = "ABCD"
-_STORY = re.compile(r"based on the world described in the document\.?")
+_STORY = "based on the world described in the document."
 _WORLD = "based on the real-world knowledge and facts up until your last training"
+_BRIEFLY = "Please directly answer without any additional output or explanation. "
+_CUE = "\nAnswer:"
 _TRUTHS = re.compile(r"\s*(true|false)\s*\[fact:\s*(true|false)\s*\]\s*")
 
 
@@ -30,20 +32,20 @@ def letters(reply: str, *, several: bool) -> str:
 
     Its rules, quirks included: with one right option the first capital A to D anywhere, so that ``Based on``
     gives B; ``A`` where there is none. With several (Coursera) the letters that the reply begins with, or,
-    unless there are two, the capitals before white space, full stop or bracket, up to the word ``Question``.
+    unless there are two, the capitals before white space, full stop or bracket, or else the first capitals A
+    to D, both up to the word ``Question``. White space at the beginning counts: `` AB.`` gives B.
     """
-    reply = reply.strip()
-    if not reply:
+    if not reply.strip():
         return "None"
     if reply in LETTERS:
         return reply
-    run = re.search("[A-D]+", reply)
     if not several:
-        return run.group()[0] if run else "A"
+        return next((c for c in reply if c in LETTERS), "A")
     first = "".join(re.findall(r"\A[A-D]+", reply))
     if len(first) > 1:
         return "".join(sorted(set(first)))
-    marked = re.findall(r"[A-D](?=[\s.)])", reply.partition("Question")[0])
+    asked = reply.partition("Question")[0]
+    marked, run = re.findall(r"[A-D](?=[\s.)])", asked), re.search("[A-D]+", asked)
     return "".join(sorted({*first, *marked})) or (run.group() if run else "A")
 
 
@@ -53,14 +55,14 @@ def gold_letters(text: str) -> str:
 
 
 def letter_score(predicted: str, gold: str) -> float:
-    """1 for the same letters, 0.25 for some of the gold ones and no other, else 0."""
-    return 1.0 if predicted == gold else 0.25 if set(predicted) < set(gold) else 0.0
+    """1 for the gold letters in their order, 0.25 for gold ones and no other otherwise, else 0."""
+    return 1.0 if predicted == gold else 0.25 if set(predicted) <= set(gold) else 0.0
 
 
 def truth(reply: str) -> str:
-    """``true`` or ``false``, whichever comes first; empty without either."""
-    found = re.search("true|false", reply.lower())
-    return found.group() if found else ""
+    """``true`` or ``false``, whichever the first word with one holds (``true`` with both); else empty."""
+    held = ([truth for truth in ("true", "false") if truth in word] for word in reply.lower().split())
+    return next((truths[0] for truths in held if truths), "")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,11 +70,13 @@ class LEvalClosed(EvaluationOnly):
     """The four closed-ended sets of L-Eval that LPES reports.
 
     SFiction asks every question twice: by the story, with the document (subset ``sci_fi_loyalty``), and by
-    the real world, without it (``sci_fi_fact``); L-Eval's number is the mean of both (``sci_fi``). A model
-    without chat template reads the system message in front of the prompt. ``path`` is a folder or ``.zip``
+    the real world, with neither document nor system message nor chat template (``sci_fi_fact``), as the
+    benchmark's program for Llama-2 does; L-Eval's number is the mean of both (``sci_fi``). A model without
+    chat template reads the system message in front of the prompt. ``path`` is a folder or ``.zip``
     with the benchmark's files (``coursera.jsonl``, ...); None downloads them.
     """
 
+    version: ClassVar[str] = "2"
     metric: ClassVar[str] = "score"
     source: ClassVar[str] = "An et al. 2023, github.com/OpenLMLab/LEval, LEval-data/Closed-ended-tasks/"
     licence: ClassVar[str] = "GPL-3.0"
@@ -104,10 +108,14 @@ class LEvalClosed(EvaluationOnly):
 
     def score(self, example: Example, text: str) -> dict[str, float]:
         """1 for the gold letters or truth, 0.25 for a part of the letters (Coursera), else 0."""
-        gold = example.answers[0]
+        gold, read = example.answers[0], self.extracted(example, text)
+        return {"score": float(read == gold) if gold in ("true", "false") else letter_score(read, gold)}
+
+    def extracted(self, example: Example, text: str) -> str:
+        """The letters, or true or false."""
         if example.subset.startswith("sci_fi"):
-            return {"score": float(truth(text) == gold)}
-        return {"score": letter_score(letters(text, several=example.subset == "coursera"), gold)}
+            return truth(text)
+        return letters(text, several=example.subset == "coursera")
 
     def _subset(self, subset: Benchmark) -> Iterator[Example]:
         if self.path:
@@ -129,8 +137,15 @@ class LEvalClosed(EvaluationOnly):
                     yield _example(name, subset, question, gold_letters(gold), document)
                 elif both := _TRUTHS.fullmatch(gold.lower()):
                     yield _example(f"{name}-loyalty", "sci_fi_loyalty", question, both[1], document, name)
-                    question = _STORY.sub(_WORLD, question)
-                    yield _example(f"{name}-fact", "sci_fi_fact", question, both[2], "", name)
+                    yield Example(
+                        id=f"{name}-fact",
+                        prompt=question.replace(_STORY, _WORLD) + _BRIEFLY,
+                        answers=(both[2],),
+                        cluster=name,
+                        subset="sci_fi_fact",
+                        chat=False,
+                        prefill=_CUE,
+                    )
                 else:
                     row.refuse(f'"outputs" like "True [fact: False]" ({gold[:20]} is not)')
 
@@ -143,15 +158,14 @@ def _official(name: Benchmark) -> Source:
 
 def _example(name: str, subset: str, question: str, gold: str, document: str, cluster: str = "") -> Example:
     before = "Document is as follows. "
-    head = f"{before}{document} \n" if document else ""
     asked = "Please directly give the answer without any additional output or explanation"
     return Example(
         id=name,
-        prompt=f"{head}Question: {question}.  {asked}",
+        prompt=f"{before}{document} \nQuestion: {question}.  {asked}",
         answers=(gold,),
         cluster=cluster,
         subset=subset,
         system=FILES["sci_fi" if subset.startswith("sci_fi") else subset]["system"],
-        prefill="\nAnswer:",
-        document=(len(before), len(before) + len(document)) if document else None,
+        prefill=_CUE,
+        document=(len(before), len(before) + len(document)),
     )

@@ -13,7 +13,7 @@ from posbench.schema import Count, Several
 from posbench.tasks.base import Example, Split
 from posbench.tasks.items import Placed, Spans, joined
 from posbench.tasks.reading import Line, Row, refuse, rows
-from posbench.tasks.scorers import best_subspan_em
+from posbench.tasks.scorers import best_subspan_em, first_line
 
 COMMIT = "04cbd0df78d3260600fd04e524a29bd1404ef86b"
 REPOSITORY = f"https://raw.githubusercontent.com/nelson-liu/lost-in-the-middle/{COMMIT}"
@@ -132,12 +132,18 @@ class NQMultiDoc(Placed):
         """1 if a gold answer, normalised, occurs in the first line of the reply (:func:`best_subspan_em`)."""
         return {"accuracy": best_subspan_em(text, example.answers, strip_first=self.reading == "yu")}
 
+    def extracted(self, example: Example, text: str) -> str:
+        """The first line."""
+        return first_line(text, strip_first=self.reading == "yu")
+
     def _places(self, positions: list[int]) -> list[int] | list[None]:
         return [None] if self.prompt in ("closed_book", "oracle") else positions
 
     def _lines(self) -> tuple[Path, list[Row]]:
         file = self.place()
         lines = list(rows("path", file, count=0 if self.path else QUESTIONS))
+        for _, row in lines[:1]:
+            self._question(row)  # wrong fields are told before a wrong number
         self.need(len(lines), file)
         return file, lines
 

@@ -129,13 +129,19 @@ def _rows(
                     row = json.loads(text, parse_constant=_no_constant)
                     if not isinstance(row, dict):
                         raise ValueError("not an object")
+                    if "\\ud" in text.lower():
+                        json.dumps(
+                            row, ensure_ascii=False
+                        ).encode()  # half of a pair of surrogates is no text
                     yield line, row
     except (OSError, EOFError, zipfile.BadZipFile, zlib.error, KeyError) as error:
         allowed = "a readable .jsonl, .jsonl.gz, .csv, .parquet or .zip file"
         reason = getattr(error, "strerror", None) or error
         refuse(field, shown, allowed, f"check the path, or the file after line {line} ({reason})")
-    except UnicodeDecodeError as error:
-        Line({}, field, shown, line + 1).refuse(f"UTF-8 text ({error.reason})")
+    except UnicodeError as error:
+        Line({}, field, shown, line + isinstance(error, UnicodeDecodeError)).refuse(
+            f"UTF-8 text ({getattr(error, 'reason', error)})"
+        )
     except (ValueError, csv.Error) as error:
         what = "CSV row with the header's columns" if kind == ".csv" else "JSON object in UTF-8 per line"
         Line({}, field, shown, max(line, 1)).refuse(f"one {what} ({error})")
@@ -147,7 +153,7 @@ def _no_constant(name: str) -> None:
 
 def _open(file: Path, member: str) -> Any:
     if member:
-        return io.TextIOWrapper(zipfile.ZipFile(file).open(member), encoding="utf-8", newline="")
+        return io.TextIOWrapper(zipfile.ZipFile(file).open(member), encoding="utf-8-sig", newline="")
     if file.suffix == ".gz":
-        return gzip.open(file, "rt", encoding="utf-8")
-    return open(file, encoding="utf-8", newline="")
+        return gzip.open(file, "rt", encoding="utf-8-sig")
+    return open(file, encoding="utf-8-sig", newline="")

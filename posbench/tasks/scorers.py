@@ -31,8 +31,13 @@ def best_subspan_em(reply: str, answers: Sequence[str], *, strip_first: bool = T
     ``strip_first``: white space goes before the reply is cut at its first line break, as in the script of Yu
     et al. (arXiv:2406.02536), not after, as in that of Liu et al.: there a leading line break scores 0.
     """
-    line = normalize_answer((reply.strip() if strip_first else reply).split("\n", 1)[0])
+    line = normalize_answer(first_line(reply, strip_first=strip_first))
     return float(any(normalize_answer(answer) in line for answer in answers))
+
+
+def first_line(reply: str, *, strip_first: bool) -> str:
+    """The first line of a reply, or of the reply without white space around it."""
+    return (reply.strip() if strip_first else reply).split("\n", 1)[0]
 
 
 def qa_f1(reply: str, gold: str) -> float:

@@ -87,7 +87,7 @@ def test_the_default_run_on_the_embedded_model(posbench: Callable[..., Result], 
         "search.strings=40",
         "runtime.intervene_examples=2",
     ]
-    result = posbench(*few, "runtime.resamples=50")
+    result = posbench(*few, "runtime.resamples=100")
     assert result.status == 0, result.err
     (folder,) = run_folders(outputs)
     assert folder.parent == outputs / "kv_retrieval/v001" and folder.name.startswith("tiny__scale_channel__")

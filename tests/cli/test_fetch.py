@@ -219,9 +219,10 @@ def test_a_snapshot_without_a_shard_is_not_complete(hub: Hub) -> None:
 def test_an_unreachable_hub(posbench: Callable[..., Result], hub: Hub) -> None:
     hub.error = http.ConnectError("no route to host")
     for verb in (FETCH, (*FETCH, "--dry-run")):
-        _expect_refusal(
-            posbench(*verb, verb=True), "model.path", f"'{REPO}'", "reachable hub id", "no route to host"
-        )
+        result = posbench(*verb, verb=True)
+        _expect_refusal(result, "model.path", f"'{REPO}'", "reachable hub id", "no route to host")
+        # What was not listed has no size.
+        assert "missing" in result.out and "bytes" not in result.out and "files" not in result.out
     hub.error = None
     assert posbench(*FETCH, verb=True).status == 0
     hub.error = http.ConnectError("no route to host")

@@ -81,7 +81,7 @@ def test_it_runs_from_an_empty_directory(installed: Path, tmp_path: Path) -> Non
         "search.strings=30",
         "runtime.intervene_examples=1",
     ]
-    done = _posbench(installed, tmp_path / "empty", *few, "runtime.resamples=50")
+    done = _posbench(installed, tmp_path / "empty", *few, "runtime.resamples=100")
     assert done.returncode == 0, done.stderr
     (folder,) = (tmp_path / "empty/outputs/kv_retrieval/v001").glob("tiny__*")
     assert (folder / "DONE").is_file() and (folder / "report.html").is_file()

@@ -37,7 +37,7 @@ GENETIC = [
     'task.positions=["0%","50%"]',
     "task.examples_per_position=4",
     "runtime.device=cpu",
-    "runtime.resamples=50",
+    "runtime.resamples=100",
 ]
 GRADIENT = [
     "model=tiny",
@@ -152,7 +152,7 @@ def test_a_search_is_shared_between_runs_that_differ_in_the_stages(
 ) -> None:
     assert posbench(*GENETIC, "stages=[search]").status == 0
     monkeypatch.setattr(GeneticSearch, "search", lambda self, run: pytest.fail("searched again"))
-    result = posbench(*GENETIC, "stages=[search,evaluate]", "runtime.resamples=51")
+    result = posbench(*GENETIC, "stages=[search,evaluate]", "runtime.resamples=101")
     assert result.status == 0, result.err
 
 

@@ -78,7 +78,10 @@ def test_sweep_over_models_collects_the_verdicts(posbench: Callable[..., Result]
     [
         (["study=rollot"], "did you mean rollout?"),
         (["study=rollout", "study.prompt=3"], "did you mean study.prompts?"),
-        (["study=rollout", "study.prompts=1"], "study.prompts = 1: allowed: a whole number from 2 up"),
+        (
+            ["study=rollout", "study.prompts=1"],
+            "study.prompts = 1: allowed: a whole number from 2 to 1000000",
+        ),
         (["study=rollout", "study.prompts=many"], "study.prompts = 'many': allowed: a whole number"),
         (["study=doubling", "task=mmlu"], "task = 'mmlu': allowed: a task with a gold item"),
         (["study=crop_mask", "task=mmlu"], "task = 'mmlu': allowed: a task with a gold item"),

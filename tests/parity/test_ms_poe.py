@@ -50,8 +50,11 @@ def plainly(model, ids, pads, variant, first=2):
         if layer.number >= first:
             ratios = plain_ratios(layer, variant, PROMPT - longest)
             found[layer.number, longest] = ratios
-        heads = zip(ratios, layer.query, layer.key, layer.value, strict=True)
-        return torch.stack([layer.weights(layer.turn(q, r), layer.turn(k, r)) @ v for r, q, k, v in heads])
+        # The released program rotates a group's key once, with the ratio of the group's first query head.
+        group = len(ratios) // model.config.num_key_value_heads if variant == "official" else 1
+        keyed = [ratios[head - head % group] for head in range(len(ratios))]
+        heads = zip(ratios, keyed, layer.query, layer.key, layer.value, strict=True)
+        return torch.stack([layer.weights(layer.turn(q, r), layer.turn(k, s)) @ v for r, s, q, k, v in heads])
 
     with attending_plainly(model, pads, attend), torch.no_grad():
         return model(ids, use_cache=False).logits, found

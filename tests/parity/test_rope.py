@@ -2,21 +2,24 @@
 scaling."""
 
 import copy
+import math
 from contextlib import ExitStack
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import DynamicCache
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 import posbench
 from posbench.errors import UserError
 from posbench.methods import ScaleChannel
 from posbench.methods.attention_buckets import AttentionBuckets
 from posbench.methods.layer_scaling import LayerScaling
+from posbench.methods.ms_poe import MsPoE
 from posbench.methods.position_interpolation import PositionInterpolation
 from posbench.model.hooks import replaced
-from tests.models import LAYERS, VOCABULARY, attentions, build
+from posbench.search.gradient import answer_loss
+from tests.models import LAYERS, LONGROPE, SHAPE, VOCABULARY, WIDTH, attentions, build
 
 PROMPT, STEPS, TIGHT = 33, 6, 1e-4
 SCALES = (1.0, 1.3, 1.7, 2.4)
@@ -83,29 +86,29 @@ def frequencies(module) -> Tensor:
 
 
 @torch.no_grad()
-def rotated_by_hand(model, ids, mask, scales) -> Tensor:
+def rotated_by_hand(model, ids, mask, scales, own=None, gain=1.0) -> Tensor:
     """Logits [B, T, V] of one forward without cache in which each layer rotates at position / scale.
 
     Each attention is called with cos and sin that are computed here, position by position, and knows nothing
-    of posbench.
+    of posbench. ``own`` are angles per position, [r / 2], of a rescaled rotation, and ``gain`` its factor.
     """
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
-    own = model.base_model.rotary_emb
+    rotary = model.base_model.rotary_emb
+    if own is None and "llama3" in str(getattr(rotary, "rope_type", "")):
+        own = rotary.inv_freq
 
     def wrap(module, scale):
         forward = module.forward
 
         def call(*args, **kwargs):
             if kwargs.get("position_embeddings") is not None:
-                plain = (
-                    own.inv_freq if "llama3" in str(getattr(own, "rope_type", "")) else frequencies(module)
-                )
+                plain = frequencies(module) if own is None else own
                 angles = torch.stack([torch.outer(row.float() / scale, plain) for row in positions])
                 if "cohere2" in module.config.model_type:
                     angles = angles.repeat_interleave(2, dim=-1)
                 else:
                     angles = torch.cat([angles, angles], dim=-1)
-                kwargs["position_embeddings"] = (angles.cos(), angles.sin())
+                kwargs["position_embeddings"] = (gain * angles.cos(), gain * angles.sin())
             return forward(*args, **kwargs)
 
         return replaced(module, "forward", call)
@@ -114,6 +117,46 @@ def rotated_by_hand(model, ids, mask, scales) -> Tensor:
         for module, scale in zip(attentions(model), scales, strict=True):
             stack.enter_context(wrap(module, scale))
         return model(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False).logits
+
+
+def by_length(kind: str) -> tuple[PreTrainedModel, Tensor, float]:
+    """A model trained on 16 positions whose frequencies depend on the length; those for a prompt of PROMPT
+    tokens, [r / 2], by the published formulas; and the factor of cos and sin."""
+    if kind == "longrope":
+        model = build("phi3-longrope")
+        width = 2 * len(LONGROPE["long_factor"])
+        exact = torch.arange(0, width, 2, dtype=torch.float64) / width
+        own = 1 / (torch.tensor(LONGROPE["long_factor"]) * 1e4**exact)
+        return model, own.float(), math.sqrt(1 + math.log(4096 / 16) / math.log(16))
+    rope = dict(rope_type="dynamic", rope_theta=1e4, factor=2.0)
+    shape = SHAPE | dict(max_position_embeddings=16, num_key_value_heads=4, rope_parameters=rope)
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**shape, initializer_range=0.2)).eval()
+    width = WIDTH // 4
+    base = 1e4 * (2.0 * PROMPT / 16 - 1) ** (width / (width - 2))
+    return model, (base ** (-torch.arange(0, width, 2, dtype=torch.float64) / width)).float(), 1.0
+
+
+@pytest.mark.parametrize("kind", ["longrope", "dynamic"])
+@torch.no_grad()
+def test_the_length_of_the_prompt_chooses_the_frequencies_not_the_scaled_positions(kind):
+    model, own, gain = by_length(kind)
+    lm, (ids, mask) = posbench.load(model), prompts(padded=False)
+    for scales in ((2.5,) * LAYERS, (1.0, 1.3, 2.5, 4.0)):
+        expected = rotated_by_hand(model, ids, mask, scales, own, gain)
+        with LayerScaling(scales=scales).applied(lm):
+            torch.testing.assert_close(lm.logits(ids, mask), expected, atol=TIGHT, rtol=0)
+    same = rotated_by_hand(model, ids, mask, (2.5,) * LAYERS, own, gain)
+    for method in (PositionInterpolation(scale=2.5), MsPoE(ratios=(2.5, 2.5), first_layer=0)):
+        with method.applied(lm):
+            torch.testing.assert_close(lm.logits(ids, mask), same, atol=TIGHT, rtol=0)
+    stock = rotated_by_hand(model, ids, mask, (1.0,) * LAYERS, own, gain)
+    torch.testing.assert_close(lm.logits(ids, mask), stock, atol=TIGHT, rtol=0)
+    scale, pairs = torch.full((LAYERS,), 2.5), [(ids[0, :30].tolist(), ids[0, 30:].tolist())]
+    with PositionInterpolation(scale=2.5).applied(lm):
+        inputs, targets = lm.pad_with_answers(pairs)
+        logits = model(**inputs, use_cache=False, logits_to_keep=targets.shape[1]).logits
+    torch.testing.assert_close(answer_loss(lm, scale, pairs), lm.answer_nats(logits, targets).mean())
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -9,8 +9,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import binomtest, norm
+from scipy.stats import t as student
 
-from posbench.stats.bootstrap import difference, mean, normal, resampled, statistic, wilson
+from posbench.stats.bootstrap import (
+    Estimate,
+    combined,
+    difference,
+    mean,
+    normal,
+    paired,
+    resampled,
+    statistic,
+    tail,
+    wilson,
+)
 
 VALUES = {"a": [1.0, 2.0], "b": [4.0], "c": [0.0, 0.5, 7.0], "d": [3.0, -2.0]}
 """Scores of four questions, asked once to three times."""
@@ -44,7 +56,9 @@ def test_draws_are_those_of_whole_clusters() -> None:
 
 
 def test_intervals_are_quantiles_of_every_draw() -> None:
-    low, high = np.quantile(every_draw(VALUES), [0.025, 0.975])
+    # Of four clusters they reach further out than 2.5 %.
+    beyond = norm.cdf(-student.ppf(0.975, 3) * np.sqrt(4 / 3))
+    low, high = np.quantile(every_draw(VALUES), [beyond, 1 - beyond])
     found = [
         difference(*flat(VALUES), resamples=40000),
         statistic({"x": flat(VALUES)}, lambda means: means["x"], resamples=40000),
@@ -67,7 +81,8 @@ def test_a_statistic_of_two_groups_keeps_questions_paired() -> None:
     ]
     groups = {"x": ([v + 3 for v in values], names), "y": ([v * v + 1 for v in values], names)}
     found = statistic(groups, lambda means: means["x"] / means["y"], resamples=40000)
-    assert found[1:3] == pytest.approx(tuple(np.quantile(exact, [0.025, 0.975])), abs=0.03)
+    assert found[1:3] == pytest.approx(tuple(np.quantile(exact, [tail(4), 1 - tail(4)])), abs=0.03)
+    assert np.isnan(statistic({"x": ([1.0, 2.0], ["q", "q"])}, lambda m: m["x"], resamples=100)[1:3]).all()
 
 
 def test_a_stratified_draw_keeps_the_size_of_every_group() -> None:
@@ -90,7 +105,7 @@ def test_right_or_wrong_scores_get_wilsons_interval_and_others_none() -> None:
 
 def test_a_normal_interval_is_scipys() -> None:
     values = np.random.default_rng(0).normal(size=50)
-    low, high = norm.interval(0.95, values.mean(), values.std(ddof=1) / np.sqrt(50))
+    low, high = student.interval(0.95, 49, values.mean(), values.std(ddof=1) / np.sqrt(50))
     assert normal(values) == pytest.approx((values.mean(), low, high, 50))
 
 
@@ -100,6 +115,44 @@ def test_the_mirrored_difference_has_the_mirrored_interval() -> None:
     assert difference(-values, names, resamples=4000, seed=3)[1:3] == pytest.approx((-high, -low))
     assert low < value < high
     assert difference([0.25] * 20, names[:20], resamples=100) == (0.25, 0.25, 0.25, 20)
+
+
+def test_pairs_of_right_or_wrong_scores_get_bonett_and_prices_interval() -> None:
+    after, before = np.array([1.0] * 9 + [0.0] * 31), np.array([0.0] * 6 + [1.0] * 6 + [0.0] * 28)
+    names = [str(i) for i in range(40)]
+    better, worse = (6 + 0.5) / 41, (3 + 0.5) / 41
+    half = student.ppf(0.975, 39) * np.sqrt((better + worse - (better - worse) ** 2) / 41)
+    at = paired(after, before, names)
+    assert at == pytest.approx((3 / 40, better - worse - half, better - worse + half, 40))
+    # Each question nine times is worth as much, nothing changed is not certain, and other scores are drawn.
+    repeated = paired(after.repeat(9), before.repeat(9), np.repeat(names, 9).tolist())
+    assert repeated[:3] == pytest.approx(at[:3], abs=0.003)
+    same = paired(before, before, names)
+    assert same.value == 0 and -same.ci_low == same.ci_high == pytest.approx(2 / 41, abs=0.002)
+    assert paired(after / 2, before, names) == difference(after / 2 - before, names)
+
+
+def test_a_share_over_questions_is_worth_n_over_its_design_effect() -> None:
+    rng, names = np.random.default_rng(8), np.repeat([str(i) for i in range(50)], 9).tolist()
+    question = rng.choice([0.0, 1.0], size=50)
+    assert mean(question.repeat(9), names)[1:3] == pytest.approx(wilson(question.sum(), 50), abs=0.012)
+    alone = mean(rng.choice([0.0, 1.0], size=450), names)
+    assert alone.ci_high - alone.ci_low == pytest.approx(np.diff(wilson(225, 450))[0], rel=0.15)
+    assert mean([0.0] * 450, names)[1:3] == wilson(0, 50), "nothing says how unlike the prompts are"
+
+
+def test_a_sum_of_estimates_is_newcombes_interval_for_two_shares() -> None:
+    """Newcombe 1998, table II, method 10."""
+    for (a, m), (b, n), ends in [
+        ((56, 70), (48, 80), (0.0524, 0.3339)),
+        ((9, 10), (3, 10), (0.1705, 0.8090)),
+        ((10, 10), (0, 10), (0.6075, 1.0)),
+    ]:
+        parts = [Estimate(count / size, *wilson(count, size), size) for count, size in ((a, m), (b, n))]
+        assert combined(parts, (1, -1), m + n)[1:3] == pytest.approx(ends, abs=1e-4)
+    parts = [Estimate(1.0, 0.0, 3.0, 5), Estimate(2.0, 1.0, 3.0, 5)]
+    assert combined(parts, (0.5, 0.5), 10) == pytest.approx((1.5, 1.5 - 0.5**0.5, 1.5 + 1.25**0.5, 10))
+    assert combined([parts[1]] * 2, (1, -1), 5, r=1.0) == pytest.approx((0, 0, 0, 5)), "the same twice"
 
 
 def test_independent_prompts_give_the_normal_interval() -> None:

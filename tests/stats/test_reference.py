@@ -9,6 +9,10 @@ from posbench import paths
 from posbench.errors import UserError
 from posbench.schema import build
 from posbench.stats.reference import Reference, table
+from posbench.tasks import KVRetrieval
+from tests.conftest import config_of
+
+SIX = ("0%", "20%", "40%", "60%", "80%", "100%")
 
 
 def _of(experiment: str) -> Reference:
@@ -56,6 +60,58 @@ def test_a_table_at_every_tenth_of_the_prompt():
     # Typed off Table 16 of LPES.
     assert cells["vicuna_13b", "layer_scaling", "20%"] == pytest.approx(0.694)
     assert cells["vicuna_13b", "none", "all"] == pytest.approx(0.651)
+
+
+@pytest.mark.parametrize(
+    ("experiment", "model", "fields"),
+    [
+        ("lpes_table1_kv", "vicuna_7b", {"pairs": 50}),
+        ("lpes_table1_kv", "qwen2_5_7b", {"pairs": 150}),
+        ("lpes_table1_mdqa", "qwen2_5_7b", {"documents": 20}),
+        ("lpes_table11", "vicuna_7b", {"documents": 10}),
+    ],
+)
+def test_each_model_of_lpes_runs_in_its_own_setting(experiment, model, fields):
+    """Section 4.1 of LPES: 10 documents or 50 pairs with a window of 4k, 20 or 150 for Qwen2.5-7B."""
+    args = [f"experiment={experiment}", f"model={model}", "stages=[evaluate,report]", "method=none"]
+    args += ["task=nq_multidoc"] * (experiment == "lpes_table11")
+    config = config_of(*args)
+    rows, note = config.reference()
+    assert {key: getattr(config.task, key) for key in fields} == fields
+    shares = range(0, 101, 20 if "pairs" in fields else 25)
+    places = [share * (config.task.items - 1) // 100 for share in shares]
+    assert config.task.gold_positions == places and note == ""
+    told = {row["gold_position"] for row in rows}
+    assert told == {*map(str, places)} | ({"all"} if "table1_" in experiment else set())
+
+
+def test_a_typed_setting_wins_and_has_no_number_of_the_paper():
+    config = config_of("experiment=lpes_table1_kv", "model=qwen2_5_7b", "method=none", "task.pairs=50")
+    told = "This run has pairs=50 (paper 150): the paper's numbers do not apply to it."
+    assert config.task.items == 50 and config.reference() == ([], told)
+
+
+def test_a_cell_stands_beside_its_own_model_setting_and_positions():
+    reference, task = _of("lpes_table1_kv"), KVRetrieval(pairs=150, positions=SIX)
+    cells = {
+        (r["model"], r["method"], r["gold_position"]): r["value"]
+        for r in reference.beside(task, "qwen2_5_7b")[0]
+    }
+    # Typed off Table 1 of LPES. 60 % of 150 pairs is index floor(0.6 * 149) = 89.
+    assert cells["qwen2_5_7b", "layer_scaling", "89"] == pytest.approx(0.94)
+    assert cells["qwen2_5_7b", "none", "all"] == pytest.approx(0.95)
+    assert {model for model, _, _ in cells} == {"qwen2_5_7b"} and len(cells) == 3 * 7
+    rows, _ = reference.beside(KVRetrieval(pairs=50, positions=SIX), "vicuna_7b")
+    assert {row["model"] for row in rows} == {"vicuna_7b", "stablebeluga_7b"}
+    # Five positions are not the six that the paper's average is over.
+    rows, note = reference.beside(KVRetrieval(pairs=50), "vicuna_7b")
+    assert "all" not in {row["gold_position"] for row in rows} and "averages" in note
+    assert {"0", "49", "20%"} < {row["gold_position"] for row in rows}
+    compact = KVRetrieval(pairs=32, prompt="compact", records="words")
+    told = "This run has prompt=compact (paper official), pairs=32 (paper 50 or 150): the paper's numbers do"
+    assert reference.beside(compact, "tiny") == ([], f"{told} not apply to it.")
+    told = "This run has task=kv_retrieval (paper nq_multidoc): the paper's numbers do not apply to it."
+    assert _of("lpes_table11").beside(compact, "tiny") == ([], told)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 
-from posbench.stats.bootstrap import wilson
+from posbench.stats.bootstrap import mean, paired, tail, wilson
 from posbench.stats.position_bias import STATISTICS
 from posbench.stats.scores import COLUMNS, SUBSET_COLUMNS, Tabulator
 from posbench.tasks import KVRetrieval, Task
@@ -50,12 +50,13 @@ def test_tidy_by_hand() -> None:
     assert (one.ci_low, one.ci_high) == pytest.approx(wilson(1, 4)) and one.n == 4 and one.seed == 7
     # The rest sums up the curves.
     assert {metric.removesuffix("_difference") for _, _, metric in rows} == set(STATISTICS)
-    plain, scaled = ({key[2]: r.value for key, r in rows.items() if key[0] == m} for m in ("none", "scaled"))
-    assert (plain["gap"], scaled["gap"]) == (0.75, 0)
-    for name, was, now in (("middle_drop", 0.625, 0), ("primacy", 0.75, 0), ("recency", 0.5, 0)):
-        assert (plain[name], scaled[name], scaled[f"{name}_difference"]) == (was, now, now - was)
-    spread = np.std([1, 0.25, 0.75], ddof=1)
-    assert scaled["position_bias"] == 0 < plain["position_bias"] < spread, "flat at 0.75: noise explains it"
+    plain, scaled = ({key[2]: r for key, r in rows.items() if key[0] == m} for m in ("none", "scaled"))
+    for name, was in {"gap": 0.75, "middle_drop": 0.625, "primacy": 0.75, "recency": 0.5}.items():
+        assert plain[name].value == was and plain[name].note == ""
+    assert 0 < plain["position_bias"].value < np.std([1, 0.25, 0.75], ddof=1)
+    # 3 of 4 everywhere may be always: nothing is said of the bias, nor of its difference.
+    assert {r.note for r in scaled.values()} == {"ceiling"} and len(scaled) == 10
+    assert all(np.isnan([r.value, r.ci_low, r.ci_high]).all() and r.n == 12 for r in scaled.values())
 
 
 def _curve(
@@ -115,9 +116,13 @@ def test_bias_is_the_variance_that_brute_force_resampling_leaves() -> None:
     noise = np.mean(np.var(draws, axis=1, ddof=1)) - variance
     found = _all(_table(rows, resamples=3000, seed=0))
     assert found["position_bias"].value == pytest.approx(np.sqrt(variance - noise), abs=0.003)
-    low, high = np.sqrt(np.maximum(np.quantile(np.var(draws, axis=1, ddof=1), [0.025, 0.975]) - 2 * noise, 0))
-    ends = found["position_bias"].ci_low, found["position_bias"].ci_high
-    assert ends == pytest.approx((low, high), abs=0.015)
+    # The ends are the spreads of such a curve that would vary so much, or so little, in 2 % of all samples.
+    errors, shape = np.array(draws) - scores.mean(1), scores.mean(1) - scores.mean()
+    spreads, at = np.linspace(0, 0.4, 401), found["position_bias"]
+    seen = np.array([np.var(s * shape / np.sqrt(variance) + errors, axis=1, ddof=1) for s in spreads])
+    above, beyond = (seen >= variance).mean(1), tail(30)
+    assert at.ci_low == pytest.approx(spreads[above >= beyond][0], abs=0.012)
+    assert at.ci_high == pytest.approx(spreads[above <= 1 - beyond][-1], abs=0.012)
     gaps = [np.ptp(rng.permutation(scores.ravel()).reshape(4, 30).mean(1)) for _ in range(3000)]
     assert found["gap_null"].value == pytest.approx(np.mean(gaps), abs=0.006)
 
@@ -131,6 +136,34 @@ def test_questions_asked_at_every_position_are_drawn_and_shuffled_whole() -> Non
     assert _all(_table(_curve([0.6] * 4, 40, 5)))["gap_null"].value > 0.05
 
 
+def test_the_average_of_questions_asked_at_every_position_is_worth_the_questions() -> None:
+    """Fidelity, 1: 40 questions at 9 positions are no 360 prompts."""
+    whole = _table(_curve([0.6] * 9, 40, 5, together=True))
+    at = whole[(whole.metric == "accuracy") & (whole.gold_position == "all")].iloc[0]
+    alone = wilson(40 * at.value, 40)
+    assert at.n == 360 and at.ci_low < alone[0] and at.ci_high > alone[1]
+    one = whole[(whole.metric == "accuracy") & (whole.gold_position == "0")].iloc[0]
+    assert (one.ci_low, one.ci_high) == pytest.approx(alone), "each question once"
+
+
+@pytest.mark.parametrize(
+    ("share", "n", "items", "note"),
+    [(0.0, 60, 100, "floor"), (1.0, 60, 100, "ceiling"), (0.25, 40, 4, "floor"), (0.25, 40, 100, "")],
+)
+def test_no_bias_is_said_where_almost_nothing_or_everything_is_answered(
+    share: float, n: int, items: int, note: str
+) -> None:
+    """Newcomer, 3: a model that answers nothing has no position bias of 0.0 [0.0, 0.0]."""
+    right = [float(i < share * n) for i in range(n)]
+    table = _table(_rows("none", {0: right, 1: right, 2: right}), items=items)
+    rows = table[table.metric.isin(STATISTICS)]
+    assert set(rows.note) == {note} and len(rows) == 6
+    assert rows[["value", "ci_low", "ci_high"]].isna().all().all() == bool(note)
+    # A strong position is enough to see a bias.
+    strong = _table(_rows("none", {0: [1.0] * n, 1: right, 2: [0.0] * n}), items=items)
+    assert set(strong[strong.metric.isin(STATISTICS)].note) == {""}
+
+
 def test_two_positions_make_no_curve() -> None:
     assert not set(_table(_curve([0.9, 0.5], 20, 0)).metric) & set(STATISTICS)
 
@@ -140,7 +173,7 @@ def test_the_difference_pairs_prompts_by_id_not_by_order() -> None:
     after = _rows("scaled", {0: [1, 0, 1, 0]})[::-1]
     table = _table(before + after)
     row = table[(table.metric == "accuracy_difference") & (table.gold_position == "0")].iloc[0]
-    assert (row.value, row.ci_low, row.ci_high) == (0.0, 0.0, 0.0)
+    assert (row.value, row.ci_low, row.ci_high) == paired([0, 1, 0, 1], [0, 1, 0, 1], list("abcd"))[:3]
 
 
 def test_a_task_without_positions() -> None:
@@ -178,19 +211,19 @@ def test_subsets_and_averages_by_hand() -> None:
     assert tuple(table.columns) == SUBSET_COLUMNS
     found = {(r.method, r.subset, r.metric): r for r in table.itertuples()}
 
-    def mean(method: str, subset: str, metric: str = "accuracy") -> float:
+    def share(method: str, subset: str, metric: str = "accuracy") -> float:
         here = [r for r in rows if r["method"] == method and r["subset"] == subset]
         return float(np.mean([r["scores"][metric] for r in here]))
 
     for method in ("none", "scaled"):
-        a, b = mean(method, "a"), mean(method, "b")
-        c = np.sqrt(mean(method, "c") * mean(method, "c", "other"))
+        a, b = share(method, "a"), share(method, "b")
+        c = np.sqrt(share(method, "c") * share(method, "c", "other"))
         wanted = {"a": a, "b": b, "c": c, "pair": (a + b) / 2, "all": (a + b + c) / 3}
         for name, value in (wanted | {"both": (wanted["pair"] + c) / 2}).items():
             row = found[method, name, "accuracy"]
             assert row.value == pytest.approx(value) and row.ci_low < value < row.ci_high
             assert row.kind == ("subset" if name in "abc" else "average")
-        assert found[method, "c", "other"].value == pytest.approx(mean(method, "c", "other"))
+        assert found[method, "c", "other"].value == pytest.approx(share(method, "c", "other"))
         whole = _tabulator(task, 300, 1).metrics(rows)
         total = whole[(whole.method == method) & (whole.metric == "accuracy")].iloc[0]
         assert total.value == pytest.approx(wanted["all"])
@@ -215,8 +248,11 @@ def test_an_average_over_examples_is_the_pooled_mean() -> None:
         np.array([r["scores"]["accuracy"] for r in rows if r["method"] == "none" and r["subset"] == s])
         for s in "abc"
     ]
-    error = np.sqrt(sum((len(p) / 19) ** 2 * p.var() / len(p) for p in parts))
-    assert (row.ci_high - row.ci_low) / 2 == pytest.approx(1.96 * error, rel=0.1)
+    # The halves of independent intervals add up as their squares do.
+    halves = [
+        len(p) / 19 * np.diff(mean(p, [str(i) for i in range(len(p))])[1:3])[0] / 2 for p in parts
+    ]
+    assert (row.ci_high - row.ci_low) / 2 == pytest.approx(np.hypot.reduce(halves), rel=0.1)
 
 
 def test_the_same_scores_differ_by_nothing_in_every_draw() -> None:

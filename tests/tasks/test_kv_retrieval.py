@@ -13,6 +13,7 @@ import pytest
 
 from posbench.errors import UserError
 from posbench.tasks import Example, KVRetrieval
+from posbench.tasks.items import gold_indices
 from posbench.tasks.kv_retrieval import WORDS, compact_prompt, official_prompt
 
 DATA = Path(__file__).parents[1] / "data/kv_retrieval"
@@ -74,6 +75,21 @@ def test_an_official_line_in_its_own_order(keys: int) -> None:
 def test_the_gold_protocol_at_140_pairs() -> None:
     assert KVRetrieval().gold_positions == [0, 34, 69, 104, 139]
     assert KVRetrieval(pairs=32, positions=("12.5%", "50%", 31)).gold_positions == [3, 15, 31]
+
+
+def test_a_percentage_is_the_index_of_whole_numbers() -> None:
+    for pairs in range(1, 201):
+        for percent in range(101):
+            (found,) = gold_indices("positions", [f"{percent}%"], "pairs", pairs)
+            assert found == percent * (pairs - 1) // 100
+    # In floats 0.7 * 90 is 62.99, so that this was 62.
+    assert gold_indices("positions", ["70%"], "pairs", 91) == [63]
+
+
+@pytest.mark.parametrize("label", ["101%", "-1%", "x%", "%", "nan%", "inf%", "1/0%"])
+def test_a_label_that_is_no_share_is_refused(label: str) -> None:
+    with pytest.raises(UserError, match=r"task\.positions.*inside the list"):
+        gold_indices("positions", [label], "pairs", 10)
 
 
 def test_the_gold_pair_moves_and_the_others_keep_their_order() -> None:

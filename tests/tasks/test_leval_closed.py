@@ -71,6 +71,7 @@ def test_prompts_character_by_character(tmp_path: Path) -> None:
     )
     ending = ".  Please directly give the answer without any additional output or explanation"
     assert {prefill for _, _, prefill in shown.values()} == {"\nAnswer:"}
+    assert {subset for subset, e in _examples(tmp_path).items() if not e.chat} == {"sci_fi_fact"}
     assert {subset: texts[:2] for subset, texts in shown.items()} == {
         "coursera": (
             long + "For multi-choice questions, there could be a sinlge correct option or multiple correct "
@@ -96,9 +97,10 @@ def test_prompts_character_by_character(tmp_path: Path) -> None:
             "Answer this question based on the world described in the document." + ending,
         ),
         "sci_fi_fact": (
-            world,
-            "Question: 1.\tMars has two suns, True or False? Answer this question "
-            "based on the real-world knowledge and facts up until your last training" + ending,
+            "",
+            "1.\tMars has two suns, True or False? Answer this question "
+            "based on the real-world knowledge and facts up until your last trainingPlease directly answer "
+            "without any additional output or explanation. ",
         ),
     }
 
@@ -188,6 +190,13 @@ def test_subsets_are_named_once(subsets: Any) -> None:
         ("Both", True, "B"),
         ("it is ADB.", True, "B"),
         ("it is ADBut", True, "ADB"),
+        # White space at the beginning stays, and nothing behind the word Question is looked at.
+        (" AB.", True, "B"),
+        (" AB", True, "AB"),
+        ("\nBC", True, "BC"),
+        ("Question 3. The answer is B", True, "A"),
+        ("A)", True, "A"),
+        (" AB.", False, "A"),
     ],
 )
 def test_letters_by_hand(reply: str, several: bool, read: str) -> None:
@@ -195,17 +204,11 @@ def test_letters_by_hand(reply: str, several: bool, read: str) -> None:
 
 
 def test_partial_credit_by_hand() -> None:
-    assert [letter_score(p, "ABD") for p in ("ABD", "AB", "D", "ABC", "ABCD", "C", "None")] == [
-        1,
-        0.25,
-        0.25,
-        0,
-        0,
-        0,
-        0,
-    ]
+    told = {"ABD": 1, "AB": 0.25, "D": 0.25, "ADB": 0.25, "DD": 0.25, "ABC": 0, "ABCD": 0, "C": 0, "None": 0}
+    assert {p: letter_score(p, "ABD") for p in told} == told
     assert [gold_letters(t) for t in ("(B) At last", "AB", "C", "none", "")] == ["B", "AB", "C", "A", "A"]
-    assert [truth(t) for t in ("It is FALSE. True?", "Truest", "maybe")] == ["false", "true", ""]
+    told = {"It is FALSE. True?": "false", "Truest": "true", "maybe": "", "False/true": "true"}
+    assert {reply: truth(reply) for reply in told} == told
 
 
 @real

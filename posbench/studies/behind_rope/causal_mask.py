@@ -16,7 +16,7 @@ from posbench.errors import UserError
 from posbench.plots import base as plot
 from posbench.plots.section import Drawn
 from posbench.run.base import Run
-from posbench.schema import Several
+from posbench.schema import Seed, Several
 from posbench.stats.bootstrap import Array
 from posbench.stats.correlation import spearman
 from posbench.stats.findings import Finding
@@ -77,7 +77,7 @@ class CausalMask(Study):
     draws: Several = 10000  # random inputs to average over (the paper: 100,000)
     tokens: Annotated[int, Ge(4)] = 50
     dim: Several = 64
-    seed: int = 0
+    seed: Seed = 0
     input_norm: Literal["unit", "sqrt_dim"] = "unit"
 
     def check(self, run: Run) -> None:

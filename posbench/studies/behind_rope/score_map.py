@@ -19,7 +19,7 @@ from posbench.model import families
 from posbench.model.lm import LM
 from posbench.plots.section import Drawn
 from posbench.run.base import Run
-from posbench.schema import Several
+from posbench.schema import Seed, Several
 from posbench.stats.findings import Finding, estimate
 from posbench.studies.base import Study, Tables
 from posbench.studies.behind_rope.maps import by_layer, long_table, maps_figure, stacked
@@ -38,7 +38,7 @@ class Sampled(Study):
     samples: Several = 1000  # token rows
     tokens: Annotated[int, Ge(8)] = 50  # of a row, with the beginning-of-sequence token where there is one
     text: str | None = None  # UTF-8 file whose pieces are the rows; None: tokens drawn evenly
-    seed: int = 0  # of the draws, and of the order in which pieces of a text are taken
+    seed: Seed = 0  # of the draws, and of the order in which pieces of a text are taken
     cells: Annotated[int, Ge(8)] = 128  # side of the written maps; larger ones: means of blocks, no diagonal
 
     def files(self) -> tuple[Source, ...]:

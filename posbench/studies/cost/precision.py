@@ -14,6 +14,7 @@ from torch import Tensor
 from posbench.files.atomic import Row
 from posbench.methods import Method
 from posbench.methods.choice import MethodChoice
+from posbench.model.guard import finite, guarded
 from posbench.model.lm import LM, batches
 from posbench.model.load import Dtype, load
 from posbench.plots import base as plot
@@ -50,7 +51,7 @@ class Precision(Study):
         rows = [code.ids for code in run.encode(chosen).values()]
         # Every other prompt loses some of its first pairs: equal lengths would need no padding.
         rows = [row if i % 2 else row[:1] + row[1 + 4 * (i % 7) :] for i, row in enumerate(rows)]
-        methods = applicable(run.lm, run.every, MethodChoice.build)
+        methods = applicable(run, run.lm, MethodChoice.build)
         errors, drifts = list[Row](), list[Row]()
         with run.progress("weight types", 1 + len(DTYPES)) as advance:
             lm = _load(run, "float64")
@@ -82,6 +83,7 @@ def _load(run: Run, dtype: Dtype) -> LM:
     return load(config, device=where.device, device_map=where.device_map, max_memory=where.max_memory)
 
 
+@guarded
 @torch.inference_mode()
 def next_logits(lm: LM, method: Method, rows: Sequence[Sequence[int]], batch_size: int) -> Tensor:
     """Logits of the first answer token, [N, V] in float64, for N prompts of token ids."""
@@ -89,7 +91,7 @@ def next_logits(lm: LM, method: Method, rows: Sequence[Sequence[int]], batch_siz
     with method.applied(lm):
         for batch in batches([len(row) for row in rows], batch_size):
             inputs = lm.pad([rows[i] for i in batch])
-            out[batch] = lm.model(**inputs, logits_to_keep=1).logits[:, -1].double().cpu()
+            out[batch] = finite(lm.model(**inputs, logits_to_keep=1).logits[:, -1]).double().cpu()
     return out
 
 

@@ -111,6 +111,10 @@ class Ensemble:
         loss.backward()
         self.optimizer.step()
         self.iteration += 1
+        # A GPU is asked now and then, and always before a checkpoint (a multiple of these).
+        if (self.device.type == "cpu" or self.iteration % 100 == 0) and not bool(torch.isfinite(loss)):
+            where, hint = f"loss at iteration {self.iteration}", "lower learning_rate in study.conditions"
+            raise UserError(where, float(loss), f"a number, in {self.condition.name}", hint)
 
     def state(self, index: int) -> dict[str, Any]:
         """Everything that one seed needs to go on after a step, without the other seeds."""

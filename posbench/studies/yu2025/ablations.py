@@ -20,7 +20,7 @@ from posbench.plots import base as plot
 from posbench.plots.section import Drawn
 from posbench.run.answers import compared
 from posbench.run.base import Run
-from posbench.schema import Whole
+from posbench.schema import Seed
 from posbench.search.base import Search
 from posbench.search.channel import ChannelSearch
 from posbench.search.statistics import ChannelStatistics
@@ -57,7 +57,7 @@ class Ablations(Study):
     search: Search  # the channel search that is ablated
     smoothness: Literal["all", "random"] = "all"  # monotone channels validated instead of the smoothest K
     control: bool = True  # whether a random channel is scaled, too, with the full method's factor and layers
-    seed: Whole = 0  # of both draws
+    seed: Seed = 0  # of both draws
 
     def check(self, run: Run) -> None:
         """See :meth:`Study.check`; refuses methods that would be ablated, too."""

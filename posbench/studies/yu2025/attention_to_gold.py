@@ -220,11 +220,12 @@ def _of_positions(own: pd.DataFrame, tables: Tables) -> list[Finding]:
         f"{', '.join(f'layer {layer} {rho:.2f}' for layer, rho in each)}); one-sided permutation of the "
         f"positions: p = {permutation_p(attention, score):.4f}; same examples, resampled within positions"
     )
-    ends = bootstrap.quantiles(spearman(seen, said))
+    questions = own["cluster"].nunique()
+    ends = bootstrap.quantiles(spearman(seen, said), questions)
     link = Estimate(float(spearman(attention, score)), *ends, len(own))
     (value, drawn), (other, resampled) = (dips(own, name, RESAMPLES) for name in ("attention", "score"))
-    dip = Estimate(value, *bootstrap.quantiles(drawn), len(own))
-    low, high = bootstrap.quantiles(resampled)
+    dip = Estimate(value, *bootstrap.quantiles(drawn, questions), len(own))
+    low, high = bootstrap.quantiles(resampled, questions)
     same = f"the same of the score: {other:.2f} [{low:.2f}, {high:.2f}]"
     return [Finding.above(*LINK, link, note=note), Finding.above(*DIP, dip, note=same)]
 
@@ -243,7 +244,8 @@ def _of_lengths(examples: pd.DataFrame) -> Finding:
     doublings = np.log2(list(parts))
     slope = (doublings - doublings.mean()) / ((doublings - doublings.mean()) ** 2).sum()
     values, drawn = zip(*(dips(part, "attention", RESAMPLES) for part in parts.values()), strict=True)
-    growth = Estimate(float(slope @ np.array(values)), *bootstrap.quantiles(slope @ np.stack(drawn)), n)
+    questions = min(part["cluster"].nunique() for part in parts.values())
+    growth = bootstrap.percentile(slope @ np.array(values), slope @ np.stack(drawn), n, questions)
     level = slope @ np.log2([part["attention"].mean() for part in parts.values()])
     listed = ", ".join(f"{items}: {dip:.2f}" for items, dip in zip(parts, values, strict=True))
     note = f"dips: {listed}; for each doubling the attention itself is multiplied by {2**level:.2f}"

@@ -22,7 +22,7 @@ from posbench.perturbations.subtract_channel import subtract_channel
 from posbench.plots import base as plot
 from posbench.plots.section import Drawn
 from posbench.run.base import Run
-from posbench.schema import Count, Positive, Share, Whole
+from posbench.schema import Count, Positive, Seed, Share
 from posbench.stats import bootstrap
 from posbench.stats.bootstrap import Array
 from posbench.stats.findings import Finding, ends
@@ -56,7 +56,7 @@ class ChannelSubtraction(Study):
     site: Site = "attention_input"  # each layer alone; ``residual`` adds up; the paper does not say
     controls: Count = 3  # random channels, from which the same amount is taken
     examples: Count = 100
-    seed: Whole = 0  # of the random channels
+    seed: Seed = 0  # of the random channels
 
     def check(self, run: Run) -> None:
         """See :meth:`Study.check`."""

@@ -18,7 +18,7 @@ from posbench.perturbations.move_positions import can_move, move_positions
 from posbench.plots import base as plot
 from posbench.plots.section import Drawn
 from posbench.run.base import Run
-from posbench.schema import Count, Whole
+from posbench.schema import Count, Seed
 from posbench.stats import bootstrap
 from posbench.stats.findings import Finding, ends
 from posbench.stats.frames import UNMODIFIED
@@ -53,7 +53,7 @@ class CropMask(Study):
     retrieval: tuple[int, int] | None = None  # averaged; None: see retrieval_layers
     keep_first: bool = True  # whether the cropped item sees the prompt's first token (Appendix D.3: yes)
     examples: Count = 100  # of each gold position at most
-    seed: Whole = 0  # of the control's items
+    seed: Seed = 0  # of the control's items
 
     def check(self, run: Run) -> None:
         """See :meth:`Study.check`."""
@@ -124,9 +124,9 @@ def _by_position(frame: pd.DataFrame, metric: str, resamples: int) -> pd.DataFra
     for measure, name in (("score", metric), ("attention", "attention")):
         for place, rows in frame.groupby(by, sort=False):
             clusters, values = list(rows["cluster"]), rows[measure].to_numpy()
-            changes = values - base.loc[rows["id"], measure].to_numpy()
+            before = base.loc[rows["id"], measure].to_numpy()
             value = bootstrap.mean(values, clusters, resamples=resamples)
-            change = bootstrap.difference(changes, clusters, resamples=resamples)
+            change = bootstrap.paired(values, before, clusters, resamples=resamples)
             where = {**dict(zip(by, place, strict=True)), "measure": name}
             out.append(where | ends(value) | ends(change, "change") | {"n": len(rows)})
     return pd.DataFrame(out)

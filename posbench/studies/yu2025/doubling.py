@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 
 import pandas as pd
 import torch
@@ -17,14 +18,15 @@ from posbench.plots import base as plot
 from posbench.plots.attention import over_positions
 from posbench.plots.section import Drawn
 from posbench.run.base import Run
-from posbench.schema import Positive, Several, Share, Whole
+from posbench.schema import Positive, Seed, Several, Share
 from posbench.stats import bootstrap
-from posbench.stats.findings import Finding
+from posbench.stats.findings import Finding, estimate
 from posbench.stats.frames import UNMODIFIED
 from posbench.studies import prompts as shared
 from posbench.studies.base import Study, Tables
 from posbench.studies.prompts import Prompts, gold
 from posbench.tasks import Example
+from posbench.tasks.items import at_share
 
 LABELS = {
     UNMODIFIED: "unmodified",
@@ -52,7 +54,7 @@ class Doubling(Study):
     renormalise: bool = True  # to sum 1; otherwise the head's output grows by the added weight
     layers: tuple[int, ...] | None = None  # None: all
     generated: bool = False  # whether rows of generated tokens are changed too
-    seed: Whole = 0  # of the control's items
+    seed: Seed = 0  # of the control's items
 
     def check(self, run: Run) -> None:
         """See :meth:`Study.check`."""
@@ -91,7 +93,7 @@ class Doubling(Study):
 
     def _place(self, items: int) -> int:
         """The item that mode ``item`` changes."""
-        return int(self.item * (items - 1))
+        return at_share(Fraction(str(self.item)), items)
 
     def answered(self, prompts: Prompts, batch: Sequence[Example], mode: str) -> tuple[list[Row], Tensor]:
         """Scored replies under a change, and the last prompt token's weight on each item then, [B, L, N]."""
@@ -150,7 +152,8 @@ class Doubling(Study):
                 note = "no gold position stands there: see study.item and task.positions"
                 found.append(Finding.untestable(*claim, note))
                 continue
-            at = bootstrap.difference(100 * (rows[mode] - rows[base]), list(rows["cluster"].astype(str)))
+            clusters = list(rows["cluster"].astype(str))
+            at = estimate(bootstrap.paired(rows[mode], rows[base], clusters)._asdict(), scale=100)
             holds = at.ci_low <= 0 if mode == "other" else at.ci_low > 0
             note = ", ".join(f"{name} {100 * rows[name].mean():.1f} %" for name in (base, mode))
             found.append(Finding.that(holds, *claim, at, note))

@@ -22,7 +22,7 @@ from posbench.perturbations.move_positions import can_move
 from posbench.plots import base as plot
 from posbench.plots.section import Drawn
 from posbench.run.base import Run
-from posbench.schema import Count, Share, Whole
+from posbench.schema import Count, Seed, Share, Whole
 from posbench.stats import bootstrap
 from posbench.stats.bootstrap import Array
 from posbench.stats.findings import Finding, ends
@@ -56,7 +56,7 @@ class HiddenPerturbation(Study):
     skip: Whole = 30  # first tokens left out of the range (as the paper)
     bins: Count = 40  # points of a curve: means over equal parts of the text
     controls: Count = 5  # random channels
-    seed: Whole = 0  # of the texts and of the random channels
+    seed: Seed = 0  # of the texts and of the random channels
 
     def check(self, run: Run) -> None:
         """See :meth:`Study.check`."""

@@ -17,7 +17,7 @@ from posbench.methods.scale_channel import ScaleChannel
 from posbench.plots import base as plot
 from posbench.plots.section import Drawn
 from posbench.run.base import Run
-from posbench.schema import Count, Whole
+from posbench.schema import Count, Seed
 from posbench.search.base import Search
 from posbench.stats import bootstrap
 from posbench.stats.bootstrap import Array, Estimate
@@ -46,7 +46,7 @@ class LayerSelection(Study):
     search: Search  # the channel search, for its calibration losses and steps
     step: Count | None = None  # of starts and ends; None: about eight steps, as ``search.layers=auto``
     control: bool = True  # whether the ranges of a channel drawn at random are tried, too
-    seed: Whole = 0
+    seed: Seed = 0
 
     def check(self, run: Run) -> None:
         """See :meth:`Study.check`."""

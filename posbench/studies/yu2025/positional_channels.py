@@ -20,7 +20,7 @@ from posbench.plots import base as plot
 from posbench.plots.search import channel_curves
 from posbench.plots.section import Drawn
 from posbench.run.base import Run
-from posbench.schema import Count, Whole
+from posbench.schema import Count, Seed, Whole
 from posbench.search import statistics
 from posbench.search.base import STATE
 from posbench.search.channel import ChannelSearch
@@ -59,7 +59,7 @@ class PositionalChannels(Study):
     window: Count = 100  # tokens in the sliding mean of the filter
     skip: Whole = 30  # first tokens left out (as the paper)
     batch_size: Count = 8
-    seed: Whole = 0  # of the strings, the random channels and the shuffles
+    seed: Seed = 0  # of the strings, the random channels and the shuffles
 
     def check(self, run: Run) -> None:
         """See :meth:`Study.check`."""

@@ -164,7 +164,10 @@ def test_the_commands(posbench: Callable[..., Result], outputs: Path) -> None:
     [
         (["study=gram", "model=tiny_alibi"], "runs through the library"),
         (["study=score_map", "study.tokens=100000"], "study.tokens = 100000: allowed: at most"),
-        (["study=score_map", "study.samples=1"], "study.samples = 1: allowed: a whole number from 2 up"),
+        (
+            ["study=score_map", "study.samples=1"],
+            "study.samples = 1: allowed: a whole number from 2 to 1000000",
+        ),
         (
             ["study=score_map", "study.text=absent.txt"],
             "study.text = 'absent.txt': allowed: a UTF-8 text file",

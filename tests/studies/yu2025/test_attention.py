@@ -401,7 +401,7 @@ def test_the_studies_on_a_trained_model(posbench: Callable[..., Result], outputs
         (AttentionToGold(layers=(9,)), "layers from 0 to 3"),
         (AttentionToGold(layers=()), "layers from 0 to 3"),
         (AttentionToGold(head_layer=4), "head_layer"),
-        (AttentionToGold(examples=1), "from 2 up"),
+        (AttentionToGold(examples=1), "from 2 to 1000000"),
         (AttentionToGold(items=(400,)), "at most 64"),
         (Doubling(item=1.5), "a number from 0 to 1"),
         (Doubling(factor=0.0), "above 0"),

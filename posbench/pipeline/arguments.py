@@ -1,0 +1,173 @@
+"""What a user types, and what an experiment adds to it: overrides as Hydra shall see them."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import redirect_stderr
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from hydra._internal.utils import get_args_parser
+from hydra.core.config_store import ConfigStore
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException
+
+from posbench import paths
+from posbench.errors import UserError, choices, near
+
+GROUPS = ("model", "task", "method", "search", "runtime", "study")
+PLURALS = {group: {"search": "searches", "study": "studies"}.get(group, f"{group}s") for group in GROUPS}
+TOP = (*GROUPS, "stages", "experiment")
+
+
+@dataclass(frozen=True)
+class Request:
+    """What Hydra gets: primary config, flags, overrides; what the experiment set; overrides as typed."""
+
+    config: str
+    flags: tuple[str, ...]
+    overrides: tuple[str, ...]
+    multirun: bool
+    set_by_experiment: frozenset[str]
+    spelled: Mapping[str, str]
+
+
+def read_flags(args: Sequence[str]) -> Any:
+    """Hydra's own reading of the arguments, where every complaint is one line instead of its usage text."""
+    complaint = io.StringIO()
+    try:
+        with redirect_stderr(complaint):
+            known, unknown = get_args_parser().parse_known_intermixed_args(list(args))
+    except SystemExit as error:
+        reason = complaint.getvalue().strip().splitlines()[-1].split("error: ")[-1]
+        raise UserError("flag", " ".join(args), "Hydra's flags", f"posbench --help ({reason})") from error
+    modes = [known.run, known.multirun, known.cfg, known.info, known.shell_completion]
+    if unknown:
+        raise UserError("flag", unknown[0], "key=value and Hydra's flags", "posbench --help")
+    alone = known.resolve and not (known.cfg or known.help)
+    if sum(map(bool, modes)) > 1 or known.experimental_rerun or alone:
+        allowed = "one of -m, --cfg job [--resolve], --info"
+        raise UserError("flag", " ".join(args), allowed, "to run again, repeat the command")
+    return known
+
+
+def requested(overrides: Sequence[str], folders: Sequence[Path], multirun: bool) -> Request:
+    """Overrides as Hydra shall see them."""
+    names = [o.removeprefix("experiment=") for o in overrides if o.startswith("experiment=")]
+    parsed = _parsed([o for o in overrides if not o.startswith("experiment=")])
+    path = [f"file://{folder}" for folder in folders[1:]]
+    config, flags, experiment = "config", list[str](), dict[str, Any]()
+    if names:
+        file = _experiment(names[-1], [paths.EXPERIMENTS, *(folder / "experiment" for folder in folders[1:])])
+        config, experiment = file.stem, dict(yaml.safe_load(file.read_text()))
+        # The last --config-dir wins, so the user's own goes on the search path.
+        parsed = [o for o in parsed if o.key_or_group != "hydra.searchpath"]
+        flags = ["--config-dir", str(file.parent)]
+        flags += [f"hydra.searchpath=[{','.join(path)}]"] if path else []
+        table = file.parent / str(((experiment.get("experiment") or {}).get("reference") or {}).get("file"))
+        flags += [f"experiment.reference.file={table}"] if table.is_file() else []
+    typed = {o.key_or_group for o in parsed}
+    grid = (experiment.get("experiment") or {}).get("grid") or {}
+    swept = {key: values for key, values in grid.items() if key not in typed}
+    parsed += _parsed([f"{key}={','.join(_spell(v) for v in values)}" for key, values in swept.items()])
+    shown, spelled = [], {}
+    for override in parsed:
+        _check(override, folders, multirun or bool(swept))
+        text = _rewritten(override, folders)
+        shown.append(text)
+        spelled[text.split("=")[0]] = str(override.input_line).split("=")[0]
+    set_by = frozenset(k for group in GROUPS for k in _leaves(experiment.get(group), group))
+    return Request(config, tuple(flags), tuple(shown), bool(swept), set_by, spelled)
+
+
+def _parsed(overrides: Sequence[str]) -> list[Override]:
+    # Hydra's grammar knows no letters but ASCII outside of quotes.
+    plain = r"([^=]+)=([^\[\]{}()'\",=$\\]+)"
+    quoted = [
+        m[1] + f"='{m[2]}'" if (m := re.fullmatch(plain, o)) and not o.isascii() else o for o in overrides
+    ]
+    try:
+        return OverridesParser.create().parse_overrides(quoted)
+    except HydraException as error:
+        reason = " ".join(str(error).split())[:160]
+        text = str(getattr(error, "override", None) or " ".join(overrides))
+        hint = f"correct it ({reason})"
+        raise UserError(text.split("=")[0], text, "key=value, a list as [a,b]", hint) from error
+
+
+def _experiment(name: str, folders: Sequence[Path]) -> Path:
+    """The file of an experiment: posbench's, or one of the user's own ``experiment/`` folder."""
+    for folder in folders:
+        if (folder / f"{name}.yaml").is_file():
+            return folder / f"{name}.yaml"
+    there = choices(*folders)
+    raise UserError("experiment", name, ", ".join(there), near(name, there, "posbench ls experiments"))
+
+
+def _spell(value: Any) -> str:
+    """A value of an experiment's grid as an override spells it."""
+    return json.dumps(value).replace('"', "") if not isinstance(value, str) else value
+
+
+def _leaves(node: Any, where: str) -> Iterator[str]:
+    if isinstance(node, Mapping):
+        for key, value in node.items():
+            yield from _leaves(value, f"{where}.{key}")
+    elif where.count("."):
+        yield where
+
+
+def _check(override: Override, folders: Sequence[Path], multirun: bool) -> None:
+    """Refuse what names nothing, before Hydra would in its own words."""
+    key, first = override.key_or_group, override.key_or_group.split(".")[0].split("@")[0]
+    value = str(override.input_line).partition("=")[2]
+    if first not in (*TOP, "hydra") and not first.startswith("hydra/"):
+        raise UserError(key, value, f"keys {', '.join(TOP)}", near(first, TOP, "remove it"))
+    if override.is_sweep_override() and not multirun:
+        raise UserError(key, value, "one value; a list as [a,b]", "sweep with -m (--multirun)")
+    if key in GROUPS and not override.is_delete():
+        there = choices(*(folder / key for folder in folders))
+        for name in _values(override):
+            listed = re.fullmatch(r"\[(.*)\]", name)
+            parts = [part.strip() for part in listed[1].split(",")] if listed and key == "method" else [name]
+            for number, part in enumerate(parts):
+                empty = part == "null" or (part == "none" and len(parts) > 1)
+                if part not in there or part in parts[:number] or empty:
+                    hint = "leave it out" if empty else near(part, there, f"posbench ls {PLURALS[key]}")
+                    allowed = ("a list of different ones of: " if listed else "") + ", ".join(there)
+                    raise UserError(key, name, allowed, hint)
+
+
+def _values(override: Override) -> list[str]:
+    """The values that an override chooses among."""
+    if override.is_sweep_override():
+        return [str(value) for value in override.sweep_string_iterator()]
+    return [override.get_value_element_as_str() if override.value() is not None else "null"]
+
+
+def _rewritten(override: Override, folders: Sequence[Path]) -> str:
+    """An override for Hydra: a list of methods as a stored config's name, a key as one that may be new."""
+    line = str(override.input_line)
+    key, _, value = line.partition("=")
+    if key == "method":
+        return "method=" + re.sub(r"\[([^\[\]]*)\]", lambda m: _store(m[1].split(",")), value)
+    bare = key.lstrip("+~")
+    inside = "." in bare and bare.split(".")[0] in GROUPS and not key.startswith("~")
+    return f"++{bare}={value}" if inside else line
+
+
+def _store(names: Iterable[str]) -> str:
+    """Store the config of a list of methods, one inside the other; its name."""
+    parts = [name.strip() for name in names]
+    if len(parts) == 1:
+        return parts[0]
+    composed = "posbench.methods.composed.Composed"
+    node = {"defaults": [*(f"{name}@parts.{name}" for name in parts), "_self_"], "_target_": composed}
+    ConfigStore.instance().store(group="method", name="-".join(parts), node=node)
+    return "-".join(parts)

@@ -1,0 +1,61 @@
+"""`posbench show`: what was asked, what is right, and what every method said; and how verbs are called."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import Result, run_folders
+
+
+def test_examples_of_a_run_are_shown(
+    posbench: Callable[..., Result], small: list[str], outputs: Path
+) -> None:
+    channel = ["method.channel=3", "method.factor=0", "method.layers=[1,2]"]
+    assert posbench(*small[:-1], *channel, "stages=[evaluate]").status == 0
+    (folder,) = run_folders(outputs)
+    rows = [json.loads(line) for line in (folder / "predictions.jsonl").read_text().splitlines()]
+    ids = list(dict.fromkeys(row["id"] for row in rows))
+    missed = {row["id"] for row in rows if row["scores"]["accuracy"] < 1}
+    assert all(len(row["answers"]) == 1 for row in rows) and missed
+    # Some, all, and the wrong ones.
+    shown = posbench("show", str(folder), verb=True)
+    assert shown.status == 0 and shown.out.count("\nid ") == 5 and f"{len(ids) - 5} more: " in shown.out
+    assert shown.out.startswith(f"{len(missed)} of {len(ids)} examples are scored below 1")
+    wrong = posbench("show", str(folder), "--wrong", "--all", verb=True).out
+    assert {line.split(",")[0][3:] for line in wrong.splitlines() if line.startswith("id ")} == missed
+    # One in full: both methods, the answer of the row, the prompt of the task.
+    (one,) = (row for row in rows if row["id"] == ids[7] and row["method"] == "none")
+    text = posbench("show", str(folder), "--id", ids[7], verb=True).out
+    assert f"expected: {one['answers'][0]}\nunmodified: accuracy {one['scores']['accuracy']:g}" in text
+    assert "\nscale_channel: accuracy " in text and "[..." not in text and "Json data: {" in text
+    # Mistakes are one line.
+    for args, words in (
+        ([str(folder), "--id", f"{ids[7]}9"], "did you mean 0-"),
+        ([str(folder), "--id"], "allowed: one folder"),
+        ([], "allowed: one folder"),
+        ([str(outputs)], "it holds config.yaml"),
+    ):
+        refused = posbench("show", *args, verb=True)
+        assert (refused.status, refused.out, refused.err.count("\n")) == (2, "", 1), args
+        assert words in refused.err
+    (folder / "predictions.jsonl").unlink()
+    assert "a run that evaluated" in posbench("show", str(folder), verb=True).err
+
+
+@pytest.mark.parametrize("verb", ["ls", "fetch", "validate", "report", "rescore", "show", "docs"])
+def test_every_verb_says_how_it_is_called(posbench: Callable[..., Result], verb: str) -> None:
+    for args in (["--help"], ["-h"], ["something", "--help"]):
+        told = posbench(verb, *args, verb=True)
+        assert (told.status, told.err) == (0, "") and told.out.startswith(f"usage: posbench {verb} ")
+        assert told.out.count("\n") == 2
+
+
+def test_a_piped_list_has_a_line_for_each_choice(posbench: Callable[..., Result]) -> None:
+    listed = posbench("ls", "tasks", verb=True).out.splitlines()
+    assert len(listed) == 2 + 8 and max(map(len, listed)) > 80
+    (nq,) = (line for line in listed if line.startswith("nq_multidoc "))
+    assert "2655 questions with 10, 20 or 30 documents; the first 500 by default" in nq
