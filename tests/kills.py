@@ -12,6 +12,7 @@ import shutil
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,11 +20,12 @@ from typing import Any
 
 import pandas as pd
 import torch
+from rich.console import Console
 
 import posbench.run.base
-from posbench.cli.main import main as command_line
 from posbench.model.lm import LM
 from posbench.model.load import load
+from posbench.pipeline.execute import execute
 from tests.conftest import config_of
 
 CHANGES = {"os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.truncate", "os.link", "os.symlink"}
@@ -46,6 +48,8 @@ class Kills:
     def __post_init__(self) -> None:
         self.root.mkdir(parents=True, exist_ok=True)
         self.outputs, self.log = self.root / "outputs", self.root / "operations"
+        # Composed once, here: what a run writes begins behind it.
+        self.config = config_of(*self.args, f"runtime.outputs={self.outputs}")
 
     def start(self, kill_at: int | None = None) -> int:
         """A child that runs the command, and dies in front of its ``kill_at``-th operation (from 1)."""
@@ -61,8 +65,10 @@ class Kills:
             sys.stdout, sys.stderr = (io.TextIOWrapper(io.FileIO(n, "w"), write_through=True) for n in (1, 2))
             self.setup(self.root)
             self._listen(kill_at)
-            status = command_line([*self.args, f"runtime.outputs={self.outputs}"])
+            execute(self.config, command="kills", console=Console())
+            status = 0
         finally:
+            traceback.print_exc()
             os._exit(status)
 
     def _listen(self, kill_at: int | None) -> None:
@@ -94,9 +100,9 @@ class Kills:
         """Exit status of a child; negative: the signal that it died of."""
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
-    def whole(self) -> None:
-        """Run twice without a kill, the second time with warm files; both must leave the same."""
-        for _ in range(2):
+    def whole(self, times: int) -> None:
+        """Run without a kill; from the second time on files are warm. Each must leave the same."""
+        for _ in range(times):
             shutil.rmtree(self.outputs, ignore_errors=True)
             began = time.monotonic()
             status = self.end(self.start())
@@ -133,22 +139,28 @@ class Kills:
         self.failures.append(f"kill {number} at {place}: {why}")
         return False
 
-    def tried(self, count: int, seed: int = 0) -> tuple[int, int]:
-        """So many kills: how many held, how many were tried."""
-        self.whole()
+    def tried(self, count: int, seed: int = 0, whole: int = 2) -> tuple[int, int]:
+        """So many kills, after ``whole`` runs without one: how many held, how many were tried."""
+        self.whole(whole)
         rng = random.Random(seed)
         return sum(self.kill(number, count, rng) for number in range(count)), count
 
     def contents(self) -> dict[str, bytes]:
-        """Every file under the outputs but locks (empty); the time when a run started, and what ``timed``
-        names, left out."""
+        """Every file under the outputs but locks (empty). Left out: when a run started, the checksums of what
+        holds that time, and of a study of times all checksums and what ``timed`` names."""
         found = {}
         for file in sorted(p for p in self.outputs.rglob("*") if p.is_file() and "lock" not in p.name):
             data = file.read_bytes()
-            if file.name in ("provenance.json", "report.html"):
-                data = re.sub(rb'("|&#34;)started("|&#34;): .*', b"", data)
+            if self.timed and file.suffix == ".pt":
+                data = b""  # a training's seconds stand in its checkpoint, too
             elif self.timed and file.suffix in (".csv", ".json", ".jsonl"):
                 data = self._timeless(file, data)
+            if file.name in ("provenance.json", "manifest.json", "report.html"):
+                data = re.sub(rb'.*("|&#34;)(started|provenance.json|sum)("|&#34;): .*', b"", data)
+            if self.timed:
+                data = re.sub(rb'"[0-9a-f]{64}"|"sum": "\w*"', b"", data)
+            if file.name == "DONE":
+                data = b""  # a checksum of the manifest
             found[file.relative_to(self.outputs).as_posix()] = data
         return found
 

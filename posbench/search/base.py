@@ -6,7 +6,7 @@ import hashlib
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from io import BytesIO
 from typing import Any, ClassVar
 
@@ -139,7 +139,8 @@ class Search(ABC):
         ``held_back.csv``. Prompts that were asked before, or do not fit the window, are left out."""
         assert run.target is not None
         seen = {e.prompt for split in ("calibration", "evaluation") for e in run.examples(split)}  # type: ignore[arg-type]
-        examples, lengths, refused = self.further(run, self.held_back), dict[str, int](), set[str]()
+        lengths, refused = dict[str, int](), set[str]()
+        examples = [replace(e, cluster=e.cluster or e.id) for e in self.further(run, self.held_back)]
         for e in examples:
             try:
                 lengths[e.id] = self.tokens(run, e)
@@ -159,7 +160,7 @@ class Search(ABC):
                 rows = run.complete(held_back.ROWS, label, plan, key, compute)
             by_id = {row["id"]: row["value"] for row in rows}
             values[name] = [by_id[e.id] for e in examples]
-        clusters = [e.cluster or e.id for e in examples]
+        clusters = [e.cluster for e in examples]
         return held_back.gain(self.measure, values["found"], values[UNMODIFIED], clusters)
 
     def write_found(self, run: Run, block: Mapping[str, Any], how: str) -> None:
@@ -191,9 +192,8 @@ def saved(run: Run) -> dict[str, Any]:
 
 
 def _checksum(run: Run, data: bytes) -> bytes:
-    """Over a state and what tells the run apart, 32 bytes."""
-    key = digest([run.identity, run.raw["task"], run.out.path.name], 64)
-    return hashlib.sha256(key.encode() + data).digest()
+    """Over a state and the run that it belongs to, 32 bytes."""
+    return hashlib.sha256(run.out.id.encode() + data).digest()
 
 
 def steps_section(read: Read, text: str, digits: int) -> list[Section]:

@@ -172,8 +172,7 @@ class GeneticSearch(ScaleSearch):
         measure = answering(lm, run.task, examples, run.whole)
 
         out.repair(ROWS)
-        rows = [row for row in out.rows(ROWS) if {"scales", "examples", "scores"} <= row.keys()]
-        known = {_asked(row): row["scores"] for row in rows}
+        known = {_asked(row): row["scores"] for row in out.rows(ROWS)}
         places = dict[Asked, int]()
 
         # A search that was killed is repeated: it asks the same again, and what it scored is known.
@@ -354,7 +353,7 @@ class Evolution:
 
 
 def _asked(row: Row) -> Asked:
-    return tuple(row.get("scales", ())), tuple(row.get("examples", ()))
+    return tuple(row["scales"]), tuple(row["examples"])
 
 
 def _table(best: Scales, scores: Scores) -> pd.DataFrame:

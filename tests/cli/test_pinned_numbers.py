@@ -44,6 +44,7 @@ def test_every_number_is_what_it_was(job: str, posbench, outputs: Path) -> None:
         (before,), (after,) = (
             yaml.safe_load((folder / "found.yaml").read_text()).values() for folder in (PINNED / job, run)
         )
-        assert {k: v for k, v in after.items() if k not in WORDS} == {
+        # Since then also the gain on held-back prompts, which the search itself does not see.
+        assert {k: v for k, v in after.items() if k not in WORDS | {"held_back"}} == {
             k: v for k, v in before.items() if k not in WORDS
         }
