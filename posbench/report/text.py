@@ -10,9 +10,8 @@ import numpy as np
 import pandas as pd
 
 from posbench.report.tables import bias_table, pct, points
+from posbench.stats.findings import VERDICTS
 from posbench.stats.frames import UNMODIFIED, at_positions, metric_name, overall
-
-VERDICTS = ("holds", "does not hold", "not testable here")
 
 
 def short(text: str) -> str:
@@ -87,7 +86,13 @@ def applied(method: Mapping[str, Any]) -> str:
 
 
 def verdicts(findings: pd.DataFrame) -> str:
-    """How a study's claims fared, in one sentence."""
-    counts = findings["verdict"].value_counts()
-    listed = ", ".join(f"{counts[name]} {name}" for name in VERDICTS if name in counts)
-    return f"Claims of the paper: {listed}."
+    """How a study's claims fared, the paper's and our controls apart."""
+    said = []
+    for kind, words in {"paper": "Claims of the paper", "control": "Our controls"}.items():
+        own = findings[findings["kind"] == kind]
+        counts, corrected = own["verdict"].value_counts(), own["p_holm"].notna().sum() > 1
+        there = [(counts[name], name) for name in VERDICTS if name in counts]
+        listed = ", ".join(f"{n} {'hold' if n > 1 and name == 'holds' else name}" for n, name in there)
+        if listed:
+            said.append(f"{words}: {listed}{' (Holm-corrected within the study)' if corrected else ''}.")
+    return " ".join(said)
