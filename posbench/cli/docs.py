@@ -17,8 +17,7 @@ from posbench.model.families import support_table
 from posbench.report.folder import read_csv, read_json
 from posbench.report.page import read_run
 from posbench.report.tables import findings_table
-from posbench.report.text import verdicts
-from posbench.stats.findings import VERDICTS
+from posbench.report.text import tally, verdicts
 
 
 def docs(args: list[str]) -> int:
@@ -97,9 +96,7 @@ def _made(folder: Path) -> dict[str, Any]:
 
 def _verdict(verdicts: pd.Series) -> str:
     """The verdict of one model; of several statistics, how many got each."""
-    counts = [(word, int((verdicts == word).sum())) for word in VERDICTS]
-    told = [word if count == len(verdicts) else f"{count} {word}" for word, count in counts if count]
-    return ", ".join(told)
+    return verdicts.iloc[0] if verdicts.nunique() == 1 else tally(verdicts)
 
 
 def run(folder: Path) -> str:

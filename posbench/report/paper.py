@@ -14,13 +14,14 @@ from posbench.plots.section import Section
 from posbench.plots.sweep import with_setting
 from posbench.report.folder import read_json, unreadable
 from posbench.report.tables import Table, cell, points
+from posbench.report.text import tally
 from posbench.stats.bootstrap import Estimate, wilson
 from posbench.stats.findings import columns
 from posbench.stats.reference import MARGIN, agreement
 
 OTHER_MODEL = "other model, not comparable"
-AGREEMENT = ("agrees", "differs", "inconclusive", "no interval", "not measured")
 MIXED = "different in different settings"
+AGREEMENT = ("agrees", "differs", "inconclusive", "no interval", "not measured", MIXED)
 CELL = ["model", "method", "task", "gold_position", "metric"]
 """Columns that name a cell of a paper."""
 TOLERANCE = 0.025  # how far (0..1) a paper's depth label may lie from the nearest depth we measured
@@ -75,15 +76,13 @@ def _counted(table: pd.DataFrame) -> str:
     groups = table.groupby(CELL, sort=False)
     verdicts = groups["verdict"].agg(lambda each: each.iloc[0] if each.nunique() == 1 else MIXED)
     near = groups["near_zero"].first()
-    text = f"Cells of the paper: {tally(verdicts[~near]) or 'none away from zero'}."
+    text = f"Cells of the paper: {tally(verdicts[~near], AGREEMENT) or 'none away from zero'}."
     apart = "within the margin of zero, where a model that always fails agrees, too"
-    return f"{text} Apart from these {near.sum()} {apart}: {tally(verdicts[near])}." if near.any() else text
-
-
-def tally(verdicts: pd.Series) -> str:
-    """`3 agrees, 1 differs`: how often each occurs, in their order."""
-    counts = verdicts.value_counts()
-    return ", ".join(f"{counts[word]} {word}" for word in (*AGREEMENT, MIXED) if word in counts)
+    return (
+        f"{text} Apart from these {near.sum()} {apart}: {tally(verdicts[near], AGREEMENT)}."
+        if near.any()
+        else text
+    )
 
 
 def cells(metrics: pd.DataFrame, reference: Sequence[Row]) -> tuple[pd.DataFrame, str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -90,9 +90,14 @@ def verdicts(findings: pd.DataFrame) -> str:
     said = []
     for kind, words in {"paper": "Claims of the paper", "control": "Our controls"}.items():
         own = findings[findings["kind"] == kind]
-        counts, corrected = own["verdict"].value_counts(), own["p_holm"].notna().sum() > 1
-        there = [(counts[name], name) for name in VERDICTS if name in counts]
-        listed = ", ".join(f"{n} {'hold' if n > 1 and name == 'holds' else name}" for n, name in there)
-        if listed:
-            said.append(f"{words}: {listed}{' (Holm-corrected within the study)' if corrected else ''}.")
+        corrected = " (Holm-corrected within the study)" if own["p_holm"].notna().sum() > 1 else ""
+        if len(own):
+            said.append(f"{words}: {tally(own['verdict'])}{corrected}.")
     return " ".join(said)
+
+
+def tally(verdicts: pd.Series, words: Sequence[str] = VERDICTS) -> str:
+    """`3 hold, 1 inconclusive`: how often each verdict occurs, in the order of the words."""
+    counts, plural = verdicts.value_counts(), {"holds": "hold", "agrees": "agree", "differs": "differ"}
+    there = [(counts[name], name) for name in words if name in counts]
+    return ", ".join(f"{n} {plural.get(name, name) if n > 1 else name}" for n, name in there)

@@ -84,8 +84,7 @@ def test_each_cell_counts_once_and_those_near_zero_apart() -> None:
     found, _ = cells(pd.concat([table, fallen]), printed)
     text = reference_text({}, printed, found)
     assert (
-        "Cells of the paper: 2 agrees, 1 differs, 1 not measured. Apart from these 1 within the margin"
-        in text
+        "Cells of the paper: 2 agree, 1 differs, 1 not measured. Apart from these 1 within the margin" in text
     )
     assert text.count("1 agrees") == 1 and "within 5 points of zero" in text and "n is not known" in text
     known = [{**each, "n": 500} for each in printed]
