@@ -49,7 +49,7 @@ def findings_table(findings: pd.DataFrame) -> Table:
     table = findings.fillna({"note": "", "model": ""})
     for row in table.sort_values("kind", key=lambda kind: kind != "paper", kind="stable").itertuples():
         value = "" if pd.isna(row.value) else f"{row.value:.3g}" + interval(row, "{:.3g}")
-        p = "" if pd.isna(row.p_holm) else f"{row.p_holm:.2g}" if row.p_holm >= 0.001 else "< 0.001"
+        p = "" if pd.isna(row.p_holm) else f"{row.p_holm:.2g}" if row.p_holm >= 0.001 else "<0.001"
         front = "Control: " if row.kind == "control" and "ontrol: " not in row.claim else ""
         rows.append([row.verdict, front + row.claim, row.statistic, value, p, str(row.n), str(row.note)])
     return ["verdict", "claim", "statistic", "value", "p (Holm)", "n", "note"], rows
