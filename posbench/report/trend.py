@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from posbench.run.folder import RunDir
 from posbench.schema import target
 from posbench.stats.bootstrap import Array, Estimate, mean, percentile
 from posbench.stats.correlation import spearman
-from posbench.stats.findings import COLUMNS, Finding, ends
+from posbench.stats.findings import Finding, ends, frame
 from posbench.stats.frames import UNMODIFIED, gold_attention, own_metric, strongest_layer
 from posbench.stats.position_bias import curves, limit, position_bias
 
@@ -55,13 +54,14 @@ def trends(runs: Runs, axes: Sequence[str]) -> tuple[pd.DataFrame, pd.DataFrame]
         task = [configs[path]["task"]["name"]] if len(tasks) > 1 else []
         group = ", ".join([configs[path]["model"]["name"], *task, *rest])
         groups.setdefault(group, {})[float(setting[numeric[0]])] = path
-    rows, found = list[Row](), list[Row]()
+    rows, found = list[Row](), list[pd.DataFrame]()
     for group, folders in groups.items():
         if len(folders) > 2:
             trend = _Trend(dict(sorted(folders.items())), numeric[0], configs[next(iter(folders.values()))])
-            found += [{"model": group, **asdict(finding)} for finding in trend.findings()]
+            found.append(frame(trend.findings(), group))
             rows += [{"group": group, "axis": numeric[0], **row} for row in trend.rows]
-    return pd.DataFrame(rows, columns=list(TREND)), pd.DataFrame(found, columns=list(COLUMNS))
+    judged = pd.concat(found, ignore_index=True) if found else frame([], "")
+    return pd.DataFrame(rows, columns=list(TREND)), judged
 
 
 class _Trend:
@@ -93,9 +93,11 @@ class _Trend:
 
     def _sided(self, claim: str, what: str, sign: int, values: Array, n: int, where: str = "") -> Finding:
         """A correlation, and whether it lies on the claimed side of zero; without a claim, on either."""
-        sign, at = sign if self.claims else 0, percentile(values[0], values[1:], n)
-        holds = (sign <= 0 and at.ci_high < 0) or (sign >= 0 and at.ci_low > 0)
-        return Finding.that(holds, claim, f"rank correlation of the {what} with {self.axis}{where}", at)
+        words = f"rank correlation of the {what} with {self.axis}{where}"
+        at = percentile(values[0], values[1:], n)
+        up = sign > 0 if self.claims else at.value > 0
+        found = (Finding.above if up else Finding.below)(claim, words, at)
+        return found if self.claims else found.control()
 
     def _attention(self, table: pd.DataFrame) -> Finding:
         n, modified = int(table["id"].nunique()), table[table["number"] != UNMODIFIED]
@@ -140,12 +142,10 @@ class _Trend:
         best, (first, last) = self.numbers[means.argmax(-1)], claims.best
         low, high = np.quantile(best[1:], [0.025, 0.975], method="inverted_cdf")
         what = f"{self.axis.rpartition('.')[2]} with the best average score"
-        inside = low >= first and high <= last
-        finding = Finding.that(inside, claims.peak, what, Estimate(best[0], low, high, n))
-        if inside or high < first or low > last:
-            return finding
-        note = "the interval reaches over an end of the range"
-        return replace(finding, verdict="not testable here", note=note)
+        held = first <= best[0] <= last
+        with_it = ((best[1:] >= first) & (best[1:] <= last)) == held
+        p = 2 * (1 + np.count_nonzero(~with_it)) / len(best) if np.ptp(means[0]) else np.nan
+        return Finding.tested(held, claims.peak, what, Estimate(best[0], low, high, n), p)
 
     def _rows(self, file: str) -> Iterator[tuple[Any, Row]]:
         """Each prompt's row at every number, and unmodified once; none where a run lacks the file."""
