@@ -107,7 +107,7 @@ BARE = [
         ["stages", "'serch'", "search, study, intervene, evaluate, report"],
     ),
     ("stages out of order", ["stages=[evaluate,search]"], ["stages", "'search'", "in this order"]),
-    ("search for no method", ["method=none", "stages=[search]"], ["stages", "'search'", "this is none"]),
+    ("search for no method", ["method=none", "stages=[search]"], ["stages", "'search'", "method none"]),
     ("index outside the list", ["task.positions=[0,32]"], ["task.positions", "32", "from 0 to 31"]),
     ("negative index", ["task.positions=[-1]"], ["task.positions", "-1", "from 0 to 31"]),
     ("share above 100 %", ["task.positions=['101%']"], ["task.positions", "'101%'", '"0%" to "100%"']),

@@ -80,7 +80,7 @@ def _keys(config: Any) -> tuple[dict[str, Any], str]:
         ("model.context_window=300", False, True),
         ("runtime.batch_size=8", False, True),
         ("runtime.threads=2", False, True),
-        ("runtime.resamples=9", False, True),
+        ("runtime.resamples=90", False, True),
         ("runtime.intervene_examples=3", False, True),
         ("search.strings=9", False, False),
         ("runtime.outputs=elsewhere", False, False),
