@@ -179,8 +179,8 @@ def _example(kind: Any) -> str:
     origin, args = get_origin(kind), get_args(kind)
     if origin is Annotated:
         bounds = [bound for bound in args[1:] if isinstance(bound, Ge | Gt)]
-        lowest = [bound.ge if isinstance(bound, Ge) else bound.gt + 1 for bound in bounds]  # type: ignore[operator]
-        return f"{lowest[0]:g}" if lowest else _example(args[0])
+        lowest: list[Any] = [bound.ge if isinstance(bound, Ge) else bound.gt + 1 for bound in bounds]  # type: ignore[operator]
+        return f"{max(lowest[0], 0):g}" if lowest else _example(args[0])
     if origin is Literal:
         return str(args[0])
     if origin in (Union, UnionType):

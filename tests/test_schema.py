@@ -122,13 +122,13 @@ def test_declared_bounds_hold_in_yaml_and_in_python(
         assert getattr(made, name) == (tuple(value) if isinstance(value, list) else value)
         verify(made, "where")
     for value in bad:
-        line = f"where.{name} = {value!r}: allowed: {words}; next: set where.{name}=..."
+        line = f"where.{name} = {value!r}: allowed: {words}; next: set where.{name}="
         with pytest.raises(UserError) as caught:
             build(Bounded, {name: value}, "where")
         assert str(caught.value).startswith(line)
         with pytest.raises(UserError) as caught:
             verify(Bounded(**{name: value}), "where")
-        assert str(caught.value) == line
+        assert str(caught.value).startswith(line)
 
 
 def test_all_faults_are_told_together_each_in_one_line() -> None:
@@ -155,7 +155,10 @@ def test_all_faults_are_told_together_each_in_one_line() -> None:
 
 
 def test_a_missing_field_is_named() -> None:
-    with pytest.raises(UserError, match=r"method\.factor = None: allowed: a finite number"):
+    with pytest.raises(
+        UserError,
+        match=r"method\.factor = None: allowed: a number from -3e\+38 to 3e\+38; next: set method\.factor=0",
+    ):
         build(ScaleChannel, {"channel": 1, "layers": [0, 1]}, "method")
 
 

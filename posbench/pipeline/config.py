@@ -217,7 +217,7 @@ def _stages(
         if "stages" in typed or "search" in typed:
             of_part = any(issubclass(part.cls, search.serves) for part in choice.parts.values())
             name, serves = data["search"].get("name"), search.serves.__module__.rpartition(".")[2]
-            allowed = f"a method that {name} serves: {serves}, {search.place} (this is {choice.name})"
+            allowed = f"no search for method {choice.name} by {name}, which serves {serves} {search.place}"
             hint = f"add method={serves}, or take the search that serves the method: posbench ls searches"
             if of_part:
                 hint = "search that method alone, then type here what it finds, with stages=[evaluate,report]"

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from posbench import paths
 from tests.conftest import PROCESS, Result, run_folders
 
 OFFICIAL = Path(__file__).parents[1] / "data/kv_retrieval/kv-retrieval-75_keys.first3.jsonl"
@@ -27,6 +28,8 @@ def files(tmp_path_factory: pytest.TempPathFactory, checkpoint: Path) -> Path:
     (folder / "good.jsonl").write_text("".join(lines))
     (folder / "broken.jsonl").write_text(lines[0] + lines[1][:500] + "\n" + lines[2])
     (folder / "list.jsonl").write_text("[1, 2]\n")
+    half = json.dumps({"ordered_kv_records": [["a", "\ud800"], ["b", "c"]], "key": "a", "value": "\ud800"})
+    (folder / "half.jsonl").write_text(half + "\n")
     (folder / "nofield.jsonl").write_text(
         json.dumps({k: v for k, v in json.loads(lines[0]).items() if k != "value"}) + "\n"
     )
@@ -62,11 +65,11 @@ ONE = "task.examples_per_position=1"
 
 BARE = [
     # what it is, arguments, what the line must say
-    ("wrong type", ["method.factor=abc"], ["method.factor", "'abc'", "a finite number"]),
-    ("true is no number", ["method.factor=true"], ["method.factor", "True", "a finite number"]),
-    ("not a number", ["method.factor=nan"], ["method.factor", "nan", "finite"]),
-    ("infinite", ["method.factor=-inf"], ["method.factor", "-inf", "finite"]),
-    ("not a number as text", ["method.factor='nan'"], ["method.factor", "nan", "finite"]),
+    ("wrong type", ["method.factor=abc"], ["method.factor", "'abc'", "from -3e+38 to 3e+38"]),
+    ("true is no number", ["method.factor=true"], ["method.factor", "True", "from -3e+38 to 3e+38"]),
+    ("not a number", ["method.factor=nan"], ["method.factor", "nan", "from -3e+38 to 3e+38"]),
+    ("infinite", ["method.factor=-inf"], ["method.factor", "-inf", "from -3e+38 to 3e+38"]),
+    ("not a number as text", ["method.factor='nan'"], ["method.factor", "nan", "from -3e+38 to 3e+38"]),
     ("infinite in a list", ["search.factors=[0.5,inf]"], ["search.factors", "inf", "finite"]),
     (
         "no value",
@@ -122,7 +125,7 @@ BARE = [
     (
         "no examples",
         ["task.examples_per_position=0"],
-        ["task.examples_per_position", "0", "from 1 to 1000000"],
+        ["task.examples_per_position", "0", "from 1 to 100000"],
     ),
     ("no strings", ["search.strings=0"], ["search.strings", "0", "from 1 to 1000000"]),
     ("no factors", ["search.factors=[]"], ["search.factors", "[]", "at least 1"]),
@@ -166,6 +169,55 @@ BARE = [
     ("unknown choice of a flag", ["--cfg", "nonsense"], ["--cfg", "nonsense", "'job'"]),
     ("two modes", ["--info", "-m"], ["--info -m", "one of"]),
     ("missing config folder", ["--config-dir", "/nowhere"], ["--config-dir", "'/nowhere'", "folder"]),
+    ("no questions kept", ["task.limit=0"], ["task.limit", "0", "from 1 to 1000000"]),
+    ("endless stages", ["stages=inf"], ["stages", "inf", "in this order"]),
+    ("half a stage", ["stages=1.5"], ["stages", "1.5", "in this order"]),
+    ("stages that are true", ["stages=true"], ["stages", "True", "in this order"]),
+    ("one stage without brackets", ["stages=evaluate"], ["stages", "'evaluate'", "set stages=[evaluate]"]),
+    ("no model", ["model=null"], ["model", "'null'", "tiny", "leave it out"]),
+    ("no task", ["task=null"], ["task", "'null'", "kv_retrieval"]),
+    ("no penalty", ["task.repetition_penalty=0"], ["task.repetition_penalty", "0", "above 0"]),
+    ("negative seed", ["task.seed=-1"], ["task.seed", "-1", "from 0 to 4294967295"]),
+    (
+        "negative seed of a study",
+        ["study=positional_channels", "study.seed=-5"],
+        ["study.seed", "-5", "from 0"],
+    ),
+    ("depth of an item", ["study=channel_subtraction", "study.gold=7"], ["study.gold", "7", "from 0 to 1"]),
+    (
+        "depth below",
+        ["study=channel_subtraction", "study.other=-0.5"],
+        ["study.other", "-0.5", "from 0 to 1"],
+    ),
+    (
+        "a start beyond float32",
+        ["method=layer_scaling", "search=gradient", "search.start=1e300", "stages=[search]"],
+        ["search.start", "1e+300", "up to 1000000"],
+    ),
+    (
+        "iterations without an end",
+        ["study=synthetic_training", "study.iterations=1000000000000000000"],
+        ["study.iterations", "1000000000000000000", "from 1 to 1000000"],
+    ),
+    ("threads beyond C", ["runtime.threads=1000000000000000000"], ["runtime.threads", "to 1000000"]),
+    ("one resample", ["runtime.resamples=1"], ["runtime.resamples", "1", "from 20"]),
+    ("a name that is too long", ["model.name=" + "x" * 230], ["model.name", "at most 80"]),
+    ("a path that is too long", ["task.path=" + "x" * 300], ["task.path", "on this machine"]),
+    ("a key of the model's block", ["model.scale_channel.factr=1"], ["model.scale_channel.factr", "factor?"]),
+    (
+        "keys of a choice inside a study",
+        ["study=ablations", "study.search.skip=3"],
+        ["study.search", "search.KEY"],
+    ),
+    ("nothing in a list of methods", ["method=[none,scale_channel]"], ["method", "none", "leave it out"]),
+    ("a launcher that is not there", ["hydra/launcher=joblib"], ["hydra/launcher", "'joblib'", "basic"]),
+    ("a search without its method", ["search=genetic"], ["search", "'genetic'", "add method=layer_scaling"]),
+    ("a file as checkpoint", ["model.path={tiny}/config.json"], ["model.path", "config.json", "directory"]),
+    (
+        "a reply longer than the window",
+        ["task.max_new_tokens=100000"],
+        ["prompt length", "task.max_new_tokens"],
+    ),
 ]
 
 SMALL = [
@@ -277,7 +329,17 @@ SMALL = [
         ["task.path", "nogold.jsonl line 1", "gold"],
     ),
     ("wrong encoding", ["task.path={files}/latin.jsonl", ONE], ["task.path", "latin.jsonl", "UTF-8"]),
-    ("empty file", ["task.path={files}/empty.jsonl"], ["task.examples_per_position", "12", "at most 0"]),
+    ("empty file", ["task.path={files}/empty.jsonl"], ["task.path", "empty.jsonl", "a file with questions"]),
+    (
+        "wrong fields before a wrong number",
+        ["task.path={files}/nofield.jsonl", "task.examples_per_position=99"],
+        ["task.path", "nofield.jsonl line 1"],
+    ),
+    (
+        "half of a character",
+        ["task.path={files}/half.jsonl", ONE],
+        ["task.path", "half.jsonl line 1", "UTF-8"],
+    ),
     (
         "more examples than the file",
         ["task.path={files}/good.jsonl", "task.examples_per_position=4"],
@@ -319,7 +381,16 @@ def _expect(result: Result, words: list[str], outputs: Path) -> None:
 def test_refused_before_the_model(
     args: list[str], words: list[str], posbench: Callable[..., Result], outputs: Path
 ) -> None:
-    _expect(posbench(*args), words, outputs)
+    _expect(posbench(*(a.replace("{tiny}", str(paths.MODELS / "tiny")) for a in args)), words, outputs)
+
+
+def test_the_checkpoint_comes_first_and_with_what_else_is_missing(
+    posbench: Callable[..., Result], outputs: Path, tmp_path: Path
+) -> None:
+    result = posbench("model=hf", f"model.path={tmp_path}")
+    lines = result.err.splitlines()
+    assert result.status == 2 and len(lines) == 2 and run_folders(outputs) == []
+    assert "model.path" in lines[0] and "it lacks config.json" in lines[0] and "method.channel" in lines[1]
 
 
 def test_every_job_of_a_sweep_says_what_is_wrong(posbench: Callable[..., Result], outputs: Path) -> None:

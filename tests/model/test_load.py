@@ -17,9 +17,9 @@ from posbench.measure.items import attention_to_items
 from posbench.measure.losses import candidate_losses
 from posbench.measure.states import Strings, average_states
 from posbench.methods import ScaleChannel
+from posbench.model.guard import probe
 from posbench.model.lm import LM
 from posbench.model.load import load
-from posbench.pipeline.execute import _check_overflow
 from posbench.search.channel import ChannelSearch
 from posbench.tasks import KVRetrieval
 from posbench.tasks.kv_retrieval import WORDS
@@ -147,13 +147,13 @@ def test_float16_that_overflows_is_refused() -> None:
     model = build("llama", dtype=torch.float16)
     lm = posbench.load(model)
     ids = list(range(1, min(20, VOCABULARY)))
-    _check_overflow(lm, ids)
+    probe(lm, ids)
     with torch.no_grad():
         model.model.layers[1].mlp.down_proj.weight.mul_(1e4)
         model.model.layers[1].mlp.up_proj.weight.mul_(1e2)
-    with pytest.raises(UserError, match=r"model\.dtype = 'float16': allowed: bfloat16"):
-        _check_overflow(lm, ids)
-    _check_overflow(posbench.load(model.to(torch.bfloat16)), ids)
+    with pytest.raises(UserError, match=r"in float16 .*layer 2.*set model\.dtype=bfloat16 or"):
+        probe(lm, ids)
+    probe(posbench.load(model.to(torch.bfloat16)), ids)
     assert not torch.isfinite(lm.model.to(torch.float16)(torch.tensor([ids])).logits).all()
 
 

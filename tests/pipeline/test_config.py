@@ -56,7 +56,7 @@ def test_every_method_composes_and_checks() -> None:
 
 def test_every_model_composes_and_checks() -> None:
     names = choices(paths.CONF / "model")
-    found = _all("-m", f"model={','.join(names)}", "model.path=.", "stages=[search]")
+    found = _all("-m", f"model={','.join(names)}", "model.path=posbench://tiny", "stages=[search]")
     assert [config.model.name for config in found.values()] == names
 
 
@@ -117,10 +117,10 @@ def test_what_is_typed_wins_over_what_is_found() -> None:
 
 
 def test_a_method_without_constants_names_the_command_that_finds_them() -> None:
-    command = r"posbench stages=\[search\] model=hf model.path=\. method=scale_channel"
+    command = r"posbench stages=\[search\] model=hf model.path=posbench://tiny method=scale_channel"
     with pytest.raises(UserError, match=r"method.channel = None.*" + command):
-        config_of("model=hf", "model.path=.")
-    searched = config_of("model=hf", "model.path=.", "stages=[search]")
+        config_of("model=hf", "model.path=posbench://tiny")
+    searched = config_of("model=hf", "model.path=posbench://tiny", "stages=[search]")
     assert trial(searched) == ScaleChannel(channel=0, factor=1.0, layers=(0, 0))
 
 

@@ -60,7 +60,7 @@ class Latency(Timed):
         # Stopping early would compare different amounts of work; MPT's own default is to go without a cache.
         lm.model.generation_config = copy.copy(lm.model.generation_config)
         lm.model.generation_config.update(eos_token_id=None, use_cache=True)
-        methods = applicable(run, lm, lambda choice: choice.cls.example(lm))
+        methods = applicable(lm, run.every, lambda choice: choice.cls.example(lm), run.console.out)
         asked, example = (UNMODIFIED, *(self.methods or run.every)), ScaleChannel.example(lm)
         chosen = {name: method for name, method in methods.items() if name in asked}
         direct = {"scale_channel": example, "re-projection": Reprojection(**vars(example))}

@@ -51,7 +51,7 @@ class Precision(Study):
         rows = [code.ids for code in run.encode(chosen).values()]
         # Every other prompt loses some of its first pairs: equal lengths would need no padding.
         rows = [row if i % 2 else row[:1] + row[1 + 4 * (i % 7) :] for i, row in enumerate(rows)]
-        methods = applicable(run, run.lm, MethodChoice.build)
+        methods = applicable(run.lm, run.every, MethodChoice.build, run.console.out)
         errors, drifts = list[Row](), list[Row]()
         with run.progress("weight types", 1 + len(DTYPES)) as advance:
             lm = _load(run, "float64")

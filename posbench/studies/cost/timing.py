@@ -25,7 +25,6 @@ from posbench.model.lm import LM
 from posbench.model.load import load
 from posbench.plots import base as plot
 from posbench.plots.section import Drawn
-from posbench.run.base import Run
 from posbench.schema import Count
 from posbench.stats.frames import UNMODIFIED
 from posbench.studies.base import Study, Tables
@@ -87,16 +86,21 @@ def table(rows: Sequence[Row]) -> pd.DataFrame:
     return pd.DataFrame(rows).assign(hardware=hardware(), versions=versions.summary())
 
 
-def applicable(run: Run, lm: LM, make: Callable[[MethodChoice], Method]) -> dict[str, Method]:
-    """The methods that apply to a model, by name, the unmodified one first; says which are left out."""
+def applicable(
+    lm: LM,
+    every: Mapping[str, MethodChoice],
+    make: Callable[[MethodChoice], Method],
+    tell: Callable[[str], object] = lambda text: None,
+) -> dict[str, Method]:
+    """The methods that apply to a model, by name, the unmodified one first; tells which are left out."""
     found: dict[str, Method] = {UNMODIFIED: Unmodified()}
-    for name, choice in run.every.items():
+    for name, choice in every.items():
         try:
             method = make(choice)
             method.check(lm)
             found[name] = method
         except UserError as error:
-            run.console.print(f"left out: {name} ({error.field}: {error.allowed})", markup=False)
+            tell(f"left out: {name} ({error.field}: {error.allowed})")
     return found
 
 
