@@ -112,3 +112,15 @@ def test_bias_is_told_in_points_and_a_gap_has_no_difference() -> None:
     assert header == ["statistic", "unmodified", "x", "difference"]
     assert table[0] == ["gap (best - worst)", "30.0 [30.0, 30.0]", "20.0 [20.0, 20.0]", ""]
     assert table[1][1:] == ["10.0 [10.0, 10.0]", "5.0 [5.0, 5.0]", "-5.0 [-5.0, -5.0]"]
+
+
+def test_no_position_bias_is_told_at_the_floor() -> None:
+    """Newcomer, 3: read back from a file, the row's note stands where its number would."""
+    front = ("tiny", "none", "kv", "all", None)
+    rows = [
+        (*front, "accuracy", 0.0, 60, 0.0, 0.06, 0, None),
+        (*front, "position_bias", *[None] * 4, 0, "floor"),
+    ]
+    frame = pd.read_csv(StringIO(pd.DataFrame(rows, columns=list(metrics().columns)).to_csv(index=False)))
+    assert "unmodified at the floor: position bias cannot be measured" in headline(frame)
+    assert bias_table(frame)[1][0][1:] == ["at the floor"]
