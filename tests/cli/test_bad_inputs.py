@@ -161,6 +161,7 @@ BARE = [
         ["runtime.max_memory", "{'gpu': '1GiB'}", "GPU numbers and cpu"],
     ),
     ("empty batches", ["runtime.batch_size=0"], ["runtime.batch_size", "0", "from 1 to 1000000"]),
+    ("one draw", ["runtime.resamples=1"], ["runtime.resamples", "1", "from 100 to 1000000"]),
     ("unfinished list", ["method.factor=[1"], ["method.factor", "'method.factor=[1'", "key=value"]),
     ("no equals sign", ["foo"], ["foo", "'foo'", "key=value"]),
     ("unknown reference", ["method.factor=${nope}"], ["method.factor", "nope", "set method.factor="]),

@@ -164,3 +164,15 @@ def test_whose_claim_it_is_stands_at_its_definition() -> None:
     ).all()
     assert claims.loc[claims["kind"] == "paper", "claim"].str.contains("Yu et al. 2025").all()
     assert not claims["claim"].str.contains(r"\bC\d").any()
+
+
+def test_no_position_bias_is_told_at_the_floor() -> None:
+    """Newcomer, 3: read back from a file, the row's note stands where its number would."""
+    front = ("tiny", "none", "kv", "all", None)
+    rows = [
+        (*front, "accuracy", 0.0, 60, 0.0, 0.06, 0, None),
+        (*front, "position_bias", *[None] * 4, 0, "floor"),
+    ]
+    frame = pd.read_csv(StringIO(pd.DataFrame(rows, columns=list(metrics().columns)).to_csv(index=False)))
+    assert "unmodified at the floor: position bias cannot be measured" in headline(frame)
+    assert bias_table(frame)[1][0][1:] == ["at the floor"]
