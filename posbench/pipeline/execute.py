@@ -32,10 +32,6 @@ MIXED = "mixed"
 """State of a run that a file changed under: its rows may stem from either content, so it is never resumed."""
 
 
-class _Mixed(UserError):
-    """A file changed while a run read it."""
-
-
 def execute(config: Config, *, command: str, console: Console) -> Path:
     """Run the stages of a config in its versioned folder; finished work is not repeated.
 
@@ -83,7 +79,8 @@ def execute(config: Config, *, command: str, console: Console) -> Path:
                 out.mark(stage, done=True)
         except BaseException as error:
             state = "incomplete" if isinstance(error, IncompleteRun) else "failed"
-            out.finish(MIXED if isinstance(error, _Mixed) else state, f"{type(error).__name__}: {error}")
+            state = MIXED if out.read_json("status.json").get("state") == MIXED else state
+            out.finish(state, f"{type(error).__name__}: {error}")
             raise
         out.finish("done")
         if "report" not in config.stages:
@@ -147,10 +144,10 @@ def preflight(config: Config, run: Run) -> None:
 def _need_unchanged(read: Sequence[Content], out: RunDir) -> None:
     """Raise UserError, and let no other run copy from this one, unless its files hold what they held."""
     if other := changed(read):
-        out.write_json("status.json", {"stages": {}})
+        out.write_json("status.json", {"state": MIXED, "stages": {}})
         allowed = "a file that stays as it is while a run reads it; it changed"
         hint = f"remove {out.path}, whose rows may stem from either, and run the same command again"
-        raise _Mixed(other.source.field, str(other.file), allowed, hint)
+        raise UserError(other.source.field, str(other.file), allowed, hint)
 
 
 def _check_overflow(lm: LM, ids: list[int]) -> None:
