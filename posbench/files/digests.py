@@ -47,9 +47,8 @@ class Content:
     @property
     def fact(self) -> dict[str, str]:
         """For the record of a run."""
-        place = {"file": str(self.file), "sha256": self.held}
-        hub = {"hub": f"{self.source.id}@{self.held}"}
-        return {"field": self.source.field, "name": self.name, **(place if self.file else hub)}
+        place, kind = (str(self.file), "sha256") if self.file else (self.source.id, "commit")
+        return {"field": self.source.field, "name": self.name, "file": place, kind: self.held}
 
 
 def contents(wanted: Iterable[Source]) -> list[Content]:

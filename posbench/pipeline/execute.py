@@ -36,10 +36,6 @@ MIXED = "mixed"
 """State of a run that a file changed under: its rows may stem from either content, so it is never resumed."""
 
 
-class _Mixed(UserError):
-    """A file changed while a run read it."""
-
-
 def execute(config: Config, *, command: str, console: Console) -> Path:
     """Run the stages of a config in its versioned folder; finished work is not repeated.
 
@@ -88,8 +84,9 @@ def execute(config: Config, *, command: str, console: Console) -> Path:
                     _need_unchanged(read, out)
         except BaseException as error:
             state = "incomplete" if isinstance(error, IncompleteRun) else "failed"
+            state = MIXED if out.status()["state"] == MIXED else state
             with suppress(OSError):  # a full disk, of which the error itself tells
-                out.finish(MIXED if isinstance(error, _Mixed) else state, f"{type(error).__name__}: {error}")
+                out.finish(state, f"{type(error).__name__}: {error}")
             raise
         out.finish("done")
         if "report" not in config.stages:
@@ -156,10 +153,10 @@ def preflight(config: Config, run: Run) -> None:
 def _need_unchanged(read: Sequence[Content], out: RunDir) -> None:
     """Raise UserError, and let no other run copy from this one, unless its files hold what they held."""
     if other := changed(read):
-        out.write_facts(STATUS, {"stages": {}})
+        out.write_facts(STATUS, {"state": MIXED, "stages": {}})
         allowed = "a file that stays as it is while a run reads it; it changed"
         hint = f"remove {out.path}, whose rows may stem from either, and run the same command again"
-        raise _Mixed(other.source.field, str(other.file), allowed, hint)
+        raise UserError(other.source.field, str(other.file), allowed, hint)
 
 
 def _probe(run: Run, ids: Sequence[int]) -> None:

@@ -146,7 +146,7 @@ def need_same_data(task: Task, facts: Mapping[str, Any]) -> None:
         UserError: A file is missing or holds something else.
     """
     entries = [entry for entry in facts.get("files", ()) if entry["field"].startswith("task.")]
-    was = {(e["field"], e["name"]): e.get("sha256") or e["hub"].partition("@")[2] for e in entries}
+    was = {(e["field"], e["name"]): e.get("sha256", e.get("commit")) for e in entries}
     for content in contents(task.files()) if entries else ():
         before = was.get(content.key[:2], "not read")
         if before != content.held:
