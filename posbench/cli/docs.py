@@ -17,6 +17,7 @@ from posbench.model.families import support_table
 from posbench.report.folder import read_csv, read_json
 from posbench.report.page import read_run
 from posbench.report.tables import findings_table
+from posbench.report.text import tally, verdicts
 from posbench.run.folder import checked
 
 
@@ -68,18 +69,21 @@ def claims(folder: Path) -> str:
     found = pd.concat([frame for frame, _ in newest.values()], ignore_index=True).fillna(
         {"model": "no model"}
     )
-    # The claims of a paper lie together, in the order of their studies.
-    found = found.sort_values("claim", key=lambda claims: claims.str.split(":").str[0], kind="stable")
+    # The claims of papers first, in the order of their studies, then our controls.
+    found = found.sort_values("kind", key=lambda kind: kind != "paper", kind="stable")
     models = sorted(found["model"].unique())
     rows, parts = [], []
-    for claim, part in found.groupby("claim", sort=False):
-        rows.append([claim, *(_verdict(part.loc[part["model"] == model, "verdict"]) for model in models)])
+    for _, part in found.groupby("claim", sort=False):
         header, lines = findings_table(part)
-        named = [[model, *line[1:]] for model, line in zip(part["model"], lines, strict=True)]
-        parts.append(f"## {claim}\n\n{markdown(['model', *header[1:]], named)}")
+        told = lines[0][1]
+        rows.append([told, *(_verdict(part.loc[part["model"] == model, "verdict"]) for model in models)])
+        named = [[line[0], model, *line[2:]] for model, line in zip(part["model"], lines, strict=True)]
+        parts.append(f"## {told}\n\n{markdown(['verdict', 'model', *header[2:]], named)}")
     commands = "\n".join(f"    {command}" for _, command in newest.values())
     overview = markdown(["claim", *models], rows)
-    return "\n\n".join([overview, *parts, f"## How\n\nThe verdicts are those of these runs:\n\n{commands}"])
+    sums = "\n".join(f"- {model}: {verdicts(found[found['model'] == model])}" for model in models)
+    made = f"## How\n\nThe verdicts are those of these runs:\n\n{commands}"
+    return "\n\n".join([sums, overview, *parts, made])
 
 
 def _made(folder: Path) -> dict[str, Any]:
@@ -93,11 +97,8 @@ def _made(folder: Path) -> dict[str, Any]:
 
 
 def _verdict(verdicts: pd.Series) -> str:
-    """The verdict of one model; of several statistics, how many hold."""
-    holding = int((verdicts == "holds").sum())
-    if len(verdicts) > 1 and 0 < holding < len(verdicts):
-        return f"{holding} of {len(verdicts)} hold"
-    return "" if verdicts.empty else str(verdicts.iloc[0])
+    """The verdict of one model; of several statistics, how many got each."""
+    return verdicts.iloc[0] if verdicts.nunique() == 1 else tally(verdicts)
 
 
 def run(folder: Path) -> str:

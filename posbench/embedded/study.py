@@ -115,7 +115,8 @@ class EmbeddedModel(Study):
         for row in tables["criteria"].query("prompts == 'evaluation'").to_dict("records"):
             claim, note = f"{self.model}: {row['criterion']} ({row['condition']})", "not asked of this model"
             at, statistic = estimate(row), f"{row['criterion']}, training seed {row['seed']}"
-            found.append(Finding.that(row["passed"], claim, statistic, at, "" if row["required"] else note))
+            one = Finding.that(row["passed"], claim, statistic, at, "" if row["required"] else note)
+            found.append(one.control())
         return found
 
 

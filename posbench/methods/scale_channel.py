@@ -143,10 +143,10 @@ class ScaleChannel(Method):
 
     sweep_claims: ClassVar[Mapping[str, SweepClaims]] = {
         "factor": SweepClaims(
-            attention="C7: a larger factor moves attention to the beginning (Yu et al. 2025, Figure 6a)",
-            score="C7: a larger factor favours the beginning (Yu et al. 2025, Figure 6b)",
-            bias="C7: over 1 a factor amplifies the bias, below 1 shrinks it (Yu et al. 2025, Section 4.3)",
-            peak="C7: the average accuracy peaks for a factor from 0.5 to -1 (Yu et al. 2025, Section 4.3)",
+            attention="A larger factor moves attention to the beginning (Yu et al. 2025, Figure 6a)",
+            score="A larger factor favours the beginning (Yu et al. 2025, Figure 6b)",
+            bias="Over 1 a factor amplifies the bias, below 1 shrinks it (Yu et al. 2025, Section 4.3)",
+            peak="The average accuracy peaks for a factor from 0.5 to -1 (Yu et al. 2025, Section 4.3)",
             best=(-1.0, 0.5),
         )
     }

@@ -176,10 +176,16 @@ def _filled(
 
 def _of_model(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     """The fields of the task that the paper of an experiment set for this model alone."""
-    reference = (raw.get("experiment") or {}).get("reference") or {}
-    task, model = (raw.get(group) or {} for group in ("task", "model"))
+    reference, task = _mapping(raw, "experiment", "reference"), _mapping(raw, "task")
     measured = str(reference.get("task")).partition("/")[0] == task.get("name")
-    return (reference.get("settings") or {}).get(model.get("name"), {}) if measured else {}
+    return _mapping(reference, "settings", str(_mapping(raw, "model").get("name"))) if measured else {}
+
+
+def _mapping(node: Any, *keys: str) -> Mapping[str, Any]:
+    """What lies under these keys; empty where it is no mapping, which the check of its group tells."""
+    for key in keys:
+        node = node.get(key) if isinstance(node, Mapping) else None
+    return node if isinstance(node, Mapping) else {}
 
 
 def _blocks(

@@ -68,7 +68,7 @@ class Examples:
         if place is not None:
             of = f" (0 to {len(example.items) - 1})" if example and example.items else ""
             head.insert(1, f"gold position {place}{of}")
-        expected = " | ".join(map(str, first.get("answers") or (example.answers if example else ())))
+        expected = " | ".join(first.get("answers", ["not recorded"]))
         lines = [", ".join(filter(None, head)), "prompt:", _indented(self._prompt(first, example, whole))]
         lines += [f"expected: {expected or 'not published'}"]
         return "\n".join([*lines, *(self._answered(row, example) for row in rows)])
@@ -76,8 +76,8 @@ class Examples:
     def _prompt(self, row: Row, example: Example | None, whole: bool) -> str:
         if example is None:
             return f"cannot be built again: {self.lost or 'the task has no example of this id now'}"
-        if row.get("prompt", prompt_digest(example)) != prompt_digest(example):
-            return "cannot be built again: the task's data or code gives another prompt for this id now"
+        if row.get("prompt") != prompt_digest(example):
+            return "cannot be built again: the task's data or code gives no prompt of this row's checksum now"
         return full(example) if whole else excerpt(example)
 
     def _answered(self, row: Row, example: Example | None) -> str:

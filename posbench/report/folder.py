@@ -16,7 +16,7 @@ from posbench.stats.scores import COLUMNS as METRICS
 from posbench.stats.scores import SUBSET_COLUMNS
 
 TEXT_COLUMNS = {"run", "model", "method", "task", "gold_position", "metric", "channel", "site"}
-TEXT_COLUMNS |= {"claim", "statistic", "verdict", "note"}
+TEXT_COLUMNS |= {"kind", "claim", "statistic", "verdict", "note"}
 ATTENTION = ("model", "method", "task", "gold_position", "layer", "item", "attention")
 TREND = ("group", "axis", "statistic", "number", "value", "ci_low", "ci_high", "n")
 """Columns of ``trend.csv``: a statistic at one ``number`` of the swept key, ``none`` when unmodified."""

@@ -29,6 +29,11 @@ from posbench.search.base import Search
 from posbench.stats.frames import at_positions, metric_name
 from posbench.studies.base import Study
 
+HOLDS = (
+    "A claim holds where its whole 95 % interval lies on the claimed side, is contradicted on the other, and "
+    "else inconclusive; p is adjusted for the claims that were tested together."
+)
+
 
 def render_run(folder: Path) -> Path:
     """Draw every figure that a run folder's files allow, and write report.html, whose path it returns.
@@ -93,10 +98,11 @@ def _study(folder: Path, config: Mapping[str, Any]) -> list[Section]:
     findings = read_csv(folder / "findings.csv")
     if findings is not None:
         section.header, section.rows = tables.findings_table(findings)
+        section.text = f"{HOLDS} "
     section.figures = study.figures(study_tables(folder, facts["tables"]))
     text = [f"{experiment['title']}."] if experiment.get("title") else []
     text += [f"The paper reads: {'; '.join(experiment['claims'])}."] if experiment.get("claims") else []
-    section.text = " ".join([*text, f"Numbers: {', '.join(f'{name}.csv' for name in facts['tables'])}."])
+    section.text += " ".join([*text, f"Numbers: {', '.join(f'{name}.csv' for name in facts['tables'])}."])
     return [section]
 
 

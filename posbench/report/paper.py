@@ -14,9 +14,16 @@ from posbench.plots.section import Section
 from posbench.plots.sweep import with_setting
 from posbench.report.folder import read_json, unreadable
 from posbench.report.tables import Table, cell, points
+from posbench.report.text import tally
+from posbench.stats.bootstrap import Estimate, wilson
 from posbench.stats.findings import columns
+from posbench.stats.reference import MARGIN, agreement
 
 OTHER_MODEL = "other model, not comparable"
+MIXED = "different in different settings"
+AGREEMENT = ("agrees", "differs", "inconclusive", "no interval", "not measured", MIXED)
+CELL = ["model", "method", "task", "gold_position", "metric"]
+"""Columns that name a cell of a paper."""
 TOLERANCE = 0.025  # how far (0..1) a paper's depth label may lie from the nearest depth we measured
 
 
@@ -27,21 +34,22 @@ def beside(folder: Path, metrics: pd.DataFrame, subsets: pd.DataFrame | None) ->
     if not facts and not reference:
         return []
     try:
-        header, rows = reference_table(with_subsets(metrics, subsets), list(reference))
-        text = reference_text(facts, list(reference), bool(rows))
+        table, label = cells(with_subsets(metrics, subsets), list(reference))
+        header, rows = reference_table(table, label)
+        text = reference_text(facts, list(reference), table)
     except (KeyError, TypeError, ValueError) as error:
         allowed = "a list of rows with model, method, task, gold_position, metric, value"
         raise unreadable(folder / "reference.json", error, allowed) from error
     return [Section(str(facts.get("title", "Beside the paper's numbers")), text, header, rows)]
 
 
-def reference_text(facts: Mapping[str, Any], reference: Sequence[Row], compared: bool) -> str:
-    """What is said beside a paper's rows, from ``experiment.json`` and whether one of its models ran."""
+def reference_text(facts: Mapping[str, Any], reference: Sequence[Row], table: pd.DataFrame) -> str:
+    """What is said beside a paper's rows, from ``experiment.json`` and its :func:`cells` that ran here."""
     text = [str(facts.get("note", ""))]
     if facts.get("claims"):
         text.append("The paper's reading: " + "; ".join(facts["claims"]) + ".")
-    if compared:
-        text.append("A number agrees if the paper's value lies within our 95 % interval.")
+    if len(table):
+        text += [_rule(reference), _counted(table)]
     elif reference:
         models = ", ".join(dict.fromkeys(str(row["model"]) for row in reference))
         text.append(f"The paper's numbers are for {models}; none of these ran here, so nothing is compared.")
@@ -50,25 +58,58 @@ def reference_text(facts: Mapping[str, Any], reference: Sequence[Row], compared:
     return " ".join(filter(None, text))
 
 
-def reference_table(metrics: pd.DataFrame, reference: Sequence[Row]) -> Table:
-    """A paper's numbers beside ours as text, for the models that ran; no rows where no model matches. Of a
-    sweep each row names the settings that it holds for, `all` where these are all that are compared."""
+def _rule(reference: Sequence[Row]) -> str:
+    """When a cell agrees, and whose sampling error is in the test."""
+    margin, sizes = 100 * _margin(reference[0]), sorted({row["n"] for row in reference if "n" in row})
+    known = all("n" in row for row in reference)
+    error = f"the paper's own sampling error (n = {', '.join(map(str, sizes))}) is in it" if sizes else ""
+    error += " where its n is known" if sizes and not known else ""
+    error = error or "the paper's n is not known, so the interval has our sampling error alone"
+    return (
+        f"A cell agrees if the 90 % interval of ours minus the paper's lies within {margin:g} points of zero "
+        f"(two one-sided tests at 5 %), differs if it lies wholly beyond, else it is inconclusive; {error}."
+    )
+
+
+def _counted(table: pd.DataFrame) -> str:
+    """How many of the paper's cells agree, each once, those near zero apart."""
+    groups = table.groupby(CELL, sort=False)
+    verdicts = groups["verdict"].agg(lambda each: each.iloc[0] if each.nunique() == 1 else MIXED)
+    near = groups["near_zero"].first()
+    text = f"Cells of the paper: {tally(verdicts[~near], AGREEMENT) or 'none away from zero'}."
+    apart = "within the margin of zero, where a model that always fails agrees, too"
+    return (
+        f"{text} Apart from these {near.sum()} {apart}: {tally(verdicts[near], AGREEMENT)}."
+        if near.any()
+        else text
+    )
+
+
+def cells(metrics: pd.DataFrame, reference: Sequence[Row]) -> tuple[pd.DataFrame, str]:
+    """:func:`compared` for the models that ran, and what a sweep's settings are called."""
     swept, label = [c for c in metrics.columns[: list(metrics).index("model")] if c != "run"], ""
     if swept:
         metrics, _, label = with_setting(metrics, swept)
-    table = compared(metrics, reference).rename(columns={"ours": "value"})
-    table, cells = table[table["verdict"] != OTHER_MODEL], dict[tuple[str, ...], dict[str, None]]()
-    for row in table.itertuples():
+    table = compared(metrics, reference)
+    return table[table["verdict"] != OTHER_MODEL], label
+
+
+def reference_table(table: pd.DataFrame, label: str = "") -> Table:
+    """A paper's :func:`cells` beside ours as text. Of a sweep each row names the settings that it holds for,
+    `all` where these are all that are compared."""
+    found = dict[tuple[str, ...], dict[str, None]]()
+    for row in table.rename(columns={"ours": "value"}).itertuples():
         missing, paper = pd.isna(row.value), f"{100 * row.paper:.1f}"
         numbers = (paper, *(("", "") if missing else (cell(row, "{:.1f}"), points(row.difference))))
-        key = (row.task, row.model, row.method, row.gold_position, *numbers, row.verdict)
-        cells.setdefault(key, {})[row.setting] = None
+        verdict = f"{row.verdict}{' (near zero)' if row.near_zero else ''}"
+        key = (row.task, verdict, row.model, row.method, row.gold_position, *numbers)
+        found.setdefault(key, {})[row.setting] = None
     every, rows = set(table["setting"]) - {""}, []
-    for (_, *texts), settings in cells.items():
+    for (_, *texts), settings in found.items():
         where = "all" if len(every) > 1 and set(settings) == every else ", ".join(settings)
-        rows.append([*texts, *([where] if swept else [])])
-    header = ["model", "method", "gold position", "paper %", "ours %", "difference", "verdict"]
-    return [*header, *([label] if swept else [])], rows
+        rows.append([*texts, *([where] if label else [])])
+    header = ["verdict", "model", "method", "gold position", "paper %", "ours %", "difference"]
+    return [*header, *([label] if label else [])], rows
 
 
 def with_subsets(metrics: pd.DataFrame, subsets: pd.DataFrame | None) -> pd.DataFrame:
@@ -86,9 +127,10 @@ def compared(metrics: pd.DataFrame, reference: Sequence[Row]) -> pd.DataFrame:
     The paper's rows have model, method, task, gold_position (`all`, a 0-based index, or a depth as `25%`,
     which the nearest one within 2.5 points matches), metric, value (0..1), and any further column of ours.
     Each gives a row per match: its names, our setting of a sweep, paper, ours, ci_low, ci_high, difference
-    (ours - paper), verdict: `agrees` where the paper's number lies in our interval, `differs`, or why not.
+    (ours - paper), near_zero (the paper's number lies within the margin of 0), and the verdict of
+    :func:`agreement`, or why there is none. Its sampling error is that of `n` examples, also for an average
+    over positions: these ask the same questions.
     """
-    named = ["model", "method", "task", "gold_position", "metric"]
     models, out = set(metrics["model"].astype(str)), []
     metrics = metrics if "setting" in metrics else metrics.assign(setting="")
     for row in reference:
@@ -96,16 +138,23 @@ def compared(metrics: pd.DataFrame, reference: Sequence[Row]) -> pd.DataFrame:
         for column in set(row) & set(metrics) - {"gold_position", "n", "depth", *columns()}:
             match = match[match[column].map(_plain) == _plain(str(row[column]))]
         match = _at(match, str(row["gold_position"]))
-        line = {**{c: str(row[c]) for c in named}, "setting": "", "paper": float(row["value"])}
+        paper, n, margin = float(row["value"]), row.get("n"), _margin(row)
+        line: Row = {**{c: str(row[c]) for c in CELL}, "setting": "", "paper": paper}
+        line["near_zero"] = abs(paper) <= margin
+        printed = Estimate(paper, *(wilson(paper * n, n) if n else (paper, paper)), n or 0)
         if match.empty:
             out.append({**line, "verdict": "not measured" if line["model"] in models else OTHER_MODEL})
-        for setting, value, low, high in match[["setting", *columns()]].itertuples(index=False):
-            inside = "agrees" if low <= line["paper"] <= high else "differs"
-            verdict = "no interval" if pd.isna(low) or pd.isna(high) else inside
-            ours = {"ours": value, "ci_low": low, "ci_high": high, "difference": value - line["paper"]}
-            out.append({**line, "setting": setting, **ours, "verdict": verdict})
-    front = [*named, "setting", "paper", "ours"]
-    return pd.DataFrame(out, columns=[*front, "ci_low", "ci_high", "difference", "verdict"])
+        for setting, *at in match[["setting", *columns(), "n"]].itertuples(index=False):
+            ours, found = Estimate(*at), {"setting": setting, "difference": at[0] - paper}
+            found |= {"ours": ours.value, "ci_low": ours.ci_low, "ci_high": ours.ci_high}
+            out.append({**line, **found, "verdict": agreement(ours, printed, margin)})
+    numbers = ["paper", "ours", "ci_low", "ci_high", "difference", "near_zero", "verdict"]
+    return pd.DataFrame(out, columns=[*CELL, "setting", *numbers])
+
+
+def _margin(row: Row) -> float:
+    """The margin of a paper's row; older folders hold none."""
+    return float(row.get("margin", MARGIN))
 
 
 def _at(rows: pd.DataFrame, position: str) -> pd.DataFrame:

@@ -19,6 +19,7 @@ from posbench.report.folder import need_folder, read_csv, read_json
 from posbench.report.page import write_page
 from posbench.report.paper import beside
 from posbench.report.terminal import show_findings, show_reference, text_table
+from posbench.report.text import verdicts
 from posbench.report.trend import trends
 from posbench.run.folder import PROVENANCE, RunDir, checked
 from posbench.stats.frames import metric_name, overall
@@ -135,6 +136,7 @@ def render_sweep(folder: Path) -> Path:
         caption = "Bands: 95 % bootstrap intervals over questions. Dotted: no side preferred. Dashed: the"
         figure = {"trend": (plots.trend(trend), f"{caption} unmodified model.")}
         sections.append(Section("Trend", "", *tables.findings_table(findings), figure))
+        sentence = f"{sentence} {verdicts(findings)}"
     return write_page(folder, sentence, [*sections, *beside(folder, summary, subsets)])
 
 

@@ -47,12 +47,15 @@ def points(share: float) -> str:
 
 
 def findings_table(findings: pd.DataFrame) -> Table:
-    """Claims, the statistics they are held against, and verdicts: one row for each finding."""
+    """Verdicts, claims, and the statistics they are held against: one row for each finding, ours last."""
     rows = []
-    for row in findings.fillna({"note": "", "model": ""}).itertuples():
-        value = f"{row.value:.3g}" + interval(row, "{:.3g}")
-        rows.append([row.claim, row.statistic, value, str(row.n), row.verdict, str(row.note)])
-    return ["claim", "statistic", "value", "n", "verdict", "note"], rows
+    table = findings.fillna({"note": "", "model": ""})
+    for row in table.sort_values("kind", key=lambda kind: kind != "paper", kind="stable").itertuples():
+        value = "" if pd.isna(row.value) else f"{row.value:.3g}" + interval(row, "{:.3g}")
+        p = "" if pd.isna(row.p_holm) else f"{row.p_holm:.2g}" if row.p_holm >= 0.001 else "<0.001"
+        front = "Control: " if row.kind == "control" and "ontrol: " not in row.claim else ""
+        rows.append([row.verdict, front + row.claim, row.statistic, value, p, str(row.n), str(row.note)])
+    return ["verdict", "claim", "statistic", "value", "p (Holm)", "n", "note"], rows
 
 
 class _Columns:

@@ -14,11 +14,10 @@ from posbench.report import tables
 from posbench.report.folder import read_csv, read_json
 from posbench.report.page import cut_prompts
 from posbench.report.paper import beside
-from posbench.report.text import applied, headline, short
+from posbench.report.text import applied, headline, short, verdicts
 from posbench.search import held_back
 from posbench.stats.frames import metric_name
 
-WIDE = 120  # columns of a terminal from which on verdicts stand beside their statistics
 FEW = 24  # subsets and averages up to which the terminal shows them all, as the report does
 
 
@@ -75,10 +74,11 @@ def show_findings(folder: Path, console: Console) -> None:
     findings = read_csv(folder / "findings.csv")
     if findings is not None:
         header, rows = tables.findings_table(findings)
-        # All of it, with the notes, stands in findings.csv and in the report; a narrow terminal holds less.
-        kept = ["claim", *(["statistic"] if console.width >= WIDE else []), "value", "verdict"]
-        lines = pd.DataFrame(rows, columns=header)[kept].to_numpy().tolist()
-        console.print(text_table(kept, lines, shorten=False))
+        # The notes stand in findings.csv and in the report; a narrow terminal holds less.
+        lines = [[verdict, f"{claim}: {what}", value, p] for verdict, claim, what, value, p, *_ in rows]
+        told = ["verdict", "claim: what was measured", *header[3:5]]
+        console.print(text_table(told, lines, shorten=False))
+        console.print(verdicts(findings))
 
 
 def show_reference(

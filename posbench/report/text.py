@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
 from posbench.report.tables import bias_table, limits, pct, points
+from posbench.stats.findings import VERDICTS
 from posbench.stats.frames import UNMODIFIED, at_positions, metric_name, overall
-
-VERDICTS = ("holds", "does not hold", "not testable here")
 
 
 def short(text: str) -> str:
@@ -89,7 +88,18 @@ def applied(method: Mapping[str, Any]) -> str:
 
 
 def verdicts(findings: pd.DataFrame) -> str:
-    """How a study's claims fared, in one sentence."""
-    counts = findings["verdict"].value_counts()
-    listed = ", ".join(f"{counts[name]} {name}" for name in VERDICTS if name in counts)
-    return f"Claims of the paper: {listed}."
+    """How a study's claims fared, the paper's and our controls apart."""
+    said = []
+    for kind, words in {"paper": "Claims of the paper", "control": "Our controls"}.items():
+        own = findings[findings["kind"] == kind]
+        corrected = " (Holm-corrected within the study)" if own["p_holm"].notna().sum() > 1 else ""
+        if len(own):
+            said.append(f"{words}: {tally(own['verdict'])}{corrected}.")
+    return " ".join(said)
+
+
+def tally(verdicts: pd.Series, words: Sequence[str] = VERDICTS) -> str:
+    """`3 hold, 1 inconclusive`: how often each verdict occurs, in the order of the words."""
+    counts, plural = verdicts.value_counts(), {"holds": "hold", "agrees": "agree", "differs": "differ"}
+    there = [(counts[name], name) for name in words if name in counts]
+    return ", ".join(f"{n} {plural.get(name, name) if n > 1 else name}" for n, name in there)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +17,11 @@ from posbench.plots.sweep import CENTRE, HALVES, SPREAD
 from posbench.report.folder import TREND, read_csv
 from posbench.run.folder import RunDir
 from posbench.schema import target
-from posbench.stats.bootstrap import Array, Estimate, percentile
+from posbench.stats.bootstrap import Array, Estimate, mean, percentile
 from posbench.stats.correlation import spearman
-from posbench.stats.findings import COLUMNS, Finding, ends
+from posbench.stats.findings import Finding, ends, frame
 from posbench.stats.frames import UNMODIFIED, gold_attention, own_metric, strongest_layer
-from posbench.stats.position_bias import curves, position_bias
+from posbench.stats.position_bias import curves, limit, position_bias
 
 ATTENTION, PREDICTIONS = "attention.jsonl", "predictions.jsonl"
 
@@ -55,13 +54,14 @@ def trends(runs: Runs, axes: Sequence[str]) -> tuple[pd.DataFrame, pd.DataFrame]
         task = [configs[path]["task"]["name"]] if len(tasks) > 1 else []
         group = ", ".join([configs[path]["model"]["name"], *task, *rest])
         groups.setdefault(group, {})[float(setting[numeric[0]])] = path
-    rows, found = list[Row](), list[Row]()
+    rows, found = list[Row](), list[pd.DataFrame]()
     for group, folders in groups.items():
         if len(folders) > 2:
             trend = _Trend(dict(sorted(folders.items())), numeric[0], configs[next(iter(folders.values()))])
-            found += [{"model": group, **asdict(finding)} for finding in trend.findings()]
+            found.append(frame(trend.findings(), group))
             rows += [{"group": group, "axis": numeric[0], **row} for row in trend.rows]
-    return pd.DataFrame(rows, columns=list(TREND)), pd.DataFrame(found, columns=list(COLUMNS))
+    judged = pd.concat(found, ignore_index=True) if found else frame([], "")
+    return pd.DataFrame(rows, columns=list(TREND)), judged
 
 
 class _Trend:
@@ -93,9 +93,11 @@ class _Trend:
 
     def _sided(self, claim: str, what: str, sign: int, values: Array, n: int, where: str = "") -> Finding:
         """A correlation, and whether it lies on the claimed side of zero; without a claim, on either."""
-        sign, at = sign if self.claims else 0, percentile(values[0], values[1:], n)
-        holds = (sign <= 0 and at.ci_high < 0) or (sign >= 0 and at.ci_low > 0)
-        return Finding.that(holds, claim, f"rank correlation of the {what} with {self.axis}{where}", at)
+        words = f"rank correlation of the {what} with {self.axis}{where}"
+        at = percentile(values[0], values[1:], n)
+        up = sign > 0 if self.claims else at.value > 0
+        found = (Finding.above if up else Finding.below)(claim, words, at)
+        return found if self.claims else found.control()
 
     def _attention(self, table: pd.DataFrame) -> Finding:
         n, modified = int(table["id"].nunique()), table[table["number"] != UNMODIFIED]
@@ -112,17 +114,27 @@ class _Trend:
         n, numbers, claims = int(table["cluster"].nunique()), self.numbers, self.claims
         found = self._curves(table, "score")
         halves = {number: _halves(curve) for number, curve in found.items()}
-        spreads = {number: np.append(*position_bias(curve[0], curve[1:])) for number, curve in found.items()}
+        seen = {number for number, part in table.groupby("number") if not self._limited(part)}
+        spreads = {
+            number: np.append(*position_bias(at[0], at[1:])) for number, at in found.items() if number in seen
+        }
         self._tell(HALVES, halves, n)
         self._tell(SPREAD, spreads, n)
         claim = claims.score if claims else f"the score of the two halves follows {self.axis}"
         out = [self._sided(claim, HALVES, 1, _ranks(halves, numbers), n)]
         # Below zero a published factor turns the bias round, so that more of it is no more bias.
         kept, where = (numbers[numbers >= 0], " from 0 up") if claims else (numbers, "")
+        kept = np.array([number for number in kept if number in seen])
         if len(kept) > 2:
             claim = claims.bias if claims else f"the position bias changes with {self.axis}"
             out.append(self._sided(claim, SPREAD, 1, _ranks(spreads, kept), n, where))
         return [*out, self._peak(claims, found, n)] if claims else out
+
+    @staticmethod
+    def _limited(part: pd.DataFrame) -> bool:
+        """Whether a setting answers almost nothing or everything, so that it has no bias to be seen."""
+        places = [here for _, here in part.groupby("gold_position")]
+        return bool(limit((mean(here["score"].to_numpy(), list(here["cluster"])) for here in places), 0.0))
 
     def _peak(self, claims: SweepClaims, found: Mapping[Any, Array], n: int) -> Finding:
         """Whether the number with the best average score lies where it is claimed to."""
@@ -130,12 +142,10 @@ class _Trend:
         best, (first, last) = self.numbers[means.argmax(-1)], claims.best
         low, high = np.quantile(best[1:], [0.025, 0.975], method="inverted_cdf")
         what = f"{self.axis.rpartition('.')[2]} with the best average score"
-        inside = low >= first and high <= last
-        finding = Finding.that(inside, claims.peak, what, Estimate(best[0], low, high, n))
-        if inside or high < first or low > last:
-            return finding
-        note = "the interval reaches over an end of the range"
-        return replace(finding, verdict="not testable here", note=note)
+        held = first <= best[0] <= last
+        with_it = ((best[1:] >= first) & (best[1:] <= last)) == held
+        p = 2 * (1 + np.count_nonzero(~with_it)) / len(best) if np.ptp(means[0]) else np.nan
+        return Finding.tested(held, claims.peak, what, Estimate(best[0], low, high, n), p)
 
     def _rows(self, file: str) -> Iterator[tuple[Any, Row]]:
         """Each prompt's row at every number, and unmodified once; none where a run lacks the file."""

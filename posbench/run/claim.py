@@ -18,7 +18,7 @@ from filelock import FileLock, Timeout
 
 from posbench.errors import MachineError, UserError, is_machine_fault
 from posbench.files.atomic import write_text
-from posbench.run.folder import MANIFEST, PROVENANCE, STATUS, RunDir, owned, plain, run_id
+from posbench.run.folder import PROVENANCE, RunDir, ids, owned, plain, run_id
 
 log = logging.getLogger(__name__)
 
@@ -119,8 +119,8 @@ def _known_version(suite: Path, key: Mapping[str, Any], name: str) -> tuple[Path
     name; and the highest number of any."""
     there = {int(p.name[1:]): p for p in suite.iterdir() if re.fullmatch("v[0-9]+", p.name) and p.is_dir()}
     newest, own = [there[number] for number in sorted(there, reverse=True)], {run_id(key, name)}
-    holding = (version for version in newest if own & _ids(version / name))
-    same = (v for v in newest if _key_of(v) == plain(key) and _ids(v / name) <= own)
+    holding = (version for version in newest if own & {*ids(version / name)})
+    same = (v for v in newest if _key_of(v) == plain(key) and {*ids(v / name)} <= own)
     return next(itertools.chain(holding, same), None), max(there, default=0)
 
 
@@ -154,9 +154,3 @@ def _scratch(folder: Path) -> Path:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     return folder
-
-
-def _ids(folder: Path) -> set[str]:
-    """The runs that a folder's bookkeeping files name: one, if none is damaged."""
-    found = (RunDir(folder).facts(name).get("run") for name in (STATUS, PROVENANCE, MANIFEST))
-    return {str(name) for name in found if name}

@@ -254,9 +254,15 @@ def run_id(version_key: Mapping[str, Any], name: str) -> str:
     return digest([plain(version_key), name], 12)
 
 
+def ids(folder: Path) -> list[str]:
+    """The runs that a folder's bookkeeping files name: one and the same, if none is damaged."""
+    found = (RunDir(folder).facts(name).get("run") for name in (STATUS, PROVENANCE, MANIFEST))
+    return [str(name) for name in found if name]
+
+
 def opened(folder: Path) -> RunDir:
-    """A folder with the id that its status says."""
-    return RunDir(folder, str(RunDir(folder).facts(STATUS).get("run", "")))
+    """A folder with the id that most of its bookkeeping files name."""
+    return RunDir(folder, max(known := [*ids(folder), ""], key=known.count))
 
 
 @contextmanager

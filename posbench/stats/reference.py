@@ -11,8 +11,14 @@ import pandas as pd
 
 from posbench import paths
 from posbench.errors import UserError
+from posbench.schema import Count, Positive
+from posbench.stats.bootstrap import Z95, Estimate
+from posbench.stats.findings import FEW
 from posbench.tasks import Task
 from posbench.tasks.items import Placed, at_percent
+
+Z90 = 1.6448536269514722
+MARGIN = 0.05  # of a share: the largest distance that still counts as the same number
 
 
 def table(file: str, *columns: str) -> pd.DataFrame:
@@ -48,6 +54,9 @@ class Reference:
     # further ones by model (our name), which a run of that model takes unless the user typed the key
     settings: dict[str, dict[str, Any]] = field(default_factory=dict)
     percent: bool = False  # whether values are in percent although the metric's name does not say ``(%)``
+    margin: Positive = MARGIN  # distance (of shares) within which a number of ours agrees, see `agreement`
+    # paper's task name -> examples behind each of its cells, where the paper says so
+    n: dict[str, Count] = field(default_factory=dict)
 
     def beside(self, task: Task, model: str) -> tuple[list[dict[str, Any]], str]:
         """The rows that hold in a run of this task and model, and why there are none, or no averages.
@@ -78,7 +87,8 @@ class Reference:
         return {**self.setting, **self.settings.get(model, {})}
 
     def rows(self) -> list[dict[str, Any]]:
-        """The paper's rows in our names: model, method, task, gold_position, metric, value (0..1), source.
+        """The paper's rows in our names: model, method, task, gold_position, metric, value (0..1), source,
+        margin, and n where the paper states it.
         Raises `UserError` where the file is missing or lacks the task or a name that is mapped."""
         printed = table(self.file, "model", "method", "task", "position", "metric", "value")
         tasks = {self.paper_task: self.task, **self.further_tasks}
@@ -87,8 +97,8 @@ class Reference:
         if printed.empty:
             where, allowed = "experiment.reference.paper_task", f"a task in {self.file}"
             raise UserError(where, self.paper_task, allowed, "check the name")
-        for key in ("paper_task", "further_tasks", "models", "methods", "positions"):
-            there = printed["task" if "task" in key else key.removesuffix("s")]
+        for key in ("paper_task", "further_tasks", "models", "methods", "positions", "n"):
+            there = printed["task" if "task" in key or key == "n" else key.removesuffix("s")]
             mapped: Sequence[str] = [self.paper_task] if key == "paper_task" else getattr(self, key)
             for name in set(mapped) - set(there):
                 hint = f"write it as {self.file} does"
@@ -104,7 +114,9 @@ class Reference:
             "metric": filled["metric"].map(self.metrics),
             "value": filled["value"].astype(float) / np.where(percent, 100, 1),
         }
-        return pd.DataFrame(columns).assign(source=self.source).to_dict("records")
+        rows = pd.DataFrame(columns).assign(source=self.source, margin=self.margin).to_dict("records")
+        sizes = filled["task"].map(self.n)
+        return [r if pd.isna(n) else {**r, "n": int(n)} for r, n in zip(rows, sizes, strict=True)]
 
 
 def _placed(rows: list[dict[str, Any]], task: Task) -> tuple[list[dict[str, Any]], str]:
@@ -119,3 +131,20 @@ def _placed(rows: list[dict[str, Any]], task: Task) -> tuple[list[dict[str, Any]
         return rows, ""
     note = "The paper's averages are over other gold positions and are left out."
     return [row for row in rows if row["gold_position"] != "all"], note
+
+
+def agreement(ours: Estimate, paper: Estimate, margin: float) -> str:
+    """Whether a number of ours is the paper's, up to a margin: an equivalence test of two one-sided tests.
+
+    ``agrees``: the 90 % interval of ours minus the paper's lies within +-margin (each side at 5 %);
+    ``differs``: it lies wholly beyond; else ``inconclusive``. It adds both 95 % intervals by their halves
+    (Zou and Donner 2008); the paper's has no width where its n is not known.
+    """
+    if any(np.isnan([ours.ci_low, ours.ci_high])):
+        return "no interval"
+    away, part = ours.value - paper.value, Z90 / Z95
+    low = away - part * np.hypot(max(ours.value - ours.ci_low, 0), paper.ci_high - paper.value)
+    high = away + part * np.hypot(max(ours.ci_high - ours.value, 0), paper.value - paper.ci_low)
+    if ours.n < FEW or low <= -margin <= high or low <= margin <= high:
+        return "inconclusive"
+    return "agrees" if -margin < low and high < margin else "differs"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pandas as pd
@@ -21,7 +21,7 @@ from posbench.model.lm import LM
 from posbench.run.base import Run
 from posbench.stats import bootstrap, reference
 from posbench.stats.bootstrap import Array, Estimate, Group, K
-from posbench.stats.findings import Finding, ends, estimate
+from posbench.stats.findings import Finding, ends, estimate, joint
 from posbench.stats.frames import UNMODIFIED
 from posbench.tasks import Example, Task
 from posbench.tasks.items import placed
@@ -254,15 +254,17 @@ def judged(table: pd.DataFrame, study: str, note: str = "", **words: str) -> lis
     stand the effects that the note quotes; a claim without its effect is not testable.
     """
     effects, found = {row["effect"]: estimate(row) for row in table.to_dict("records")}, []
-    claims = reference.table("yu2025_claims.csv", "study", "effects", "claim", "statistic", "bound", "also")
+    columns = ("study", "kind", "effects", "claim", "statistic", "bound", "also")
+    claims = reference.table("yu2025_claims.csv", *columns)
     for each in claims[claims["study"] == study].itertuples():
         statistic, (name, *quoted) = each.statistic.format(**words), each.effects.split()
-        if name not in effects:
+        if name in effects:
+            told = [f"{q.replace('_', ' ')} {effects[q].value:.3g}" for q in quoted if q in effects]
+            text, bound = "; ".join(filter(None, [note, *told])), float(each.bound or 0)
+            both = dict.fromkeys((name, each.also or name))
+            parts = [Finding.above(each.claim, statistic, effects[part], bound, text) for part in both]
+            found.append(joint(parts, shown=parts[0]))
+        else:
             found.append(Finding.untestable(each.claim, statistic, NO_ROPE))
-            continue
-        told = [f"{q.replace('_', ' ')} {effects[q].value:.3g}" for q in quoted if q in effects]
-        text = "; ".join(filter(None, [note, *told]))
-        low = min(effects[name].ci_low, effects[each.also or name].ci_low)
-        holds = low > float(each.bound or 0)
-        found.append(Finding.that(holds, each.claim, statistic, effects[name], text))
+        found[-1] = replace(found[-1], kind=each.kind)
     return found

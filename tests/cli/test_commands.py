@@ -154,7 +154,7 @@ def test_a_paper_is_compared_with_the_runs_in_its_setting_only(
     (swept,) = outputs.glob("yu2025_table1_kv/v001/sweep__*")
     summary = read_csv(swept / "summary.csv")
     reference = json.loads((swept / "reference.json").read_text())
-    _, rows = paper.reference_table(summary, reference)
+    _, rows = paper.reference_table(*paper.cells(summary, reference))
     assert len(rows) == 2 * 6, "two methods, five positions and the average, of one run"
     here = (
         (summary["task.pairs"].astype(str) == "12")
@@ -163,7 +163,7 @@ def test_a_paper_is_compared_with_the_runs_in_its_setting_only(
     )
     fits = summary[here]
     assert len(fits) == 2
-    average = {row[1]: row[4] for row in rows if row[2] == "all"}
+    average = {row[2]: row[5] for row in rows if row[3] == "all"}
     for method, value in zip(fits["method"], fits["value"], strict=True):
         assert average[method].startswith(f"{100 * value:.1f} [")
 

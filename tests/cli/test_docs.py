@@ -46,7 +46,8 @@ def test_the_runs_that_documents_show_compose_and_check(page: str, monkeypatch: 
 
 def findings(model: str, *rows: tuple[str, float, str]) -> pd.DataFrame:
     made = [
-        (model, claim, "points", value, value - 1, value + 1, 9, verdict, "")
+        {"model": model, "claim": claim, "value": value, "verdict": verdict, "n": 9, "statistic": "points"}
+        | {"ci_low": value - 1, "ci_high": value + 1, "kind": "control" if "Control" in claim else "paper"}
         for claim, value, verdict in rows
     ]
     return pd.DataFrame(made, columns=list(COLUMNS))
@@ -114,7 +115,7 @@ def test_a_folder_without_claims_is_refused(tmp_path: Path, capsys: pytest.Captu
 
 
 def test_only_the_newest_run_of_a_study_and_model_counts(tmp_path: Path) -> None:
-    old, new = findings("tiny", ("C1: a", 1.0, "holds")), findings("tiny", ("C1: a", 2.0, "does not hold"))
+    old, new = findings("tiny", ("C1: a", 1.0, "holds")), findings("tiny", ("C1: a", 2.0, "contradicted"))
     other = findings("tiny_b", ("C1: a", 3.0, "holds"))
     write(tmp_path, {"chain/v001/tiny__x": old, "chain/v002/tiny__y": new, "chain/v001/tiny_b__z": other})
     (tmp_path / "fig6/v001/tiny__z").mkdir(parents=True)
@@ -124,7 +125,7 @@ def test_only_the_newest_run_of_a_study_and_model_counts(tmp_path: Path) -> None
     (sweep / "provenance.json").unlink()
     (sweep / "jobs.json").write_text(json.dumps([{"folder": None}, {"folder": "outputs/fig6/v001/tiny__z"}]))
     page = docs.claims(tmp_path)
-    assert "| C1: a | does not hold | holds |" in page and "    posbench experiment=fig6" in page
+    assert "| C1: a | contradicted | holds |" in page and "    posbench experiment=fig6" in page
     assert "chain/v002/tiny__y" in page and "chain/v001/tiny__x" not in page
 
 
@@ -139,22 +140,28 @@ def test_a_study_without_a_model_has_its_column(tmp_path: Path) -> None:
 
 
 def test_the_page_holds_every_claim_once_in_the_overview_and_each_number_once(tmp_path: Path) -> None:
-    rows = ("C2: b", 1.25, "holds"), ("C1: a", 2.5, "holds"), ("C1: a", 3.75, "does not hold")
-    other = ("C2: b", 4.25, "not testable here"), ("Control: c", 5.5, "holds")
+    rows = ("C2: b", 1.25, "holds"), ("C1: a", 2.5, "holds"), ("C1: a", 3.75, "contradicted")
+    other = ("C2: b", 4.25, "not testable"), ("Control: c", 5.5, "holds")
     write(tmp_path, {"chain/v1/x": findings("tiny", *rows), "gram/v1/y": findings("tiny_b", *other)})
     page = docs.claims(tmp_path)
     matrix = [line for line in page.splitlines() if line.startswith(("| C", "| claim"))]
-    assert matrix[:2] == ["| claim | tiny | tiny_b |", "| C1: a | 1 of 2 hold |  |"]
-    assert matrix[2:] == ["| C2: b | holds | not testable here |", "| Control: c |  | holds |"]
+    assert matrix[:2] == ["| claim | tiny | tiny_b |", "| C2: b | holds | not testable |"]
+    assert matrix[2:] == ["| C1: a | 1 holds, 1 contradicted |  |", "| Control: c |  | holds |"]
+    assert "- tiny_b: Claims of the paper: 1 not testable. Our controls: 1 holds." in page
     for number in ("1.25", "2.5", "3.75", "4.25", "5.5"):
         assert page.count(f"| {number} [") == 1, number
-    assert page.index("## C1: a") < page.index("## C2: b") < page.index("## Control: c")
+    assert page.index("## C2: b") < page.index("## C1: a") < page.index("## Control: c")
     assert "posbench study=chain" in page
 
 
 @pytest.mark.parametrize(
     ("verdicts", "word"),
-    [(["holds"], "holds"), (["holds"] * 2, "holds"), (["does not hold", "holds"], "1 of 2 hold"), ([], "")],
+    [
+        (["holds"], "holds"),
+        (["holds"] * 2, "holds"),
+        (["contradicted", "holds"], "1 holds, 1 contradicted"),
+        ([], ""),
+    ],
 )
 def test_verdicts_of_several_statistics(verdicts: list[str], word: str) -> None:
     assert docs._verdict(pd.Series(verdicts, dtype=object)) == word

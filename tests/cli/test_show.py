@@ -43,7 +43,9 @@ def test_examples_of_a_run_are_shown(
         assert (refused.status, refused.out, refused.err.count("\n")) == (2, "", 1), args
         assert words in refused.err
     (folder / "predictions.jsonl").unlink()
-    assert "a run that evaluated" in posbench("show", str(folder), verb=True).err
+    assert "damaged: predictions.jsonl" in posbench("show", str(folder), verb=True).err
+    (outputs / "config.yaml").write_text("{}")
+    assert "a run that evaluated" in posbench("show", str(outputs), verb=True).err
 
 
 @pytest.mark.parametrize("verb", ["ls", "fetch", "validate", "report", "rescore", "show", "docs"])

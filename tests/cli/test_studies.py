@@ -64,7 +64,7 @@ def test_study_without_a_model_loads_none(
     assert result.status == 0, result.err
     (folder,) = run_folders(outputs)
     assert folder.name.startswith("masks__")
-    assert set(pd.read_csv(folder / "findings.csv")["verdict"]) == {"holds", "does not hold"}
+    assert set(pd.read_csv(folder / "findings.csv")["verdict"]) == {"holds", "contradicted"}
 
 
 def test_sweep_over_models_collects_the_verdicts(posbench: Callable[..., Result], outputs: Path) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from huggingface_hub import constants
 
 from posbench import paths
 from posbench.files.digests import contents
@@ -105,9 +106,7 @@ def test_a_search_is_part_of_a_run_that_searches_and_a_study_names_its_folder() 
     assert _keys(config_of("study=crop_mask"))[1].startswith("tiny__crop_mask__none__")
 
 
-def test_a_checkpoint_is_known_by_its_small_files_and_the_edges_of_its_weights(
-    tmp_path: Path, checkpoint: Path
-) -> None:
+def test_a_checkpoint_is_known_by_every_byte_that_it_is_loaded_from(tmp_path: Path, checkpoint: Path) -> None:
     copy = tmp_path / "copy"
     shutil.copytree(checkpoint, copy)
     weights, whole = copy / "model.safetensors", (copy / "model.safetensors").read_bytes()
@@ -124,9 +123,68 @@ def test_a_checkpoint_is_known_by_its_small_files_and_the_edges_of_its_weights(
     for changed in (whole[:-1] + bytes([whole[-1] ^ 1]), whole + b"\0", bytes([whole[0] ^ 1]) + whole[1:]):
         weights.write_bytes(changed)
         assert found() != first
+    long = bytes(3 << 20)
+    weights.write_bytes(long)
+    before = found()
+    weights.write_bytes(long[: 3 << 19] + b"\1" + long[(3 << 19) + 1 :])
+    assert found() != before, "a byte in the middle"
     weights.write_bytes(whole)
+    assert found() == first
     (copy / "chat_template.jinja").write_text("x")
     assert found() != first
+
+
+READ: dict[str, tuple[bool, list[str]]] = {
+    "task.path": (True, []),
+    "task.calibration_path": (True, ["stages=[search,evaluate]"]),
+    "method.weights": (False, ["method=moice"]),
+    "method.parts.moice.weights": (False, ["method=[moice,scale_channel]", "method.parts.moice.top_k=7"]),
+    "search.data": (False, ["search=router", "method=moice", "stages=[search]"]),
+    "study.text": (False, ["study=score_map"]),
+    "study.trainings": (False, ["study=synthetic_results"]),
+}
+
+
+@pytest.mark.parametrize("field", READ)
+def test_what_a_file_holds_is_part_of_a_run(field: str, tmp_path: Path) -> None:
+    starts_a_version, args = READ[field]
+    given = tmp_path / "given"
+    file = given / "training/rows.jsonl" if field == "study.trainings" else given
+    file.parent.mkdir(parents=True, exist_ok=True)
+    base = BASE if not field.startswith(("study", "search")) else []
+    config, keys = config_of(*base, *args, f"{field}={given}"), []
+    for text in ("one", "two", "one"):
+        file.write_text(text)
+        keys.append(_keys(config))
+    (version, name), (other_version, other_name), again = keys
+    assert again == keys[0] and name != other_name and (version != other_version) is starts_a_version
+
+
+def test_a_folder_of_data_and_the_commit_of_hub_data_start_a_version(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    hub, folder = tmp_path / "hub/datasets--tau--zero_scrolls", tmp_path / "own"
+    (hub / "refs").mkdir(parents=True)
+    folder.mkdir()
+    args, found = [*BASE, "task=zero_scrolls", "task.subsets=[gov_report]"], []
+    configs = config_of(*args), config_of(*args, f"task.path={folder}")
+    for sha in ("a" * 40, "b" * 40):
+        (hub / "snapshots" / sha).mkdir(parents=True)
+        (hub / "snapshots" / sha / "gov_report.zip").write_text("the same")
+        (hub / "refs/main").write_text(sha)
+        (folder / "gov_report.zip").write_text(sha)
+        found += map(_keys, configs)
+    assert len({str(version) for version, _ in found}) == len({name for _, name in found}) == 4
+
+
+def test_libraries_are_part_of_a_run(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    version, name = _keys(config)
+    for library in ("torch", "transformers"):
+        monkeypatch.setattr(identity, "version", lambda asked, own=library: "9" if asked == own else "1")
+        other = _keys(config)
+        assert other[0] == version and other[1] != name
+        name = other[1]
 
 
 def test_a_record_says_where_a_run_was_made(config: Any) -> None:

@@ -83,7 +83,7 @@ def test_a_prompt_that_cannot_be_built_again_is_not_shown(tmp_path: Path) -> Non
     # Another file under the same name: what was asked is not in it.
     data.write_bytes(gzip.compress(json.dumps({**row, "key": "k3", "value": "v3"}).encode()))
     text = Examples.of(run, config).text("1-0")
-    assert "another prompt for this id" in text and "k3" not in text and "expected: v2" in text
+    assert "no prompt of this row's checksum" in text and "k3" not in text and "expected: v2" in text
     data.unlink()
     text = Examples.of(run, config).text("1-0")
     assert f"cannot be built again: {data} is not on this machine" in text and "reply:  no" in text

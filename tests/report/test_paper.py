@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import pytest
+from scipy.stats import norm
 
-from posbench.report.paper import compared, reference_table, reference_text, with_subsets
+from posbench.report.paper import cells, compared, reference_table, reference_text, with_subsets
+from posbench.stats.bootstrap import Z95, Estimate, wilson
+from posbench.stats.reference import agreement
 from tests.frames import metrics, sweep
 
 
@@ -19,8 +23,13 @@ def row(value: float, place: str = "50%", **more: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("printed", "verdict", "ours"),
     [
-        (row(0.61), "agrees", 0.6),
+        (row(0.61), "agrees", 0.6),  # 1 +- 2.5 points
+        (row(0.63), "inconclusive", 0.6),  # inside our interval, but 3 +- 2.5 points
         (row(0.5), "differs", 0.6),
+        (row(0.61, n=500), "inconclusive", 0.6),  # 1 +- 4.4 points with the paper's own noise
+        (row(0.61, n=50_000), "agrees", 0.6),
+        (row(0.61, margin=0.02), "inconclusive", 0.6),
+        (row(0.5, margin=0.2), "agrees", 0.6),
         (row(0.61, model="gpt"), "other model, not comparable", None),
         (row(0.6, "80%"), "not measured", None),
         (row(0.6, "52%"), "agrees", 0.6),
@@ -28,7 +37,7 @@ def row(value: float, place: str = "50%", **more: Any) -> dict[str, Any]:
         (row(0.98, "0"), "agrees", 0.98),
     ],
 )
-def test_a_number_agrees_where_it_lies_in_our_interval(
+def test_a_number_agrees_where_an_equivalence_test_says_so(
     printed: dict[str, Any], verdict: str, ours: float | None
 ) -> None:
     (found,) = compared(metrics(), [printed]).itertuples()
@@ -37,8 +46,51 @@ def test_a_number_agrees_where_it_lies_in_our_interval(
         assert pd.isna(found.ours) and pd.isna(found.difference)
         return
     assert found.ours == pytest.approx(ours) and found.difference == pytest.approx(ours - printed["value"])
-    _, (cells,) = reference_table(metrics(), [printed])
-    assert cells[:4] == ["tiny", "none", printed["gold_position"], f"{100 * printed['value']:.1f}"]
+    _, (texts,) = reference_table(*cells(metrics(), [printed]))
+    where = ["tiny", "none", printed["gold_position"], f"{100 * printed['value']:.1f}"]
+    assert texts[:5] == [verdict, *where]
+
+
+def test_a_wide_interval_never_agrees_and_the_test_is_two_one_sided_tests() -> None:
+    rng = np.random.default_rng(0)
+    for ours, away, error, paper_error in rng.uniform(
+        (0.3, -0.15, 0.001, 0), (0.7, 0.15, 0.08, 0.03), (2000, 4)
+    ):
+        one, other = (
+            Estimate(v, v - Z95 * e, v + Z95 * e, 50) for v, e in ((ours, error), (ours - away, paper_error))
+        )
+        both = np.hypot(error, paper_error)
+        p = max(norm.cdf((away - 0.05) / both), norm.sf((away + 0.05) / both))
+        beyond = norm.sf((abs(away) - 0.05) / both)
+        wanted = "agrees" if p < 0.05 else "differs" if beyond < 0.05 else "inconclusive"
+        assert agreement(one, other, 0.05) == wanted
+        assert both < 0.05 / 1.6448 or wanted != "agrees", "wider than the margin: nothing agrees"
+    few = Estimate(0.5, 0.49, 0.51, 5)
+    assert agreement(few, Estimate(0.5, 0.5, 0.5, 0), 0.05) == "inconclusive"
+
+
+def test_at_the_margin_one_number_in_twenty_agrees() -> None:
+    rng, n, agrees = np.random.default_rng(1), 2000, 0
+    for right in rng.binomial(n, 0.55, 1000):
+        ours = Estimate(right / n, *wilson(right, n), n)
+        agrees += agreement(ours, Estimate(0.5, 0.5, 0.5, 0), 0.05) == "agrees"
+    assert agrees / 1000 < 0.05 + 3 * (0.05 * 0.95 / 1000) ** 0.5
+
+
+def test_each_cell_counts_once_and_those_near_zero_apart() -> None:
+    table = metrics()
+    fallen = table.assign(value=0.01, ci_low=0.0, ci_high=0.02, method="fallen")
+    printed = [row(0.61), row(0.5, "all"), row(0.98, "0"), row(0.02, method="fallen"), row(0.6, "80%")]
+    found, _ = cells(pd.concat([table, fallen]), printed)
+    text = reference_text({}, printed, found)
+    assert (
+        "Cells of the paper: 2 agree, 1 differs, 1 not measured. Apart from these 1 within the margin" in text
+    )
+    assert text.count("1 agrees") == 1 and "within 5 points of zero" in text and "n is not known" in text
+    known = [{**each, "n": 500} for each in printed]
+    assert "(n = 500) is in it." in reference_text({}, known, found)
+    swept, _ = cells(sweep([1.0, 0.0]), [row(0.7, "1", method="scale_channel")])
+    assert len(swept) == 2 and "Cells of the paper: 1 " in reference_text({}, [row(0.7, "1")], swept)
 
 
 def test_a_swept_setting_must_match_too() -> None:
@@ -63,12 +115,12 @@ def test_data_sets_of_a_benchmark_are_compared_by_their_name() -> None:
 
 def test_a_reader_is_told_what_cannot_be_compared() -> None:
     printed = [row(0.6, model="gpt", source="Table 1")]
-    text = reference_text({"claims": ["it helps"]}, printed, compared=False)
+    text = reference_text({"claims": ["it helps"]}, printed, pd.DataFrame())
     assert text == (
         "The paper's reading: it helps. The paper's numbers are for gpt; none of these ran here, so nothing "
         "is compared. Source: Table 1."
     )
-    assert reference_table(metrics(), printed)[1] == []
+    assert reference_table(*cells(metrics(), printed))[1] == []
 
 
 def test_a_row_of_a_sweep_names_the_settings_that_it_holds_for() -> None:
@@ -77,12 +129,12 @@ def test_a_row_of_a_sweep_names_the_settings_that_it_holds_for() -> None:
     printed = [row(0.6, run=run) for run in runs] + [
         row(0.7, method="scale_channel", run=run) for run in runs
     ]
-    header, rows = reference_table(summary, printed)
+    header, rows = reference_table(*cells(summary, printed))
     assert header[-1] == "method.factor"
     own = summary[(summary["gold_position"] == "1") & (summary["metric"] == "accuracy")]
     ours = own[own["method"] == "scale_channel"].set_index("method.factor")["value"]
     # The unmodified model is the same in both runs; the method is not.
-    assert [line[1] for line in rows] == ["none", "scale_channel", "scale_channel"]
+    assert [line[2] for line in rows] == ["none", "scale_channel", "scale_channel"]
     assert [line[-1] for line in rows] == ["all", "1", "0"]
-    assert [line[4].split()[0] for line in rows[1:]] == [f"{100 * ours[factor]:.1f}" for factor in (1.0, 0.0)]
-    assert len(reference_table(metrics(), [row(0.6)])[0]) == len(header) - 1
+    assert [line[5].split()[0] for line in rows[1:]] == [f"{100 * ours[factor]:.1f}" for factor in (1.0, 0.0)]
+    assert len(reference_table(*cells(metrics(), [row(0.6)]))[0]) == len(header) - 1

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 from io import StringIO
+from pathlib import Path
 
 import pandas as pd
 import pytest
 from rich.console import Console
 
-from posbench.report.tables import bias_table, other_scores, position_table, subset_table
-from posbench.report.terminal import summary_table
-from posbench.report.text import applied, headline, short, shortened
+from posbench.files.atomic import write_csv
+from posbench.report.tables import bias_table, findings_table, other_scores, position_table, subset_table
+from posbench.report.terminal import show_findings, summary_table
+from posbench.report.text import applied, headline, short, shortened, verdicts
+from posbench.stats import findings
+from posbench.stats.bootstrap import Estimate
+from posbench.stats.findings import Finding
+from posbench.stats.reference import table
 from tests.frames import AFTER, BEFORE, metrics
 
 
@@ -112,3 +118,49 @@ def test_bias_is_told_in_points_and_a_gap_has_no_difference() -> None:
     assert header == ["statistic", "unmodified", "x", "difference"]
     assert table[0] == ["gap (best - worst)", "30.0 [30.0, 30.0]", "20.0 [20.0, 20.0]", ""]
     assert table[1][1:] == ["10.0 [10.0, 10.0]", "5.0 [5.0, 5.0]", "-5.0 [-5.0, -5.0]"]
+
+
+def _judged() -> pd.DataFrame:
+    at = {"holds": (1, 0.5, 1.5), "contradicted": (-1, -1.5, -0.5), "inconclusive": (0, -1, 1)}
+    found = [
+        Finding.above("A claim", f"statistic of {word}", Estimate(*numbers, 50))
+        for word, numbers in at.items()
+    ]
+    found += [
+        Finding.untestable("Another claim", "nothing", "too short"),
+        Finding.that(True, "A sum", "of two", (2, 2)),
+    ]
+    return findings.frame([found[0].control(), *found], "tiny")
+
+
+def test_verdicts_are_counted_the_papers_and_ours_apart() -> None:
+    assert verdicts(_judged()) == (
+        "Claims of the paper: 2 hold, 1 contradicted, 1 inconclusive, 1 not testable "
+        "(Holm-corrected within the study). Our controls: 1 holds."
+    )
+
+
+def test_a_verdict_comes_first_with_the_statistic_that_it_rests_on(tmp_path: Path) -> None:
+    header, rows = findings_table(_judged())
+    assert header[:4] == ["verdict", "claim", "statistic", "value"]
+    assert [row[0] for row in rows] == [
+        *("holds", "contradicted", "inconclusive", "not testable", "holds"),
+        "holds",
+    ]
+    assert rows[-1][1] == "Control: A claim" and rows[3][3] == rows[3][4] == rows[4][4] == ""
+    write_csv(tmp_path / "findings.csv", _judged())
+    out = StringIO()
+    show_findings(tmp_path, Console(file=out, width=120))
+    told = " ".join(out.getvalue().replace("│", " ").split())
+    for word in ("holds", "contradicted", "inconclusive"):
+        assert f"{word} A claim: statistic of {word}" in told, "equal claims are told apart"
+    assert verdicts(_judged()) in told
+
+
+def test_whose_claim_it_is_stands_at_its_definition() -> None:
+    claims = table("yu2025_claims.csv", "kind", "claim")
+    assert (
+        claims["kind"] == claims["claim"].str.startswith("Control").map({True: "control", False: "paper"})
+    ).all()
+    assert claims.loc[claims["kind"] == "paper", "claim"].str.contains("Yu et al. 2025").all()
+    assert not claims["claim"].str.contains(r"\bC\d").any()

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+from filelock import FileLock
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from posbench.errors import UserError
+from posbench.errors import MachineError, UserError
 from posbench.run import claim as folder
 from posbench.run.claim import claim, find
-from posbench.run.folder import RunDir, open_run
+from posbench.run.folder import RunDir, open_run, opened
 
 ROWS: list[dict[str, Any]] = [{"id": str(i), "output": f"Grüße\u2028{i}\n", "score": i / 3} for i in range(4)]
 
@@ -141,6 +143,75 @@ def test_outputs_in_the_way(outputs: str, tmp_path: Path) -> None:
         find(tmp_path / outputs, "suite", {"task": 1}, "run")
     with pytest.raises(UserError, match="can be written"), _claim(tmp_path / outputs, 1):
         pass
+
+
+def test_rows_of_another_run_are_dropped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with _claim(tmp_path, 1, "a") as a, _claim(tmp_path, 1, "b") as b:
+        for run in (a, b):
+            run.append("rows.jsonl", ROWS)
+        both = [(run.path / "rows.jsonl").read_bytes() for run in (a, b)]
+        (a.path / "rows.jsonl").write_bytes(both[1])
+        assert both[0] != both[1] and a.rows("rows.jsonl") == [] and a.torn("rows.jsonl") == 4
+        a.repair("rows.jsonl")
+        assert "dropped 4 damaged or foreign" in caplog.text
+        b.path.rename(b.path.with_name("c"))
+        assert opened(b.path.with_name("c")).rows("rows.jsonl") == ROWS
+
+
+def test_damage_elsewhere_stops_no_other_run(tmp_path: Path) -> None:
+    for key, name in ((1, "a"), (2, "b")):
+        with _claim(tmp_path, key, name) as run:
+            run.mark("search", key="k", done=True)
+            run.finish("done")
+    suite = tmp_path / "suite"
+    (suite / "v²").mkdir()
+    (suite / "v001/version.json").write_text('{"task": ')
+    (suite / "v002/b/status.json").write_text("")
+    (suite / "v002/b/provenance.json").write_text("[")
+    with _claim(tmp_path, 2, "other") as run:
+        assert run.path == suite / "v002/other" and run.sibling_with("search", "k") is None
+    # The version of a run is known by the run, and its file is written again.
+    with _claim(tmp_path, 1, "a") as run:
+        assert run.path == suite / "v001/a" and run.damaged() == []
+    assert json.loads((suite / "v001/version.json").read_text()) == {"task": 1}
+    with _claim(tmp_path, 2, "b") as run:
+        assert run.path == suite / "v002/b" and run.damaged() == ["provenance.json", "status.json"]
+        run.resume(["search"], {"model": "m"}, {"command": "again"})
+        assert run.facts("provenance.json")["command"] == "again" and run.status()["stages"].keys() == {
+            "config"
+        }
+
+
+def test_swapped_version_files_put_no_run_over_another(tmp_path: Path) -> None:
+    for key in (1, 2):
+        with _claim(tmp_path, key) as run:
+            run.append("rows.jsonl", ROWS)
+    files = [tmp_path / f"suite/{version}/version.json" for version in ("v001", "v002")]
+    texts = [file.read_text() for file in files]
+    for file, text in zip(files, reversed(texts), strict=True):
+        file.write_text(text)
+    for key, file, text in zip((1, 2), files, texts, strict=True):
+        with _claim(tmp_path, key) as run:
+            assert run.path.parent == file.parent and run.rows("rows.jsonl") == ROWS
+        assert file.read_text() == text
+
+
+def test_a_lock_that_stays_held_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(folder, "WAIT", 0.05)
+    (tmp_path / "suite").mkdir()
+    held = FileLock(tmp_path / "suite/.lock")
+    with held, pytest.raises(MachineError, match="free within"), _claim(tmp_path, 1):
+        pass
+    assert "waiting up to" in caplog.text and not list(tmp_path.glob("suite/v*"))
+
+
+def test_a_folder_of_runs_names_them(tmp_path: Path) -> None:
+    with _claim(tmp_path, 1, "a") as a, _claim(tmp_path, 1, "b") as b:
+        for above in (a.path.parent, tmp_path):
+            with pytest.raises(UserError, match=f"take a run in it: {a.path}, {b.path}"):
+                open_run(above)
 
 
 def test_open_run(tmp_path: Path) -> None:

@@ -91,6 +91,12 @@ def test_a_typed_setting_wins_and_has_no_number_of_the_paper():
     assert config.task.items == 50 and config.reference() == ([], told)
 
 
+@pytest.mark.parametrize("wrong", ["settings=5", "settings.tiny=[1]", "settings.tiny.nonsense=1"])
+def test_a_setting_that_is_none_is_refused_by_name(wrong):
+    with pytest.raises(UserError, match=r"experiment\.reference|task\.nonsense"):
+        config_of("experiment=lpes_table1_kv", "model=tiny", "method=none", f"experiment.reference.{wrong}")
+
+
 def test_a_cell_stands_beside_its_own_model_setting_and_positions():
     reference, task = _of("lpes_table1_kv"), KVRetrieval(pairs=150, positions=SIX)
     cells = {

@@ -19,7 +19,7 @@ from posbench.model.lm import LM
 from posbench.plots.section import Drawn
 from posbench.run.base import Run
 from posbench.stats.correlation import spearman
-from posbench.stats.findings import Finding, estimate
+from posbench.stats.findings import Finding, estimate, joint
 from posbench.studies.base import Tables
 from posbench.studies.behind_rope.maps import long_table, maps_figure, stacked
 from posbench.studies.behind_rope.score_map import Sampled
@@ -94,8 +94,9 @@ class Gram(Sampled):
             note = f"rank correlation of product and key {facts['rising'][panel]:.2f}, mean over queries"
             found.append(Finding.above(f"({panel}) {words} rise with the key", size, near[panel], note=note))
         claim = "(g) the feedforward block turns the pattern round, and (h) the next norm turns it back"
-        turned = near["g"].ci_high < 0 < near["h"].ci_low
-        return [*found, Finding.that(turned, claim, f"(g): {size}", near["g"], f"(h): {near['h'].words}")]
+        words, note = f"(g): {size}", f"(h): {near['h'].words}"
+        parts = [Finding.below(claim, words, near["g"], note=note), Finding.above(claim, words, near["h"])]
+        return [*found, joint(parts, shown=parts[0])]
 
 
 def first_block(lm: LM) -> Any:

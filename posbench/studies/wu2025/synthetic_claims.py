@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from math import inf
 from typing import Any
 
 import pandas as pd
+from scipy.stats import norm
 
 from posbench.stats import reference
 from posbench.stats.bootstrap import Estimate
-from posbench.stats.findings import Finding
+from posbench.stats.findings import Finding, joint
 from posbench.studies.wu2025 import synthetic_tables as tables
 
 GAPS = ["FM", "FL", "ML"]
@@ -44,14 +46,13 @@ def _judged(ends: pd.DataFrame, claim: Mapping[str, Any]) -> Finding | None:
     # Half-widths of intervals add up, as the parts share test sequences.
     half, n = (_combined(best.replace("-", "+"), sum(each[name] for each in rows)) for name in ("half", "n"))
     value, bound = values[best], float(claim["bound"])
-    above, below = value - half > bound, value + half < bound
-    holds = {"above": above, "below": below, "within": abs(value) <= bound}[direction]
     note = "; ".join(dict.fromkeys(each["note"].iloc[0] for each in rows))
     at = Estimate(value, value - half, value + half, int(n))
-    found = Finding.that(holds, claim["claim"], claim["statistic"], at, note)
+    bounds = {"above": (bound, inf), "below": (-inf, bound), "within": (-bound, bound)}[direction]
+    found = Finding.within(claim["claim"], claim["statistic"], at, *bounds, note)
     # With more training a claim that fails may hold.
     trained = min(each["trained"].iloc[0] for each in rows)
-    return _unless(trained < EARLY or (trained < int(claim["least"]) and not holds), found)
+    return _unless(trained < EARLY or (trained < int(claim["least"]) and found.verdict != "holds"), found)
 
 
 def _combined(text: str, values: Mapping[str, float]) -> float:
@@ -81,7 +82,7 @@ def _where(frame: pd.DataFrame, settings: Mapping[str, str]) -> pd.DataFrame:
 
 def _unless(early: bool, finding: Finding) -> Finding:
     """A finding that keeps its number, but has no verdict where networks were trained too little."""
-    return replace(finding, verdict="not testable here") if early else finding
+    return finding.not_testable("too little training") if early else finding
 
 
 def _u_shape(ends: pd.DataFrame) -> list[Finding]:
@@ -94,9 +95,11 @@ def _u_shape(ends: pd.DataFrame) -> list[Finding]:
         texts = {name: str(row[name]) for name in CONDITION} | {"statistic": tables.label(row)}
         found.append(_judged(ends, rule | texts | {"bound": tables.NEAR}))
     judged = [each for each in found if each]
-    worst = max(judged, key=lambda each: each.value, default=None)
+    if not judged:
+        return []
+    worst = max(judged, key=lambda each: each.value)
     words = f"largest 'smaller of FM and -ML' of {len(judged)} conditions without that bias"
-    return [replace(worst, statistic=f"{words} ({worst.statistic})")] if worst else []
+    return [replace(joint(judged, shown=worst), statistic=f"{words} ({worst.statistic})")]
 
 
 def _sinks(sinks: pd.DataFrame) -> list[Finding]:
@@ -137,8 +140,9 @@ def _sinks(sinks: pd.DataFrame) -> list[Finding]:
 
 
 def _beyond_noise(claim: str, statistic: str, value: float, n: int, note: str) -> Finding:
-    """Whether a difference of shares of n sequences is above three standard errors, at most."""
-    return Finding.that(value > 1.5 / n**0.5, claim, statistic, (value, n), note)
+    """If a difference of shares of n sequences is above 0: its standard error is 1/2 / sqrt(n) at most."""
+    p = 2 * norm.sf(2 * abs(value) * n**0.5)
+    return Finding.tested(value > 0, claim, statistic, (value, n), p, note)
 
 
 def thresholds(gaps: pd.DataFrame) -> pd.DataFrame:

@@ -17,11 +17,11 @@ from posbench.studies.wu2025.training import FACTS, ROWS, trainings
 
 FILES = [f"wu2025_fig{number}.csv" for number in (*range(2, 9), *range(13, 19))]
 MEANINGS = {
-    "agrees": f"within {tables.NEAR} of the paper's cell: a mean of five trainings of 100,000 iterations",
-    "same sign": f"both beyond {tables.ZERO} on one side",
-    "differs": "any other; where a training is shorter, it may be for that",
+    "agrees": f"the 90 % interval of ours minus the paper's (test sequences) lies within {tables.NEAR} of 0",
+    "inconclusive": f"it reaches over {tables.NEAR}",
+    "differs": f"it lies beyond {tables.NEAR}; where a training is shorter than 100,000, it may be for that",
     "not learned": "a training loss within a tenth of guessing",
-    "not trained": "no such training in the folder",
+    "not trained": "no such training in the folder; near zero or not",
 }
 
 
@@ -44,10 +44,11 @@ class SyntheticResults(Trained):
             raise UserError("study.trainings", self.trainings, allowed, hint)
 
     def measure(self, run: Run) -> dict[str, pd.DataFrame]:
-        """The tables of :class:`Trained`, ``networks``, ``verdicts`` and ``thresholds``."""
+        """The tables of :class:`Trained`, ``networks``, ``verdicts``, ``misses`` and ``thresholds``."""
         found = tables.tabulated(trainings(Path(self.trainings).expanduser()), FILES)
         cells, printed = found["paper_cells"], sum(len(tables.printed_cells(file)) for file in FILES)
         found |= {"networks": _networks(cells), "verdicts": _verdicts(cells, printed)}
+        found["misses"] = _misses(cells)
         return found | {"thresholds": thresholds(found["gaps"])}
 
 
@@ -69,14 +70,32 @@ def _networks(cells: pd.DataFrame) -> pd.DataFrame:
 
 
 def _verdicts(cells: pd.DataFrame, printed: int) -> pd.DataFrame:
-    """How many of the paper's cells got each verdict, what it means, and whose cells those are."""
-    counts = cells["verdict"].value_counts()
-    counts["not trained"] = printed - len(cells.drop_duplicates(["figure", *tables.CELL]))
-    rows = []
-    for verdict, meaning in MEANINGS.items():
-        where = dict[str, None]()
-        for row in cells[cells["verdict"] == verdict].to_dict("records"):
-            network = tables.label(row) + tables.scaled(row)
-            where[f"Figure {row['figure']}, {network} ({row['iteration']:,} iterations)"] = None
-        rows.append((verdict, counts.get(verdict, 0), meaning, "; ".join(where)))
-    return pd.DataFrame(rows, columns=["verdict", "cells", "meaning", "networks"])
+    """How many of the paper's cells got each verdict, each once, those near zero apart; what it means."""
+    once = cells[cells["counted"]]
+    counts = once.groupby("near_zero")["verdict"].value_counts().unstack(0).reindex(columns=[False, True])
+    counts = counts.reindex(list(MEANINGS)).fillna(0).astype(int)
+    table = counts.set_axis(["cells", "near_zero"], axis=1).rename_axis("verdict").reset_index()
+    table.loc[table["verdict"] == "not trained", "cells"] = printed - len(once)
+    return table.assign(meaning=list(MEANINGS.values()))
+
+
+def _misses(cells: pd.DataFrame) -> pd.DataFrame:
+    """Every counted cell that does not agree, the largest difference first."""
+    rows = cells[cells["counted"] & (cells["verdict"] != "agrees")]
+    rows = rows.sort_values("difference", key=abs, ascending=False, kind="stable")
+    told = [
+        {
+            "figure": row["figure"],
+            "network": tables.label(row) + tables.scaled(row),
+            "bias of the data": row["bias"],
+            "gap": row["pair"],
+            "paper": f"{row['paper']:+.3f}",
+            "ours": f"{row['gap']:+.3f} [{row['ci_low']:+.3f}, {row['ci_high']:+.3f}]",
+            "difference": f"{row['difference']:+.3f}",
+            "sign": "same" if row["gap"] * row["paper"] > 0 else "other",
+            "verdict": row["verdict"],
+            "iterations": row["iteration"],
+        }
+        for row in rows.to_dict("records")
+    ]
+    return pd.DataFrame(told)

@@ -15,7 +15,7 @@ from posbench.files.atomic import Row
 from posbench.plots import base as plot
 from posbench.plots.section import Drawn
 from posbench.stats import reference
-from posbench.stats.bootstrap import Z95
+from posbench.stats.bootstrap import Z95, Estimate
 from posbench.studies.wu2025.network import Attention
 from posbench.studies.wu2025.sequences import Mixture, copying_gap
 from posbench.studies.wu2025.training import PAIRS, Measured
@@ -26,8 +26,9 @@ SETTINGS = ["vocabulary", "scale", "mask", "pe", "depth", "residual", "bias"]
 CELL = [*(name for name in SETTINGS if name != "scale"), "pair"]
 PAIR_NAMES = [f"{a}-{b}" for a, b in PAIRS]
 HALF = copying_gap(Mixture()) * 0.5  # of copying the first item's label in half of the sequences: 0.277
-NEAR, ZERO = 0.05, 0.02
-"""So near gaps agree (seeds spread by about 0.04); so small one is none (three times the noise)."""
+NEAR = 0.05  # so near gaps are the same: seeds spread by about 0.04
+TEST_SD = 0.0067  # of a gap over its 10,000 test sequences, measured on trained networks
+PAPER_HALF = Z95 * TEST_SD / 5**0.5  # of the 95 % interval of the paper's means of five trainings
 CHANCE = 0.9 * float(np.log(Mixture().labels))
 """Training loss (nats) above which nothing is learned yet: within a tenth of guessing among 32 labels."""
 PER_ROW = 6  # conditions next to each other in a figure of gaps
@@ -77,18 +78,29 @@ def printed_cells(file: str) -> pd.DataFrame:
 def paper_cells(gaps: pd.DataFrame, files: Sequence[str]) -> pd.DataFrame:
     """The paper's cells with ours :func:`at_end`, of the conditions that were trained.
 
-    The paper prints no intervals: ``agrees`` is within `NEAR`, ``same sign`` beyond `ZERO` on one side, ``not
-    learned`` a training loss above `CHANCE`, anything else ``differs``.
+    The verdict is that of :func:`posbench.stats.reference.agreement` with margin `NEAR`, or ``not learned``
+    where the training loss is above `CHANCE`. A cell that was trained with both scales is ``counted`` once,
+    with the paper's; ``near_zero`` are the paper's gaps with which a gap of 0 would agree.
     """
     ours = ["paper", "gap", "ci_low", "ci_high", "iteration", "seeds", "spread", "train_loss", "difference"]
-    columns = ["figure", *SETTINGS, "pair", *ours, "verdict"]
+    columns = ["figure", *SETTINGS, "pair", *ours, "counted", "near_zero", "verdict"]
     if not files:
         return pd.DataFrame(columns=columns)
     both = pd.concat(map(printed_cells, files)).merge(over_seeds(at_end(gaps)), on=CELL)
     both["difference"] = both["gap"] - both["paper"]
-    same = (both[["gap", "paper"]].abs().min(axis=1) > ZERO) & (both["gap"] * both["paper"] > 0)
-    rules = [both["train_loss"] > CHANCE, both["difference"].abs() <= NEAR, same]
-    both["verdict"] = np.select(rules, ["not learned", "agrees", "same sign"], "differs")
+    own = both["scale"] == "paper"
+    both["counted"] = own | ~own.groupby([both[name] for name in ("figure", *CELL)]).transform("any")
+    both["near_zero"] = both["paper"].abs() <= NEAR
+    both["verdict"] = [
+        "not learned"
+        if row.train_loss > CHANCE
+        else reference.agreement(
+            Estimate(row.gap, row.ci_low, row.ci_high, row.n),
+            Estimate(row.paper, row.paper - PAPER_HALF, row.paper + PAPER_HALF, 5),
+            NEAR,
+        )
+        for row in both.itertuples()
+    ]
     return both[columns].reset_index(drop=True)
 
 

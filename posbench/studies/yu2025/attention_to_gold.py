@@ -23,7 +23,7 @@ from posbench.schema import Several
 from posbench.stats import bootstrap
 from posbench.stats.bootstrap import RESAMPLES, Array, Estimate
 from posbench.stats.correlation import permutation_p, spearman
-from posbench.stats.findings import Finding, ends, estimate
+from posbench.stats.findings import Finding, ends, estimate, joint
 from posbench.stats.position_bias import curves, dips
 from posbench.studies import prompts as shared
 from posbench.studies.base import Study, Tables
@@ -37,24 +37,24 @@ HEAD_EXAMPLES = 20  # of each gold position, behind the maps of single heads
 AT_LEAST = 0.5  # at the better end of the prompt: a model below it cannot do the task at that length
 SOURCE = "Yu et al. 2025, Section 2.1"
 FOLLOW = (
-    "C1: some layers and heads follow the gold item, others one place (Yu et al. 2025, Figures 2, 12, 13)",
+    "Some layers and heads follow the gold item, others one place (Yu et al. 2025, Figures 2, 12, 13)",
     "retrieval score of the best layer: share of examples above shuffled gold positions",
 )
 DEEP = (
-    f"C1: the layers that follow the gold item are the deep ones ({SOURCE}, Appendix F)",
+    f"The layers that follow the gold item are the deep ones ({SOURCE}, Appendix F)",
     "share of pairs of a retrieval-related and another layer in which the former is the deeper one",
 )
 LINK = (
-    f"C1: attention to the gold item in the retrieval-related layers follows the position bias ({SOURCE})",
+    f"Attention to the gold item in the retrieval-related layers follows the position bias ({SOURCE})",
     "Spearman correlation over the gold positions of attention and score",
 )
 DIP = (
-    f"C1: that attention is higher at the start and the end, lower in the middle ({SOURCE}, Figure 2b)",
+    f"Attention to the gold item is higher at the start and the end than in the middle ({SOURCE}, Figure 2b)",
     "1 - mean attention to a gold item at depth 25 to 75 % / that at the lower of the two ends",
 )
 LENGTH = (
-    "C1: with a longer context its attenuation over positions is more pronounced (Yu et al. 2025, Figure 2c)",
-    "growth of that dip for each doubling of the number of items (least squares)",
+    "With a longer context this dip in the middle is more pronounced (Yu et al. 2025, Figure 2c)",
+    "growth of that dip from one number of items to the next, the least sure step",
 )
 """Claims, and the statistics that they are held against."""
 
@@ -200,7 +200,8 @@ def _of_layers(layers: pd.DataFrame, heads: pd.DataFrame) -> list[Finding]:
         f"{best['threshold']:.3f} (95 %); in the other layers the place of an item alone explains "
         f"{layers.loc[~layers['retrieval'], 'vertical'].mean():.0%} of the map"
     )
-    found = [Finding.that(len(related) > 0, *FOLLOW, estimate(best, "score"), note)]
+    p = min(2 * best["p"], 1.0) if len(related) else 1.0  # of the permutation test, which has one side
+    found = [Finding.tested(True, *FOLLOW, estimate(best, "score"), p, note)]
     note = f"retrieval-related layers {related.tolist()} of 0 to {len(layers) - 1}"
     if not deeper.size:
         return [*found, Finding.untestable(*DEEP, note)]
@@ -231,7 +232,7 @@ def _of_positions(own: pd.DataFrame, tables: Tables) -> list[Finding]:
 
 
 def _of_lengths(examples: pd.DataFrame) -> Finding:
-    """Slope of the dip, and of the attention itself, on the logarithm of the number of items."""
+    """Growth of the dip at every step of the number of items: a line through them would hide a fall."""
     parts, n = {int(items): part for items, part in examples.groupby("items")}, len(examples)
     if len(parts) < 2:
         return Finding.untestable(*LENGTH, "one number of items only: study.items=[16,32,64]", n)
@@ -242,14 +243,15 @@ def _of_lengths(examples: pd.DataFrame) -> Finding:
         note = f"too long for the model, which answers less than {AT_LEAST:.0%} even at the better end"
         return Finding.untestable(*LENGTH, f"{note} ({listed})", n)
     doublings = np.log2(list(parts))
-    slope = (doublings - doublings.mean()) / ((doublings - doublings.mean()) ** 2).sum()
     values, drawn = zip(*(dips(part, "attention", RESAMPLES) for part in parts.values()), strict=True)
     questions = min(part["cluster"].nunique() for part in parts.values())
-    growth = bootstrap.percentile(slope @ np.array(values), slope @ np.stack(drawn), n, questions)
-    level = slope @ np.log2([part["attention"].mean() for part in parts.values()])
+    grown = zip(np.diff(values), np.diff(np.stack(drawn), axis=0), strict=True)
+    level = np.polyfit(doublings, np.log2([part["attention"].mean() for part in parts.values()]), 1)[0]
     listed = ", ".join(f"{items}: {dip:.2f}" for items, dip in zip(parts, values, strict=True))
     note = f"dips: {listed}; for each doubling the attention itself is multiplied by {2**level:.2f}"
-    return Finding.above(*LENGTH, growth, note=note)
+    return joint(
+        [Finding.above(*LENGTH, bootstrap.percentile(*step, n, questions), note=note) for step in grown]
+    )
 
 
 def head_row(weights: Array, place: int) -> Row:

@@ -35,6 +35,7 @@ LABELS = {
     "other": "a random other item (control)",
 }
 SOURCE = "Yu et al. 2025, Appendix D.2"
+LITTLE = 5  # points of accuracy that a control may gain
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,19 +130,19 @@ class Doubling(Study):
         change = f"times {self.factor:g}, minus the unmodified model's, in points"
         cases = {
             ("item", UNMODIFIED): (
-                f"C1: more attention to the gold item where it stands raises accuracy ({SOURCE}, Figure 7)",
+                f"More attention to the gold item where it stands raises accuracy ({SOURCE}, Figure 7)",
                 f"score with the weight of item {place}, where it is the gold item, {change}",
             ),
             ("gold", UNMODIFIED): (
-                f"C1: accuracy depends on attention to the gold item ({SOURCE}), at every position",
+                f"Accuracy depends on attention to the gold item ({SOURCE}), at every position",
                 f"score with the weight of the gold item {change}",
             ),
             ("other", UNMODIFIED): (
-                "Negative control: more attention to another item does not raise accuracy",
+                f"Negative control: more attention to another item gains less than {LITTLE} points",
                 f"score with the weight of a random other item {change}",
             ),
             ("gold", "other"): (
-                "C1: it is the gold item's attention that counts, not a change as such (control subtracted)",
+                "Control: it is the gold item's attention that counts, not a change as such",
                 "the same of the gold item minus the same of the other item, in points",
             ),
         }
@@ -154,10 +155,10 @@ class Doubling(Study):
                 continue
             clusters = list(rows["cluster"].astype(str))
             at = estimate(bootstrap.paired(rows[mode], rows[base], clusters)._asdict(), scale=100)
-            holds = at.ci_low <= 0 if mode == "other" else at.ci_low > 0
             note = ", ".join(f"{name} {100 * rows[name].mean():.1f} %" for name in (base, mode))
-            found.append(Finding.that(holds, *claim, at, note))
-        return found
+            below = Finding.below(*claim, at, LITTLE, note).control()
+            found.append(below if mode == "other" else Finding.above(*claim, at, note=note))
+        return [each.control() if "ontrol: " in each.claim else each for each in found]
 
 
 @plot.styled

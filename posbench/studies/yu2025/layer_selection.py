@@ -97,7 +97,7 @@ class LayerSelection(Study):
         gain, ranges = estimate(rows.loc[BEST], "difference", 100), rows.loc[[BEST, PUBLISHED], "layers"]
         claim = "Searching the layers improves on the published range"
         words, note = "best minus published range, points of the score", f"layers {' against '.join(ranges)}"
-        found = [Finding.above(claim, words, gain, note=note)]
+        found = [Finding.above(claim, words, gain, note=note).control()]
         claims = {
             "best": "The range with the lowest loss is that of the retrieval-related layers",
             "published": f"The layers to scale are more likely to be retrieval-related ({SOURCE})",
@@ -106,7 +106,8 @@ class LayerSelection(Study):
             at = estimate(layers.loc[OUTSIDE.format(name)], "retrieval")
             words = f"retrieval score of the layers {OUTSIDE.format(name)}"
             whole = Finding.untestable(claim, words, "all layers", at.n)
-            found.append(whole if np.isnan(at.value) else Finding.above(claim, words, at))
+            one = whole if np.isnan(at.value) else Finding.above(claim, words, at)
+            found.append(one.control() if name == "best" else one)
         for row in tables["edges"].to_dict("records"):
             claim = f"Scaling the {row['edge']} layers, too, does harm ({SOURCE})"
             words = f"calibration loss of ranges with the {row['edge']} layers minus without, nats per token"
@@ -115,7 +116,7 @@ class LayerSelection(Study):
             value, low, high, n = estimate(rows.loc[CONTROL], "difference", -100)
             claim = "Control: a random channel with the best of its ranges stays below the published setting"
             words = "published range minus control, points of the score"
-            found.append(Finding.above(claim, words, Estimate(value, high, low, n)))
+            found.append(Finding.above(claim, words, Estimate(value, high, low, n)).control())
         return found
 
 

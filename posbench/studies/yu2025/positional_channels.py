@@ -11,7 +11,7 @@ import numpy as np
 import pandas as pd
 from annotated_types import Ge
 from matplotlib.figure import Figure
-from scipy.stats import t
+from scipy.stats import norm, t
 
 from posbench.errors import UserError
 from posbench.measure.states import GROUPS, Alphabet, Array, Moments, Site, moments
@@ -24,7 +24,7 @@ from posbench.schema import Count, Seed, Whole
 from posbench.search import statistics
 from posbench.search.base import STATE
 from posbench.search.channel import ChannelSearch
-from posbench.stats.bootstrap import Estimate, difference_of_shares
+from posbench.stats.bootstrap import Z95, Estimate, difference_of_shares
 from posbench.stats.correlation import spearman
 from posbench.stats.findings import Finding, ends, estimate
 from posbench.studies.base import Study, Tables
@@ -33,9 +33,9 @@ PAPER = {"mistral7b": 213, "llama2_7b": 2393, "mpt_30b": 1942, "tinyllama_nope":
 """Channels of Figures 4 and 14, by our model names; for MPT-30B Table 4 scales another one, 6926."""
 REAL, SHUFFLED = "as they are", "shuffled positions"
 STRONGEST, GIVEN, RANDOM = "strongest trend", "given", "random"
-EXISTS = "C3: positional channels exist across families, with NoPE and ALiBi (Yu et al. 2025, Figures 4, 14)"
-FILTER = "C3: Algorithm 1's filter (monotone in over 1/4 of the layers) tells positional channels from noise"
-START = "C3: the trend first appears just after the first attention module (Yu et al. 2025, Appendix G)"
+EXISTS = "Positional channels exist across families, with NoPE and ALiBi (Yu et al. 2025, Figures 4, 14)"
+FILTER = "Control: the filter (monotone in over 1/4 of the layers) tells positional channels from noise"
+START = "The trend first appears just after the first attention module (Yu et al. 2025, Appendix G)"
 DASHES = {RANDOM: (0, (4, 2)), SHUFFLED: ":"}
 
 
@@ -191,7 +191,7 @@ class PositionalChannels(Study):
         note = f"{there} of {count} pass, {chance} with shuffled positions; channels taken as independent"
         words = "share of channels that pass, minus the share that pass with shuffled positions"
         passing = Finding.above(FILTER, words, difference_of_shares(there, chance, count), note=note)
-        return [*found, passing, self._start(layers)]
+        return [*found, passing.control(), self._start(layers)]
 
     def _start(self, layers: pd.DataFrame) -> Finding:
         """Correlation of the strongest channel right after the first attention, against that of noise."""
@@ -202,8 +202,10 @@ class PositionalChannels(Study):
         before = f"; input of layer 0, where no token has seen another: {early:.2f}" if first else ""
         words = f"channel {own['channel'].iloc[0]}'s absolute Spearman correlation with position, {where}"
         note = f"95 % of uncorrelated curves stay below {bar:.2f}{before}; last layer: {rho.iloc[-1]:.2f}"
-        at = rho[first], own["n"].iloc[0]
-        return Finding.that(rho[first] > bar and early <= bar, START, words, at, note)
+        at, p = (rho[first], own["n"].iloc[0]), 2 * norm.sf(Z95 * rho[first] / bar)
+        if early > bar:
+            return Finding.that(False, START, words, at, note)
+        return Finding.tested(True, START, words, at, p, note)
 
 
 def correlation(curves: Array) -> Array:

@@ -41,7 +41,7 @@ def test_the_study_draws_and_tabulates_what_the_theory_says(
     )
     verdicts = pd.read_csv(folder / "findings.csv").set_index("claim")["verdict"]
     assert (
-        verdicts.filter(like="A.2").item() == "does not hold"
+        verdicts.filter(like="A.2").item() == "contradicted"
         and verdicts.filter(like="Equation 4").item() == "holds"
     )
 
@@ -59,11 +59,11 @@ def test_findings_tell_where_the_text_disagrees() -> None:
     found = {finding.claim: finding for finding in study.CausalMask(show=(1,)).findings(tables)}
     later = next(f for claim, f in found.items() if "at alpha 0 those of the third and fourth" in claim)
     assert (
-        later.verdict == "does not hold"
+        later.verdict == "contradicted"
         and later.value == pytest.approx((24 + 30) / 96)
         and "24 of 48" in later.note
     )
-    assert [f.verdict for f in found.values()].count("does not hold") == 2
+    assert [f.verdict for f in found.values()].count("contradicted") == 2
     top = tables["rising"].set_index(["alpha", "layer"])["top"]
     # An independent run saw row 50 fall from key 32 and 38 on.
     assert top[0.0, 2] + 1 == 32 and top[0.0, 3] + 1 == 38 and top[0.2, 3] == 49

@@ -74,4 +74,4 @@ def test_the_published_list_comes_out_in_part(posbench, outputs):
     angles = place * 10000.0 ** (-np.arange(0, 128, 2) / 128)
     assert alone[place] == pytest.approx(2 * np.cos(angles).sum() / np.sqrt(128), rel=1e-6)
     (finding,) = pd.read_csv(folder / "findings.csv").itertuples()
-    assert (finding.value, finding.n, finding.verdict) == (3, 6, "does not hold")
+    assert (finding.value, finding.n, finding.verdict) == (3, 6, "contradicted")

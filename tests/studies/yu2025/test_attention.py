@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from itertools import permutations
+from itertools import permutations, product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -34,6 +34,7 @@ from posbench.studies.base import Study
 from posbench.studies.prompts import Prompts
 from posbench.studies.yu2025.attention_to_gold import (
     AttentionToGold,
+    _of_lengths,
     head_row,
     mean_maps,
     scores,
@@ -349,7 +350,7 @@ def test_an_untrained_model_has_neither_retrieval_nor_gain(
     assert not pd.read_csv(folder / "layers.csv")["retrieval"].any()
     assert set(drawn(folder)) == {"maps", "heads", "head_maps", "gold", "lengths"}, "the best layer stands in"
     verdicts = pd.read_csv(folder / "findings.csv")["verdict"]
-    assert "holds" not in set(verdicts) and "not testable here" in set(verdicts)
+    assert "holds" not in set(verdicts) and "not testable" in set(verdicts)
     examples = pd.read_csv(tables["doubling"] / "examples.csv").pivot(
         index="id", columns="mode", values="score"
     )
@@ -415,3 +416,31 @@ def test_fields_that_do_not_fit_are_refused(study: Study, message: str) -> None:
     with pytest.raises(UserError, match=message):
         verify(study, "study")
         study.check(run)
+
+
+def _with_dips(dips: list[float], noise: float) -> pd.DataFrame:
+    """Examples of 16, 32, 64, ... items, attention 1 at both ends and lower between them by these dips."""
+    rng, rows = np.random.default_rng(0), []
+    for number, dip in enumerate(dips):
+        for i, depth in product(range(30), np.linspace(0, 1, 5)):
+            level = 1.0 if depth in (0, 1) else 1 - dip
+            place = {"items": 16 * 2**number, "id": f"{i} {depth}", "cluster": f"{number} {i}"}
+            place |= {"gold_position": int(4 * depth), "depth": depth, "score": 1.0}
+            rows.append(place | {"attention": level + noise * rng.normal()})
+    return pd.DataFrame(rows)
+
+
+@pytest.mark.parametrize(
+    ("dips", "noise", "verdict"),
+    [
+        ([0.17, 0.41, 0.23], 0.02, "contradicted"),  # a line through these rises
+        ([0.17, 0.41, 0.41], 0.1, "inconclusive"),
+        ([0.1, 0.25, 0.4], 0.02, "holds"),
+        ([0.1, 0.25, 0.4], 2.0, "inconclusive"),
+    ],
+)
+def test_a_dip_grows_with_the_length_only_if_it_grows_at_every_step(
+    dips: list[float], noise: float, verdict: str
+) -> None:
+    found = _of_lengths(_with_dips(dips, noise))
+    assert found.verdict == verdict and found.ci_low < found.value < found.ci_high

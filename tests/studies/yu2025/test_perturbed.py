@@ -277,12 +277,13 @@ def test_channel_subtraction_equals_hooks_on_the_norms(
 def test_model_without_rope_says_what_cannot_be_tested(
     posbench: Callable[..., Result], outputs: Path, study: str
 ) -> None:
-    small = ["study.examples=2"] if study == "crop_mask" else ["study.texts=3", "study.length=48"]
+    small = ["study.examples=2"] if study == "crop_mask" else ["study.texts=8", "study.length=48"]
     result = posbench(f"study={study}", "model=tiny_nope", "runtime.resamples=100", *small)
     assert result.status == 0, result.err
-    verdicts = tables(outputs)["findings"].set_index("claim")["verdict"]
-    moved = verdicts.index.str.contains("PE to|moved position|not the position embedding")
-    assert set(verdicts[moved]) == {"not testable here"} and "not testable here" not in set(verdicts[~moved])
+    found = tables(outputs)["findings"].set_index("claim")
+    moved = found.index.str.contains("PE to|Moved position|not the position embedding")
+    assert set(found["verdict"][moved]) == {"not testable"}
+    assert list(found["note"].str.contains("no rotary embedding")) == list(moved)
 
 
 def test_intervals_keep_pairs_together_and_agree_with_a_plain_bootstrap() -> None:

@@ -1,0 +1,87 @@
+"""What the machine does to a run: full disks, permissions, memory, signals, other processes."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from posbench.run import claim
+from posbench.run.folder import RunDir, checked, opened
+from tests.conftest import Result, run_folders
+
+ROLLOUT = ["study=rollout", "study.prompts=2", "study.tokens=24", "study.parts=3", "stages=[study]"]
+
+
+def fault(number: int) -> OSError:
+    return OSError(number, os.strerror(number), "/full/rows")
+
+
+STOPS = {
+    "disk full": (fault(errno.ENOSPC), 3, "No space left on device"),
+    "quota": (fault(errno.EDQUOT), 3, "file = '/full/rows'"),
+    "no permission": (PermissionError(errno.EACCES, "Permission denied"), 3, "Permission denied"),
+    "memory": (MemoryError("of an array"), 3, "memory = 'of an array'"),
+    "SIGTERM": (None, 143, "stopped; the same command resumes"),
+}
+
+
+@pytest.mark.parametrize("stop", STOPS)
+def test_it_is_one_line_and_the_same_command_resumes(
+    stop: str, posbench: Callable[..., Result], outputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    error, status, text = STOPS[stop]
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(scratch))
+
+    def stops(*_: object) -> None:
+        if error:
+            raise error
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RunDir, "append", stops)
+        told = posbench(*ROLLOUT)
+    assert told.status == status and told.err.count("\n") == 1 and text in told.err, told.err
+    (folder,) = run_folders(outputs)
+    assert opened(folder).status()["state"] == "failed" and not list(scratch.glob("posbench-*"))
+    if stop == "SIGTERM":
+        assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+        assert posbench(*ROLLOUT).status == 0
+        assert checked(folder).done
+
+
+def test_a_finished_run_is_shown_where_nothing_can_be_written(
+    posbench: Callable[..., Result], outputs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert posbench(*ROLLOUT).status == 0
+    (folder,) = run_folders(outputs)
+    before = {p: p.stat().st_mtime_ns for p in folder.rglob("*")}
+
+    def read_only(*_: object, **__: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    monkeypatch.setattr(claim.FileLock, "acquire", read_only)
+    shown = posbench(*ROLLOUT)
+    assert shown.status == 0 and "finished before" in shown.out and not shown.err
+    assert {p: p.stat().st_mtime_ns for p in folder.rglob("*")} == before
+    refused = posbench(*ROLLOUT, "study.tokens=25")
+    assert refused.status == 3 and refused.err.count("\n") == 1 and "runtime.outputs" in refused.err
+    monkeypatch.undo()
+    (outputs.parent / "file").write_text("")
+    assert posbench(*ROLLOUT, f"runtime.outputs={outputs.parent / 'file'}", verb=True).status == 2
+
+
+def test_names_are_no_markup(posbench: Callable[..., Result], tmp_path: Path) -> None:
+    folder = tmp_path / "x[/y]z a[b]c :apple:"
+    args = [*ROLLOUT, f"runtime.outputs='{folder}'"]
+    first, again = posbench(*args, verb=True), posbench(*args, verb=True)
+    for shown in (first, again):
+        assert shown.status == 0 and f"run: {folder}" in shown.out.replace("\n", ""), shown
