@@ -125,7 +125,7 @@ def test_every_search_and_study_is_killed() -> None:
     assert set(JOBS) == {file.stem for file in files}
 
 
-@pytest.mark.parametrize(("name", "count"), [("exhaustive", 4), ("score_map", 2)])
+@pytest.mark.parametrize(("name", "count"), [("exhaustive", 3), ("score_map", 1)])
 def test_killed_and_resumed(name: str, count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A sample, in this process: no backward pass, which a fork does not survive."""
     job = JOBS[name]
