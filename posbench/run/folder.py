@@ -155,7 +155,9 @@ class RunDir:
         before, search = self.status()["stages"], self.stage("search")
         again = [name for name in before if not name.endswith(ROWS)] if damaged else stages
         kept = {name: facts for name, facts in before.items() if name not in again}
-        if search.get("files") and not self._unlike(search["files"]):
+        # Rows that no other stage marked are the search's: it repeats from those that are whole.
+        own_rows = [name for name in damaged if name.endswith(ROWS) and name not in before]
+        if search.get("files") and not own_rows and not self._unlike(search["files"]):
             kept["search"] = search
         text = yaml.safe_dump(plain(config), sort_keys=False)
         kept["config"] = {"files": {CONFIG: hashlib.sha256(text.encode()).hexdigest()}}

@@ -12,7 +12,7 @@ from filelock import FileLock
 
 from posbench.cli.main import main
 from posbench.errors import UserError
-from posbench.run.folder import DRAWN, RunDir, checked
+from posbench.run.folder import DRAWN, RunDir, checked, opened
 from tests.conftest import Result, run_folders
 
 WAYS = ("deleted", "emptied", "halved", "flipped", "swapped")
@@ -203,9 +203,17 @@ def test_damage_matrix(
         folder = hit(tree, tmp_path / str(number), name, how)
         if folder:
             rebuilt(tree, folder, f"{name} {how}")
+            stages = opened(tree.root / tree.run).status()["stages"].values()
+            # A file whose stage is not done is made again without a word.
+            early = not finished and name not in OWN and all(name not in s.get("files", ()) for s in stages)
             # Rows that are missing look as if they had never been made; so does a run without DONE.
             less = how in ("deleted", "emptied", "halved") and name.endswith(".jsonl") and not finished
-            assert said(name, capsys, caplog) or less or (name, how) == ("DONE", "deleted"), (name, how)
+            assert (
+                said(name, capsys, caplog)
+                or less
+                or (early and not name.endswith(".jsonl"))
+                or (name, how) == ("DONE", "deleted")
+            ), (name, how)
         shutil.rmtree(tmp_path / str(number))
 
 
