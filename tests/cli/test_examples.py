@@ -105,7 +105,7 @@ def test_in_a_list_of_methods(own: str, posbench, outputs: Path) -> None:
 
 def test_the_study_under_a_method(own: str, posbench, outputs: Path) -> None:
     result = posbench(own, "study=first_item", "model=tiny_damped", "method=damp", "study.examples=3", *SMALL)
-    assert result.status == 0 and "the first item gets more than its share" in result.out.replace("\n", " ")
+    assert result.status == 0 and "the first item gets" in result.out.replace("\n", " ")
     run = folder(outputs)
     table, total = pd.read_csv(run / "first_item.csv"), pd.read_csv(run / "first_item_total.csv")
     assert total["value"].item() == pytest.approx((table["share"] * table["n"]).sum() / table["n"].sum())
