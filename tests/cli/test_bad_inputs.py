@@ -474,7 +474,6 @@ def test_broken_yaml_of_the_user(posbench: Callable[..., Result], outputs: Path,
     )
 
 
-@pytest.mark.slow
 def test_the_process_says_the_same(outputs: Path, tmp_path: Path) -> None:
     """One real process: the status and the single line reach the shell."""
     command = [*PROCESS, "method.factor=abc", f"runtime.outputs={outputs}"]
@@ -482,7 +481,6 @@ def test_the_process_says_the_same(outputs: Path, tmp_path: Path) -> None:
     _expect(Result(done.returncode, done.stdout, done.stderr), ["method.factor", "'abc'"], outputs)
 
 
-@pytest.mark.slow
 def test_without_a_network_nothing_is_retried(outputs: Path, tmp_path: Path) -> None:
     """A closed port stands for the hub: one line, and none of the hub client's own about its retries."""
     environment = {k: v for k, v in os.environ.items() if k != "HF_HUB_OFFLINE"}

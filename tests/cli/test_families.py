@@ -32,7 +32,6 @@ def test_every_family_is_here():
     assert set(FAMILIES) == {family.name for family in families.FAMILIES}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", list(reversed(FAMILIES.values())))
 def test_every_stage_runs_on_a_checkpoint_of_the_family(name, tmp_path, posbench, small, outputs):
     folder, model = tmp_path / name, build(name)

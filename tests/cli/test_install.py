@@ -40,7 +40,6 @@ def _posbench(installed: Path, cwd: Path, *args: str) -> subprocess.CompletedPro
     return subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=environment, check=False)
 
 
-@pytest.mark.slow
 def test_the_wheel_holds_configs_experiments_and_models(installed: Path) -> None:
     package = installed / "posbench"
     for name, source in (
@@ -59,7 +58,6 @@ def test_the_wheel_holds_configs_experiments_and_models(installed: Path) -> None
     assert {name.split("/")[0].split("-")[0] for name in zipfile.ZipFile(wheel).namelist()} == {"posbench"}
 
 
-@pytest.mark.slow
 def test_it_runs_from_an_empty_directory(installed: Path, tmp_path: Path) -> None:
     where = subprocess.run(
         [sys.executable, "-P", "-c", "import posbench; print(posbench.__file__)"],
@@ -88,7 +86,6 @@ def test_it_runs_from_an_empty_directory(installed: Path, tmp_path: Path) -> Non
     assert '"git": null' in (folder / "provenance.json").read_text()
 
 
-@pytest.mark.slow
 def test_a_config_dir_of_the_user(
     installed: Path, tmp_path: Path, checkpoint: Path, small: list[str]
 ) -> None:

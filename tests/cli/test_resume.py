@@ -69,7 +69,6 @@ def _only(outputs: Path) -> Path:
     return folder
 
 
-@pytest.mark.slow
 def test_kill_at_ten_moments(small: list[str], tmp_path: Path) -> None:
     args = [*small, "task.examples_per_position=60", "search.strings=120"]
     command = [sys.executable, "-c", DRIVER, json.dumps(args), str(tmp_path), "20251"]

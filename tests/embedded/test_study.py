@@ -102,7 +102,6 @@ def test_bad_fields_are_refused(posbench):
     assert all(f"study.{name} = " in result.err for name in ("model", "seeds", "attempts"))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["tiny_nope", "tiny_alibi"])
 def test_a_shipped_checkpoint_measures_as_published(name, monkeypatch):
     monkeypatch.setattr(measuring, "STRING_SETS", 1)

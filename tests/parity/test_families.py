@@ -141,7 +141,6 @@ def test_prefill_and_cached_decoding_equal_two_attentions(name, padded):
         assert effect > 1000 * EXACT, "the setting has no effect to test"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("last", [16, "all"])
 @pytest.mark.parametrize("name", BUILDERS)
 def test_more_scaled_rows(name, last):
