@@ -41,5 +41,7 @@ class Composed(Method):
         """See :meth:`Method.changed`."""
         with ExitStack() as stack:
             for part in self.parts.values():
-                stack.enter_context(part.applied(lm))
+                # One block of the model, not one for each part.
+                part.check(lm)
+                stack.enter_context(part.changed(lm))
             yield
