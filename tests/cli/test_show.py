@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from posbench.report.terminal import terminal
 from tests.conftest import PROCESS, Result, run_folders
 
 
@@ -65,9 +66,11 @@ def test_a_piped_list_has_a_line_for_each_choice(posbench: Callable[..., Result]
 
 
 def test_a_reader_that_has_read_enough_gets_no_traceback() -> None:
-    """As in ``posbench ls | head``: the pipe is closed before anything is read."""
-    call = subprocess.Popen([*PROCESS, "ls", "models"], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    """As in ``posbench --help | head``: the pipe is closed before anything is read."""
+    call = subprocess.Popen([*PROCESS, "--help"], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert call.stdout and call.stderr
     call.stdout.close()
     assert call.wait() == 141 and call.stderr.read() == b""
     call.stderr.close()
+    with pytest.raises(BrokenPipeError):
+        terminal().on_broken_pipe()
