@@ -232,11 +232,15 @@ def test_rows_are_never_dropped_by_rescore(
 
 
 def test_what_verbs_make_again_may_be_damaged(
-    trees: Callable[[str, bool], Tree], tmp_path: Path, posbench: Callable[..., Result]
+    trees: Callable[[str, bool], Tree],
+    tmp_path: Path,
+    posbench: Callable[..., Result],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     tree = trees("search", True)
     folder = hit(tree, tmp_path / "copy", "metrics.csv", "flipped")
     assert folder
+    monkeypatch.setattr("posbench.model.load._load_checkpoint", lambda *args: pytest.fail("no model needed"))
     assert posbench("report", str(folder), verb=True).status == 2
     assert posbench("rescore", str(folder), verb=True).status == 0
     assert (folder / "metrics.csv").read_bytes() == tree.whole["metrics.csv"] and checked(folder).done
