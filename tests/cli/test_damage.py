@@ -125,6 +125,7 @@ def test_damage_to_a_finished_run_is_named(
     folder = tree.copy(tmp_path / "copy")
     names = files(folder)
     assert {"DONE", "manifest.json", "config.yaml", "provenance.json"} < set(names) and len(names) > 10
+    assert files(tree.other) == names, "also where the search was copied"
     for name in names:
         kept = (folder / name).read_bytes()
         for how in WAYS:
