@@ -26,6 +26,7 @@ import posbench.run.base
 from posbench.model.lm import LM
 from posbench.model.load import load
 from posbench.pipeline.execute import execute
+from posbench.run.folder import opened
 from tests.conftest import config_of
 
 CHANGES = {"os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.truncate", "os.link", "os.symlink"}
@@ -41,7 +42,7 @@ class Kills:
 
     args: Sequence[str]
     root: Path
-    timed: Sequence[str] = ()  # columns and JSON fields that hold times, which no two runs share
+    timed: Sequence[str] = ()  # columns and fields that hold times, which no two runs share
     setup: Callable[[Path], None] = lambda root: None  # in the child, before the run
     failures: list[str] = field(default_factory=list)
 
@@ -147,31 +148,34 @@ class Kills:
 
     def contents(self) -> dict[str, bytes]:
         """Every file under the outputs but locks (empty). Left out: when a run started, the checksums of what
-        holds that time, and of a study of times all checksums and what ``timed`` names."""
+        holds that time, and of a study of times all checksums and what ``timed`` names. DONE says whether all
+        checksums of its folder hold."""
         found = {}
         for file in sorted(p for p in self.outputs.rglob("*") if p.is_file() and "lock" not in p.name):
             data = file.read_bytes()
-            if self.timed and file.suffix == ".pt":
-                data = b""  # a training's seconds stand in its checkpoint, too
-            elif self.timed and file.suffix in (".csv", ".json", ".jsonl"):
-                data = self._timeless(file, data)
-            if file.name in ("provenance.json", "manifest.json", "report.html"):
-                data = re.sub(rb'.*("|&#34;)(started|provenance.json|sum)("|&#34;): .*', b"", data)
-            if self.timed:
-                data = re.sub(rb'"[0-9a-f]{64}"|"sum": "\w*"', b"", data)
             if file.name == "DONE":
-                data = b""  # a checksum of the manifest
+                data = repr(opened(file.parent).damaged()).encode()
+            elif self.timed and file.suffix == ".csv":
+                data = repr(self._timeless(pd.read_csv(file, dtype=str).to_dict("list"))).encode()
+            elif self.timed and file.suffix in (".json", ".jsonl"):
+                lines = data.splitlines() if file.suffix == ".jsonl" else [data]
+                data = repr([self._timeless(json.loads(line)) for line in lines]).encode()
+            elif self.timed and file.suffix == ".pt":
+                data = repr(self._timeless(torch.load(file, weights_only=True))).encode()
+            elif file.name in ("provenance.json", "manifest.json", "report.html"):
+                data = re.sub(rb'.*("|&#34;)(started|provenance.json|sum)("|&#34;): .*', b"", data)
             found[file.relative_to(self.outputs).as_posix()] = data
         return found
 
-    def _timeless(self, file: Path, data: bytes) -> bytes:
-        if file.suffix == ".csv":
-            table = pd.read_csv(io.BytesIO(data))
-            kept = [name for name in table if not re.search("|".join(self.timed), str(name))]
-            return table[kept].to_csv().encode()
-        lines = data.splitlines() if file.suffix == ".jsonl" else [data]
-        drop = lambda d: {k: v for k, v in d.items() if not re.search("|".join(self.timed), k)}  # noqa: E731
-        return "\n".join(json.dumps(json.loads(line, object_hook=drop)) for line in lines).encode()
+    def _timeless(self, data: Any) -> Any:
+        if isinstance(data, dict):
+            left_out = "|".join((*self.timed, "started", "sum"))
+            return {k: self._timeless(v) for k, v in data.items() if not re.fullmatch(left_out, str(k))}
+        if isinstance(data, list | tuple):
+            return [self._timeless(each) for each in data]
+        if isinstance(data, torch.Tensor):
+            return data.numpy().tobytes()
+        return "" if isinstance(data, str) and re.fullmatch("[0-9a-f]{64}", data) else data
 
     def unlike(self, files: dict[str, bytes]) -> str:
         """Names of files that are not as they should be."""

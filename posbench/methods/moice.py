@@ -196,14 +196,15 @@ def new_routers(model: PreTrainedModel, experts: int) -> dict[int, Router]:
 
 
 def save_routers(routers: Mapping[int, Router], file: Path, metadata: Mapping[str, object]) -> None:
-    """Write routers under the tensor names of the released program, with metadata as JSON texts."""
+    """Write routers under the tensor names of the released program, with metadata as one JSON text."""
     tensors = {
         f"model.layers.{layer}.self_attn.{name}": value.detach().float().cpu().contiguous()
         for layer, router in routers.items()
         for name, value in router.state_dict().items()
     }
     file.parent.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, file, {name: json.dumps(value) for name, value in metadata.items()})
+    # Safetensors writes several entries in an order of chance; one gives the same bytes every time.
+    save_file(tensors, file, {"training": json.dumps(metadata)})
 
 
 def load_routers(lm: LM, path: str, experts: int) -> dict[int, Router]:

@@ -243,8 +243,7 @@ class RunDir:
             try:
                 other = opened(folder)
                 known = other.stage(stage)
-                same = known.get("key") == key and known.get("done")
-                if same and not other._unlike(known.get("files", {})):
+                if known.get("key") == key and known.get("done") and not other.damaged():
                     return other
             except OSError as error:
                 log.warning("%s: passed over (%s)", folder, error)

@@ -120,6 +120,8 @@ class Search(ABC):
             else:
                 for name in other.stage("search")["files"]:
                     write_bytes(run.out.path / name, (other.path / name).read_bytes())
+                for name in filter(other.rows, (ROWS, held_back.ROWS)):
+                    run.out.write_rows(name, other.rows(name))  # under the id of this run
             run.out.mark("search", key=key, copied_from=other.path.name if other else None)
         text = (run.out.path / FOUND).read_text()
         block = yaml.safe_load(text)[run.target.name]

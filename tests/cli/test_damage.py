@@ -125,6 +125,7 @@ def test_damage_to_a_finished_run_is_named(
     folder = tree.copy(tmp_path / "copy")
     names = files(folder)
     assert {"DONE", "manifest.json", "config.yaml", "provenance.json"} < set(names) and len(names) > 10
+    assert files(tree.other) == names, "also where the search was copied"
     for name in names:
         kept = (folder / name).read_bytes()
         for how in WAYS:
@@ -232,11 +233,15 @@ def test_rows_are_never_dropped_by_rescore(
 
 
 def test_what_verbs_make_again_may_be_damaged(
-    trees: Callable[[str, bool], Tree], tmp_path: Path, posbench: Callable[..., Result]
+    trees: Callable[[str, bool], Tree],
+    tmp_path: Path,
+    posbench: Callable[..., Result],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     tree = trees("search", True)
     folder = hit(tree, tmp_path / "copy", "metrics.csv", "flipped")
     assert folder
+    monkeypatch.setattr("posbench.model.load._load_checkpoint", lambda *args: pytest.fail("no model needed"))
     assert posbench("report", str(folder), verb=True).status == 2
     assert posbench("rescore", str(folder), verb=True).status == 0
     assert (folder / "metrics.csv").read_bytes() == tree.whole["metrics.csv"] and checked(folder).done

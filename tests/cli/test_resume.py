@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,45 +17,9 @@ from posbench.model.lm import LM
 from posbench.pipeline.stages import evaluate
 from posbench.run.folder import opened
 from tests.conftest import Result, run_folders
+from tests.kills import Kills, loaded_once
 
 RESULTS = ("metrics.csv", "search.csv", "channels.csv", "attention.csv", "found.yaml")
-
-# Imports take most of a short run: the driver forks after them, so that the moments fall into the work
-# itself.
-DRIVER = """
-import json, os, random, signal, sys, time
-import torch, transformers, pandas, posbench.pipeline.execute, posbench.cli.main
-from posbench.pipeline.stages import evaluate, intervene
-import posbench.search.channel
-
-args, root, seed = json.loads(sys.argv[1]), sys.argv[2], int(sys.argv[3])
-
-def start(name):
-    child = os.fork()
-    if child:
-        return child
-    null = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(null, 1)
-    os._exit(posbench.cli.main.main([*args, f"runtime.outputs={root}/{name}"]))
-
-# The first run reads cold files; the second one times the moments.
-for name in ("warm", "whole"):
-    began = time.monotonic()
-    _, status = os.waitpid(start(name), 0)
-    assert status == 0, status
-    wall = time.monotonic() - began
-rng = random.Random(seed)
-killed = 0
-for number in range(10):
-    child = start(f"killed{number}")
-    time.sleep(rng.uniform(0.02, 0.98) * wall)
-    os.kill(child, signal.SIGKILL)
-    _, status = os.waitpid(child, 0)
-    killed += os.WIFSIGNALED(status)
-    _, status = os.waitpid(start(f"killed{number}"), 0)
-    assert status == 0, (number, status)
-print(killed)
-"""
 
 
 def _results(folder: Path) -> dict[str, bytes]:
@@ -69,21 +31,12 @@ def _only(outputs: Path) -> Path:
     return folder
 
 
-def test_kill_at_ten_moments(small: list[str], tmp_path: Path) -> None:
-    args = [*small, "task.examples_per_position=60", "search.strings=120"]
-    command = [sys.executable, "-c", DRIVER, json.dumps(args), str(tmp_path), "20251"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    # On a loaded machine a moment may come after the end; most must not.
-    assert int(done.stdout.split()[-1]) >= 5
-    whole = _only(tmp_path / "whole")
-    assert _results(_only(tmp_path / "warm")) == _results(whole)
-    for number in range(10):
-        resumed = _only(tmp_path / f"killed{number}")
-        assert resumed.name == whole.name
-        assert _results(resumed) == _results(whole), number
-        assert (resumed / "DONE").is_file()
-        assert not list(resumed.parent.glob(".new*"))
+def test_killed_at_any_moment(small: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All stages, in this process; tests/cli/test_kills.py kills every search and study sixty times."""
+    args = [*small, "task.examples_per_position=4", "task.calibration_examples=4"]
+    monkeypatch.setattr("posbench.run.base.load", loaded_once(args))
+    kills = Kills(args, tmp_path)
+    assert kills.tried(6, whole=1) == (6, 6), kills.failures
 
 
 @pytest.fixture
@@ -293,8 +246,6 @@ def test_rescore_needs_no_model(
     assert result.status == 0, result.err
     assert "0 of 72 scores changed" in result.out
     assert (finished / "metrics.csv").read_bytes() == table
-    result = posbench("report", str(finished), verb=True)
-    assert result.status == 0 and (finished / "report.html").is_file()
 
 
 def test_interrupt_from_the_keyboard(

@@ -147,7 +147,6 @@ ALL = ["empty", "torn", "flipped", "swapped", "deleted"]
     ("command", "file", "names"),
     [
         (GRADIENT, "search_state.pt", ["swapped"]),
-        (GENETIC, "search.jsonl", ["flipped"]),
         pytest.param(GRADIENT, "search_state.pt", ALL, marks=pytest.mark.slow),
         pytest.param(GENETIC, "search.jsonl", ALL, marks=pytest.mark.slow),
     ],
