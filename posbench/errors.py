@@ -24,7 +24,8 @@ class UserError(Exception):
 
     def __str__(self) -> str:
         line = f"{self.field} = {self.value!r}: allowed: {self.allowed}; next: {self.hint}"
-        return " ".join(line.split())
+        # Half of a surrogate pair, as in a file name that is no UTF-8, cannot be printed.
+        return " ".join(line.split()).encode(errors="backslashreplace").decode()
 
     def __reduce__(self) -> tuple[type[UserError], tuple[object, ...]]:
         # What an error is made of goes between processes, not its text.
@@ -54,6 +55,14 @@ def is_machine_fault(error: BaseException) -> bool:
         return error.errno in OF_THE_MACHINE
     out_of_memory = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
     return out_of_memory or (isinstance(error, RuntimeError) and any(t in str(error) for t in NO_MEMORY))
+
+
+def in_one_line(error: BaseException) -> UserError | None:
+    """An error as one line: bad input, the machine, or a name too long for it; None for any other."""
+    if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
+        name = str(error.filename)
+        return UserError("file", f"{name[:60]}...", "a name of at most 255 bytes", "shorten it")
+    return error if isinstance(error, UserError) else machine_error(error)
 
 
 def machine_error(error: BaseException) -> MachineError | None:

@@ -10,8 +10,9 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Self
@@ -29,7 +30,8 @@ from posbench.files.atomic import digest
 from posbench.files.digests import keys
 from posbench.methods import Method
 from posbench.model.encode import CHAT_TEMPLATES
-from posbench.model.lm import batches
+from posbench.model.guard import guarded
+from posbench.model.lm import LM, batches, checking
 from posbench.model.load import load
 from posbench.pipeline.compose import composed
 from posbench.pipeline.config import Config, check
@@ -201,6 +203,10 @@ class PosbenchLM(HFLM):  # type: ignore[misc]
         with self.method.applied(self.lm):
             return super().generate_until(requests, disable_tqdm=disable_tqdm)
 
+    def _model_generate(self, *args: Any, **settings: Any) -> Any:
+        call = partial(super()._model_generate, *args, **settings, logits_processor=checking())
+        return _generated(self.lm, call)
+
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
         """Log-likelihoods of whole texts, for methods that treat all tokens alike.
 
@@ -256,3 +262,9 @@ class PosbenchLM(HFLM):  # type: ignore[misc]
                             self.cache_hook.add_partial("loglikelihood", requests[n][0], answer)
                     progress.update(len(answers))
         return found
+
+
+@guarded
+def _generated(lm: LM, call: Callable[[], Any]) -> Any:
+    """The harness's own generation, which a token without numbers stops."""
+    return call()

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from posbench import versions
-from posbench.errors import UserError, complain, machine_error
+from posbench.errors import complain, in_one_line
 
 HELP = """posbench finds, explains and removes position bias in language models.
 
@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("posbench: stopped; the same command resumes", file=sys.stderr)
         return 143 if isinstance(stop, _Terminated) else 130
     except Exception as error:
-        told = error if isinstance(error, UserError) else machine_error(error)
+        told = in_one_line(error)
         if told is None:
             raise
         complain(told)
@@ -140,7 +140,7 @@ def _job(composed: Any, command: str) -> None:
         print(f"posbench: {error}", file=sys.stderr)
         record["status"] = 1
     except Exception as error:
-        told = error if isinstance(error, UserError) else machine_error(error)
+        told = in_one_line(error)
         if told:
             complain(told)
         elif not composed.multirun:

@@ -157,7 +157,7 @@ def _evaluated(verb: str, args: list[str]) -> tuple[RunDir, dict[str, Any]]:
     run = checked(_folder(verb, args))
     if not run.rows(evaluate.FILE):
         raise UserError("DIR", str(run.path), "a run that evaluated", "add evaluate to its stages")
-    return run, yaml.safe_load((run.path / "config.yaml").read_text())
+    return run, run.config("task")
 
 
 def report(args: list[str]) -> int:
@@ -177,7 +177,7 @@ def rescore(args: list[str]) -> int:
     again = (*DRAWN, *evaluate.TABLES)
     with owned(run.path):
         checked(run.path, again)
-        raw = yaml.safe_load((run.path / "config.yaml").read_text())
+        raw = run.config("task", "model", "runtime")
         rows, torn = run.rows(evaluate.FILE), run.torn(evaluate.FILE)
         if torn or not rows or not run.done:
             allowed = f"a finished run that evaluated, with whole rows (damaged here: {torn})"

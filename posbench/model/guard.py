@@ -160,6 +160,12 @@ def probe(lm: Any, ids: Sequence[int]) -> None:
         finite(lm.model(**lm.pad([ids]), use_cache=False, logits_to_keep=1).logits[:, -1])
 
 
+@guarded
+def forward(lm: Any, **inputs: Tensor) -> None:
+    """Run a batch for what hooks read of it; UserError where its last logits are no numbers."""
+    finite(lm.model(**inputs, use_cache=False, logits_to_keep=1).logits)
+
+
 def refusal(lm: Any, what: str) -> UserError:
     """What is no number in a model's dtype, and what to change."""
     dtype = str(lm.model.dtype).removeprefix("torch.")

@@ -166,6 +166,7 @@ def _filled(
             raw[group] = {**known, **raw[group]}
         else:
             _fill(raw[group], group, blocks, kept)
+    _need_taken(raw, blocks, keys)
     for key, value in _of_model(raw).items():
         if f"task.{key}" not in keys:
             raw["task"][key] = value
@@ -213,6 +214,26 @@ def _blocks(
                 hint = near(rest[0], list(known), "remove it")
                 raise UserError(key, blocks[name].get(rest[0]), f"keys {', '.join(known)}", hint)
     return blocks
+
+
+def _need_taken(raw: Mapping[str, Any], blocks: Mapping[str, Any], typed: Sequence[str]) -> None:
+    """Refuse a typed key of a block that nothing in the config takes; studies read those of methods, too."""
+    taken = set(choices(paths.CONF / "method")) if raw.get("study") else set()
+
+    def look(node: Any, name: str) -> None:
+        if isinstance(node, Mapping):
+            taken.update({name, str(node.get("name")), str(node.get("_target_")).split(".")[-2:][0]})
+            for key, part in node.items():
+                look(part, str(key))
+
+    for group in ("method", "task", "search", "study"):
+        look(raw.get(group), group)
+    for key in typed:
+        group, name, *rest = [*key.split("."), ""]
+        if group == "model" and rest[:-1] and name in blocks and name not in taken:
+            used = ", ".join(block for block in blocks if block in taken) or "none"
+            hint = f"leave it out, or choose {name}"
+            raise UserError(key, blocks[name].get(rest[0]), f"a block that this run uses: {used}", hint)
 
 
 def _fill(node: dict[str, Any], where: str, blocks: Mapping[str, Mapping[str, Any]], kept: set[str]) -> None:

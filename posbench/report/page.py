@@ -10,7 +10,6 @@ from typing import Any
 
 import jinja2
 import pandas as pd
-import yaml
 
 from posbench import paths
 from posbench.files.atomic import write_bytes
@@ -19,7 +18,7 @@ from posbench.plots.base import save
 from posbench.plots.scores import accuracy_by_position, by_subset
 from posbench.plots.section import Section
 from posbench.report import failures, tables
-from posbench.report.folder import need_folder, read, read_csv, read_json, read_text, study_tables
+from posbench.report.folder import need_folder, read_csv, read_json, read_text, study_tables
 from posbench.report.paper import beside
 from posbench.report.text import applied, headline, shortened, verdicts
 from posbench.run.folder import opened
@@ -46,7 +45,7 @@ def render_run(folder: Path) -> Path:
     facts["provenance"].pop("sum", None)
     text = read_text(folder / "config.yaml")
     if (folder / failures.FILE).is_file():
-        facts["failures"] = failures.on_page(opened(folder), yaml.safe_load(text))
+        facts["failures"] = failures.on_page(opened(folder), opened(folder).config("task"))
     return write_page(folder, sentence, sections, config=text, **facts)
 
 
@@ -59,7 +58,7 @@ def read_run(folder: Path) -> tuple[str, list[Section]]:
     names = ("config.yaml", "study.json", "metrics.csv", "search.csv", "attention.csv")
     need_folder(folder, "a run folder (it holds config.yaml)", *names)
     metrics, subsets, findings = (read_csv(folder / f"{n}.csv") for n in ("metrics", "subsets", "findings"))
-    config = read(folder / "config.yaml", lambda p: yaml.safe_load(p.read_text()), "YAML") or {}
+    config = opened(folder).config()
     sections = _study(folder, config)
     if metrics is not None:
         sections += _scores(folder, metrics, subsets)
@@ -74,8 +73,8 @@ def read_run(folder: Path) -> tuple[str, list[Section]]:
             caption = f"Left: {what.lower()}. Right: what the method changes in each layer."
         drawn = {"attention": (attention_by_position(attention), caption)}
         sections.append(Section("Attention", figures=drawn))
-    if "search" in config.get("stages", ()):
-        search: Search = instantiate(config["search"], Search, "search")  # type: ignore[type-abstract]
+    if "search" in (config.get("stages") or ()):
+        search: Search = instantiate(config.get("search"), Search, "search")  # type: ignore[type-abstract]
         sections += search.sections(lambda name: read_csv(folder / f"{name}.csv"))
         sections += held_back.sections(read_csv(folder / held_back.TABLE))
     if (folder / "found.yaml").is_file():
@@ -93,7 +92,7 @@ def _study(folder: Path, config: Mapping[str, Any]) -> list[Section]:
     facts, experiment = read_json(folder / "study.json"), read_json(folder / "experiment.json") or {}
     if not facts:
         return []
-    study: Study = instantiate(config["study"], Study, "study")  # type: ignore[type-abstract]
+    study: Study = instantiate(config.get("study"), Study, "study")  # type: ignore[type-abstract]
     section = Section((type(study).__doc__ or facts["study"]).split("\n")[0].rstrip("."))
     findings = read_csv(folder / "findings.csv")
     if findings is not None:

@@ -7,7 +7,7 @@ import json
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,6 +47,16 @@ class RunDir:
         except ValueError as error:
             hint = f"remove {self.path} and repeat the command that made it"
             raise UserError(name, str(file), "JSON as posbench writes it", hint) from error
+
+    def config(self, *groups: str) -> dict[str, Any]:
+        """The recorded config, empty where there is none; `UserError` where it is none, or lacks a group."""
+        file, found = self.path / CONFIG, None
+        with suppress(yaml.YAMLError, UnicodeDecodeError):
+            found = yaml.safe_load(file.read_text()) if file.is_file() else {}
+        if not isinstance(found, dict) or not all(isinstance(found.get(group), dict) for group in groups):
+            allowed, hint = "a config as posbench records it", "repeat the command that made this run"
+            raise UserError(CONFIG, str(file), allowed, hint)
+        return found
 
     @property
     def done(self) -> bool:

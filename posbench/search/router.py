@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from posbench.errors import UserError
+from posbench.errors import UserError, renamed
 from posbench.files.atomic import write_csv
 from posbench.files.sources import Source
 from posbench.methods.moice import MoICE, Router, auxiliary_loss, mixing, mixture, new_routers, save_routers
@@ -25,6 +24,7 @@ from posbench.run.base import Run
 from posbench.schema import Count, Positive, Seed, Several
 from posbench.search.base import Read, Search, steps_section
 from posbench.tasks import Example
+from posbench.tasks.reading import rows
 
 FILE = "router.safetensors"
 
@@ -72,16 +72,16 @@ class RouterSearch(Search):
 
     def search(self, run: Run) -> None:
         """Write ``search.csv``, a row per step, and the router."""
-        method, rows = run.trial(), self.texts(run)
+        method, texts = run.trial(), self.texts(run)
         assert isinstance(method, MoICE)
-        part = max(len(rows) // 10, 1)
+        part = max(len(texts) // 10, 1)
         with run.progress("search: steps", self.steps) as advance:
-            routers, steps = self.train(run.lm, rows[part:], method, advance)
+            routers, steps = self.train(run.lm, texts[part:], method, advance)
         write_csv(run.out.path / "search.csv", pd.DataFrame(steps))
-        held = self.held_out(run.lm, rows[:part], routers, method)
+        held = self.held_out(run.lm, texts[:part], routers, method)
         losses, file = {name: sum(values) / part for name, values in held.items()}, run.out.path / FILE
         save_routers(routers, file, {"search": run.raw["search"], "held_out": losses})
-        block = {"weights": str(file.absolute()), "texts": len(rows) - part, "held_out": losses}
+        block = {"weights": str(file.absolute()), "texts": len(texts) - part, "held_out": losses}
         self.write_found(run, block, f"router ({self.steps} steps of {self.batch} at {self.learning_rate:g})")
 
     def train(
@@ -150,10 +150,10 @@ class RouterSearch(Search):
 
     def texts(self, run: Run) -> list[list[int]]:
         """Token ids of the texts; `UserError` for a line that is not of its form, and for too few texts."""
-        rows = [self._ids(run.lm, *pair) for pair in self._pairs(run)]
-        if len(rows) < 4:
-            raise UserError("search.data", len(rows), "4 texts or more", "give more lines or examples")
-        return rows
+        texts = [self._ids(run.lm, *pair) for pair in self._pairs(run)]
+        if len(texts) < 4:
+            raise UserError("search.data", len(texts), "4 texts or more", "give more lines or examples")
+        return texts
 
     def _ids(self, lm: LM, prompt: str, answer: str) -> list[int]:
         asked, told = lm.answer_ids(prompt, answer)
@@ -162,16 +162,9 @@ class RouterSearch(Search):
     def _pairs(self, run: Run) -> list[tuple[str, str]]:
         if self.data is None:
             return [(e.prompt, e.answers[0]) for e in run.task.examples("calibration")]
-        lines = Path(self.data).expanduser().read_text().splitlines()
-        return [self._pair(number, line) for number, line in enumerate(lines, 1)]
-
-    def _pair(self, number: int, line: str) -> tuple[str, str]:
-        try:
-            row = json.loads(line)
-            return str(row["prompt"]), str(row["answer"])
-        except (ValueError, KeyError, TypeError) as error:
-            hint, where = f"correct line {number} of {self.data}", f"search.data, line {number}"
-            raise UserError(where, line[:60], "a JSON object with prompt and answer", hint) from error
+        with renamed("task.", "search."):
+            lines = [line for _, line in rows("data", Path(self.data))]
+            return [(line.take("prompt"), line.take("answer")) for line in lines]
 
     def told(self, block: Mapping[str, Any]) -> str:
         """Losses on the texts that were held out."""

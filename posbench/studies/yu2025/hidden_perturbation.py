@@ -16,6 +16,7 @@ from posbench.errors import UserError
 from posbench.files.atomic import Row, rounded
 from posbench.measure.states import Alphabet, Site, Strings, channel_input, stacked
 from posbench.methods.scale_channel import check_layers
+from posbench.model.guard import forward
 from posbench.model.lm import LM
 from posbench.perturbations.crop_mask import crop_mask
 from posbench.perturbations.move_positions import can_move
@@ -128,7 +129,7 @@ class HiddenPerturbation(Study):
         elif variant == "shift":
             given["position_ids"][:, start:stop] -= stop - start
         with block, channel_input(lm, channels, self.site) as found:
-            lm.model(**given, use_cache=False, logits_to_keep=1)
+            forward(lm, **given)
         return stacked(found, len(ids))
 
     def _curves(self, curves: Array, channels: list[int], variants: list[str], middle: Array) -> pd.DataFrame:
