@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import shlex
 import signal
 import sys
@@ -169,4 +170,11 @@ def _show_config(args: list[str]) -> int:
 
 def run() -> None:
     """Entry point of the ``posbench`` command."""
-    sys.exit(main())
+    try:
+        status = main()
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # Who reads the pipe (head, less) has read enough; a shell calls this 141.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        status = 141
+    sys.exit(status)

@@ -59,7 +59,11 @@ def contents(wanted: Iterable[Source]) -> list[Content]:
     """
     jobs: list[tuple[Source, str, Path | None]] = []
     for source in dict.fromkeys(wanted):
-        jobs += [(source, *each) for each in _files(source)]
+        try:
+            jobs += [(source, *each) for each in _files(source)]
+        except OSError as error:
+            hint = f"check the path ({error.strerror or error})"
+            raise UserError(source.field, source.id, "a file or folder on this machine", hint) from error
     # Hashing lets other threads run: the shards of a checkpoint are hashed side by side.
     with ThreadPoolExecutor(min(os.cpu_count() or 1, 8)) as pool:
         return list(pool.map(lambda job: _content(*job), jobs))

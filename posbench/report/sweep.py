@@ -133,7 +133,7 @@ def render_sweep(folder: Path) -> Path:
         drawn["attention"] = plots.attention_sweep(attention, axes), f"{caption}, for each setting."
     sections = [Section("Settings", "", header, rows, drawn)]
     if trend is not None and findings is not None:
-        caption = "Bands: 95 % bootstrap intervals over questions. Dotted: no side preferred. Dashed: the"
+        caption = "Bands: 95 % intervals over questions. Dotted: no side preferred. Dashed: the"
         figure = {"trend": (plots.trend(trend), f"{caption} unmodified model.")}
         sections.append(Section("Trend", "", *tables.findings_table(findings), figure))
         sentence = f"{sentence} {verdicts(findings)}"

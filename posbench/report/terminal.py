@@ -23,7 +23,14 @@ FEW = 24  # subsets and averages up to which the terminal shows them all, as the
 
 def terminal(width: int | None = None) -> Console:
     """The terminal, where paths and names such as ``[a/b]`` and ``:x:`` are no markup."""
-    return Console(markup=False, emoji=False, width=width)
+    return _Terminal(markup=False, emoji=False, width=width)
+
+
+class _Terminal(Console):
+    """Leaves a closed pipe to the command line; rich would end the process with status 1."""
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError
 
 
 def show(folder: Path, console: Console) -> None:

@@ -201,7 +201,6 @@ BARE = [
         ["study.iterations", "1000000000000000000", "from 1 to 1000000"],
     ),
     ("threads beyond C", ["runtime.threads=1000000000000000000"], ["runtime.threads", "to 1000000"]),
-    ("one resample", ["runtime.resamples=1"], ["runtime.resamples", "1", "from 20"]),
     ("a name that is too long", ["model.name=" + "x" * 230], ["model.name", "at most 80"]),
     ("a path that is too long", ["task.path=" + "x" * 300], ["task.path", "on this machine"]),
     ("a key of the model's block", ["model.scale_channel.factr=1"], ["model.scale_channel.factr", "factor?"]),

@@ -11,6 +11,7 @@ import pandas as pd
 import pytest
 
 from posbench.pipeline import execute
+from posbench.run.folder import opened
 from posbench.tasks.kv_retrieval import WORDS
 from tests.conftest import Result, run_folders
 
@@ -98,9 +99,10 @@ def test_rescore_refuses_data_that_is_not_the_runs(
     assert refused.status == 2 and refused.err.count("\n") == 1
     assert str(data) in refused.err and "bring that file back" in refused.err
     # Without a record of the files, the prompts themselves tell.
-    provenance = folder / "provenance.json"
-    facts = json.loads(provenance.read_text())
-    provenance.write_text(json.dumps({key: value for key, value in facts.items() if key != "files"}))
+    run = opened(folder)
+    facts = run.facts("provenance.json")
+    run.write_facts("provenance.json", {key: value for key, value in facts.items() if key != "files"})
+    run.seal(facts["command"])
     refused = posbench("rescore", str(folder), verb=True)
     assert refused.status == 2 and "the questions that" in refused.err
     assert (folder / "metrics.csv").read_bytes() == before

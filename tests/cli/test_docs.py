@@ -123,6 +123,7 @@ def test_only_the_newest_run_of_a_study_and_model_counts(tmp_path: Path) -> None
     sweep = tmp_path / "fig6/v001/sweep__x"
     write(tmp_path, {"fig6/v001/sweep__x": findings("tiny", ("C7: b", 1.0, "holds"))})
     (sweep / "provenance.json").unlink()
+    (sweep / "summary.csv").write_text("")
     (sweep / "jobs.json").write_text(json.dumps([{"folder": None}, {"folder": "outputs/fig6/v001/tiny__z"}]))
     page = docs.claims(tmp_path)
     assert "| C1: a | contradicted | holds |" in page and "    posbench experiment=fig6" in page

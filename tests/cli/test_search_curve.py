@@ -200,10 +200,10 @@ def test_the_gradient_is_that_of_the_method_itself() -> None:
     [
         (
             ["method=layer_scaling", "stages=[search]"],
-            ["stages", "ChannelSearch", "ScaleChannel", "posbench ls searches"],
+            ["stages", "by channel", "serves scale_channel", "posbench ls searches"],
         ),
-        (["method=scale_channel", "search=genetic"], ["search", "GeneticSearch", "LayerScaling"]),
-        (["method=none", "search=gradient"], ["search", "GradientSearch", "method none"]),
+        (["method=scale_channel", "search=genetic"], ["search = 'genetic'", "add method=layer_scaling"]),
+        (["method=none", "search=gradient"], ["search = 'gradient'", "add method=layer_scaling"]),
         ([*GENETIC, "stages=[search]", "method.points=[[0,1.2]]"], ["method.points", "nothing typed"]),
         (
             [*GENETIC, "stages=[search]", "search.step_x=1", "search.points=5"],

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.conftest import Result, run_folders
+from posbench.report.terminal import terminal
+from tests.conftest import PROCESS, Result, run_folders
 
 
 def test_examples_of_a_run_are_shown(
@@ -61,3 +63,14 @@ def test_a_piped_list_has_a_line_for_each_choice(posbench: Callable[..., Result]
     assert len(listed) == 2 + 8 and max(map(len, listed)) > 80
     (nq,) = (line for line in listed if line.startswith("nq_multidoc "))
     assert "2655 questions with 10, 20 or 30 documents; the first 500 by default" in nq
+
+
+def test_a_reader_that_has_read_enough_gets_no_traceback() -> None:
+    """As in ``posbench --help | head``: the pipe is closed before anything is read."""
+    call = subprocess.Popen([*PROCESS, "--help"], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert call.stdout and call.stderr
+    call.stdout.close()
+    assert call.wait() == 141 and call.stderr.read() == b""
+    call.stderr.close()
+    with pytest.raises(BrokenPipeError):
+        terminal().on_broken_pipe()

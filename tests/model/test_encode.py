@@ -197,8 +197,9 @@ def test_every_task_in_every_kind_of_template(name: str, template: str, tmp_path
         rendered = lm.render(e.prompt, chat=e.chat, system=e.system, prefill=e.prefill)
         assert rendered == wanted(patterns if e.chat else BARE, e.prompt, e.system, e.prefill)
         seen.add(e.chat)
-    # LongBench leaves the template out for six data sets, and so do the exams.
-    assert seen == {"longbench": {True, False}, "mmlu": {False}, "ceval": {False}}.get(name, {True})
+    # LongBench leaves the template out for six data sets, L-Eval for SFiction's facts, the exams for all.
+    some, none = ("longbench", "leval_closed"), ("mmlu", "ceval")
+    assert seen == ({True, False} if name in some else {False} if name in none else {True})
 
 
 PROMPT = 'Json data: {"bal": "kop", "dip": "gel", "mop": "nap"} The value of key "dip" is "'

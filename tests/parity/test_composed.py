@@ -237,17 +237,17 @@ def test_the_command_line_builds_the_parts_in_order():
         (["method=[layer_scaling,scale_chanel]"], "did you mean scale_channel"),
         (["method=[scale_channel,scale_channel]"], "different ones of"),
         (["method=[]"], "different ones of"),
-        (["method=[none,scale_channel]", "method.factor=0"], "name the part"),
+        (["method=[layer_scaling,scale_channel]", "method.factor=0"], "name the part"),
         (
-            ["method=[none,scale_channel]", "method.parts.scale_channel.factr=0"],
+            ["method=[layer_scaling,scale_channel]", "method.parts.scale_channel.factr=0"],
             "did you mean method.parts.scale_channel.factor",
         ),
         (
-            ["method=[none,layer_scaling]", "method.parts.layer_scaling.points=null"],
+            ["method=[scale_channel,layer_scaling]", "method.parts.layer_scaling.points=null"],
             "method.parts.layer_scaling.points = None",
         ),
         (
-            ["method=[none,scale_channel]", "method.parts.scale_channel.last=0.5"],
+            ["method=[layer_scaling,scale_channel]", "method.parts.scale_channel.last=0.5"],
             "method.parts.scale_channel.last = 0.5",
         ),
     ],

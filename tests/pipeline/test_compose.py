@@ -147,9 +147,9 @@ def test_an_experiments_grid_is_swept_unless_the_user_types_the_key() -> None:
 
 
 def test_lists_stand_among_the_values_of_a_sweep() -> None:
-    jobs = _jobs("-m", "method=none,[none, scale_channel]", "task.positions=[0],[1,2]", "model=tiny")
+    jobs = _jobs("-m", "method=none,[layer_scaling, scale_channel]", "task.positions=[0],[1,2]", "model=tiny")
     shown = [(job.raw["method"]["name"], job.raw["task"]["positions"]) for job in jobs]
-    assert shown == [(m, p) for m in ("none", "none-scale_channel") for p in ([0], [1, 2])]
+    assert shown == [(m, p) for m in ("none", "layer_scaling-scale_channel") for p in ([0], [1, 2])]
 
 
 def test_a_job_that_cannot_be_composed_does_not_stop_the_others(tmp_path: Path) -> None:

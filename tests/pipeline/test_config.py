@@ -127,7 +127,7 @@ def test_a_method_without_constants_names_the_command_that_finds_them() -> None:
 def test_a_default_search_stage_is_left_out_where_the_method_has_none() -> None:
     config = config_of("model=tiny", "method=none")
     assert config.stages == ("intervene", "evaluate", "report") and config.choice.build() == Unmodified()
-    with pytest.raises(UserError, match="no search for method none"):
+    with pytest.raises(UserError, match="no search for method none by channel"):
         config_of("model=tiny", "method=none", "stages=[search,evaluate]")
 
 
@@ -178,7 +178,7 @@ def test_all_mistakes_are_told_together() -> None:
             "a subclass of posbench.methods.base.Method",
         ),
         ({"task": {}}, "task._target_ = None"),
-        ({"stages": "search"}, "stages = 'search': allowed: some of search, study, intervene"),
+        ({"stages": "search"}, "stages = 'search': allowed: a list [...] of search, study, intervene"),
         ({"stages": ["report", "evaluate"]}, "in this order"),
         ({"stages": ["study"]}, "study = None: allowed: a study; next: posbench ls studies"),
     ],

@@ -11,7 +11,7 @@ import pytest
 from scipy.stats import norm
 
 from posbench.stats import findings
-from posbench.stats.bootstrap import Estimate, difference, normal
+from posbench.stats.bootstrap import Z95, Estimate, difference, normal
 from posbench.stats.findings import ALPHA, COLUMNS, Finding, corrected, holm, joint, p_value
 
 AT = Estimate(0.3, 0.1, 0.5, 40)
@@ -84,8 +84,9 @@ def test_an_interval_that_widens_never_gets_a_surer_verdict_and_p_says_what_the_
         assert (at.ci_low > 0 or at.ci_high < 0) == (p_value(at) < ALPHA or p_value(at, low=0) < ALPHA)
     samples = rng.normal(0.3, 1, (50, 40))
     for values in samples:
-        z = values.mean() / values.std(ddof=1) * np.sqrt(40)
-        assert p_value(normal(values), low=0) == pytest.approx(2 * norm.sf(abs(z)))
+        half = Z95 * values.std(ddof=1) / np.sqrt(40)
+        at = Estimate(values.mean(), values.mean() - half, values.mean() + half, 40)
+        assert p_value(at, low=0) == pytest.approx(2 * norm.sf(abs(values.mean()) / half * Z95))
 
 
 @pytest.mark.parametrize(

@@ -189,7 +189,7 @@ def test_on_a_random_model_the_method_gains_nothing(
     (folder,) = run_folders(outputs)
     tables = study_tables(folder, ["ablations", "findings"])
     assert (tables["findings"]["verdict"].iloc[0], tables["ablations"]["gain"].abs().max() < 0.2) == (
-        "not testable",  # six prompts that all stay wrong
+        "inconclusive",  # six prompts that all stay wrong
         True,
     )
 
