@@ -8,7 +8,7 @@ from typing import Any
 import pandas as pd
 
 from posbench.plots.section import Section
-from posbench.stats.bootstrap import difference
+from posbench.stats.bootstrap import paired
 
 ROWS, TABLE = "held_back.jsonl", "held_back.csv"
 LEAST = 6
@@ -25,10 +25,9 @@ def gain(
     the search helps, with its 95 % interval over questions; ``measure`` and ``n`` alone of too few."""
     if len(set(clusters)) < LEAST:
         return {"measure": measure, "n": len(clusters)}
-    sign = -1 if measure == "loss" else 1
-    each = [sign * (new - old) for new, old in zip(found, unmodified, strict=True)]
     means = {"found": sum(found) / len(found), "unmodified": sum(unmodified) / len(found)}
-    estimate = difference(each, clusters)
+    both = (unmodified, found) if measure == "loss" else (found, unmodified)
+    estimate = paired(*both, clusters)
     facts = means | {"gain": estimate.value, "ci_low": estimate.ci_low, "ci_high": estimate.ci_high}
     return {"measure": measure, **{k: round(float(v), 6) for k, v in facts.items()}, "n": estimate.n}
 

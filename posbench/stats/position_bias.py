@@ -7,8 +7,20 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+from numpy.typing import NDArray
 
-from posbench.stats.bootstrap import Z95, Array, Estimate, chunks, combined, mean, percentile, resampled, tail
+from posbench.stats.bootstrap import (
+    Z95,
+    Array,
+    Estimate,
+    chunks,
+    combined,
+    mean,
+    percentile,
+    quantiles,
+    resampled,
+    tail,
+)
 
 STATISTICS = ("position_bias", "gap", "gap_null", "primacy", "recency", "middle_drop")
 """Over three gold positions or more: :func:`position_bias` (the one to sort by), best minus worst position,
@@ -55,8 +67,8 @@ def curve_statistics(means: Array) -> dict[str, Array]:
     }
 
 
-def dips(frame: pd.DataFrame, name: str, resamples: int) -> tuple[float, Array]:
-    """1 - mean of a column in the middle / its mean at the lower of the two ends: value and draws [R].
+def dips(frame: pd.DataFrame, name: str, resamples: int) -> tuple[Estimate, Array]:
+    """1 - mean of a column in the middle / its mean at the lower of the two ends: :func:`dip` and draws [R].
 
     The middle is every gold position at a depth of 25 to 75 % of the prompt, give or take 5 for rounded
     positions. The frame is of one number of items, with items, gold_position, depth (0..1) and cluster.
@@ -65,13 +77,25 @@ def dips(frame: pd.DataFrame, name: str, resamples: int) -> tuple[float, Array]:
     depth = np.sort(frame["depth"].unique())
     middle = (depth >= 0.2) & (depth <= 0.8)
     middle[[0, -1]] = False
+    at = dip(curve, draws, middle, len(frame), frame["cluster"].nunique())
+    return at, _dips(draws, middle).min(1)
 
-    def dip(means: Array) -> Array:
-        ends = means[:, [0, -1]].min(1)
-        inner = means[:, middle].mean(1) if middle.any() else np.full(len(means), np.nan)
-        return np.divide(ends - inner, ends, out=np.full(len(means), np.nan), where=ends > 0)
 
-    return float(dip(curve[None])[0]), dip(draws)
+def dip(curve: Array, draws: Array, middle: NDArray[np.bool_], n: int, questions: int) -> Estimate:
+    """1 - mean of a curve [K] in the middle, a mask [K], / its lower end; interval from the draws [R, K].
+
+    The lower one of two equal ends is the unluckier one. So each end of the interval is the lower of the two
+    that the ends of the curve give one by one.
+    """
+    low, high = np.min([quantiles(each, questions) for each in _dips(draws, middle).T], axis=0)
+    return Estimate(float(_dips(curve[None], middle).min()), float(low), float(high), n)
+
+
+def _dips(means: Array, middle: NDArray[np.bool_]) -> Array:
+    """1 - mean in the middle / at either end of curves [..., K], [..., 2]; not a number where an end is 0."""
+    ends, none = means[:, [0, -1]], np.full((len(means), 2), np.nan)
+    inner = means[:, middle].mean(1, keepdims=True) if middle.any() else none
+    return np.divide(ends - inner, ends, out=none, where=(ends > 0).all(1, keepdims=True))
 
 
 def position_bias(curve: Array, draws: Array) -> tuple[float, Array]:

@@ -32,8 +32,8 @@ Line = tuple[str, str, str, str, Estimate]
 class Tabulator:
     """Makes the tables of a run of a task by a model out of its scored rows.
 
-    Methods are compared with the one called ``unmodified`` on the same prompts, over ``resamples`` draws;
-    ``seed`` is that of the draws, and a column.
+    Methods are compared with the one called ``unmodified`` on the same prompts. Intervals that need draws
+    have ``resamples`` of them; ``seed`` is theirs, and a column.
     """
 
     task: Task
@@ -86,14 +86,13 @@ class Tabulator:
                 both = part.merge(base, on="id", suffixes=("", "_base"))
                 yield str(method), name, f"{name}_difference", both
 
-    def _mean(self, group: pd.DataFrame, name: str, shown: str, seed: int = 0) -> Estimate:
+    def _mean(self, group: pd.DataFrame, name: str, shown: str) -> Estimate:
         """A mean, or that of paired differences, with its interval."""
         values, clusters = group[name].to_numpy(), list(group["cluster"])
-        seed += self.seed
         if shown == name:
-            return mean(values, clusters, resamples=self.resamples, seed=seed)
+            return mean(values, clusters)
         before = group[f"{name}_base"].to_numpy()
-        return paired(values, before, clusters, resamples=self.resamples, seed=seed)
+        return paired(values, before, clusters)
 
     def _totals(self, frame: pd.DataFrame, names: list[str]) -> dict[tuple[str, str], Estimate]:
         """By method and metric, what the subsets amount to; empty where that is the mean over all prompts."""
@@ -112,11 +111,11 @@ class Tabulator:
         found: dict[tuple[str, str, str], Estimate] = {}
         for subset in subsets:
             here = frame[frame["subset"] == subset].sort_values("id")
-            seed = zlib.crc32(subset.encode())
             for method, name, shown, part in self._parts(here, names):
                 if len(part):
-                    found[method, subset, shown] = self._mean(part, name, shown, seed)
+                    found[method, subset, shown] = self._mean(part, name, shown)
             if type(self.task).total is not Task.total:
+                seed = zlib.crc32(subset.encode())
                 found |= {(m, subset, shown): at for m, shown, at in self._made(here, names, seed)}
         lines = [("subset", s, n) for s in subsets for n in names] + [("average", a, own) for a in averages]
         for kind, where, name in lines:

@@ -209,19 +209,19 @@ def means_by_position(frame: pd.DataFrame, columns: Sequence[str]) -> pd.DataFra
     return pd.DataFrame(rows)
 
 
-def contrasts(scores: pd.DataFrame, method: str, base: str, resamples: int) -> dict[str, float]:
+def contrasts(scores: pd.DataFrame, method: str, base: str) -> dict[str, float]:
     """Columns of a method's row, from the scores of :func:`posbench.run.answers.compared`.
 
     Its score (value) and n; paired, the ``difference`` from a base and the ``gain`` on the unmodified model.
     """
     own = scores[scores["method"] == method]
-    value = bootstrap.mean(own["score"].to_numpy(), list(own["cluster"]), resamples=resamples)
+    value = bootstrap.mean(own["score"].to_numpy(), list(own["cluster"]))
     wide = scores.pivot(index="id", columns="method", values="score")
     clusters = list(scores.drop_duplicates("id").set_index("id").loc[wide.index, "cluster"])
     row: dict[str, float] = {**ends(value), "n": value.n}
     for name, other in (("difference", base), ("gain", UNMODIFIED)):
         scored = wide[method].to_numpy(), wide[other].to_numpy()
-        row |= ends(bootstrap.paired(*scored, clusters, resamples=resamples), name)
+        row |= ends(bootstrap.paired(*scored, clusters), name)
     return row
 
 
@@ -239,11 +239,11 @@ def group(rows: pd.DataFrame, column: str) -> Group:
 
 
 def minus(groups: Mapping[K, Group], one: K, other: K, resamples: int) -> Estimate:
-    """Mean of a group minus that of another: :func:`posbench.stats.bootstrap.paired` of right-or-wrong scores
-    of the same prompts, else :func:`posbench.stats.bootstrap.statistic`."""
+    """Mean of a group minus that of another: :func:`posbench.stats.bootstrap.paired` of the same prompts,
+    else :func:`posbench.stats.bootstrap.statistic`."""
     (after, asked), (before, also) = groups[one], groups[other]
-    if list(asked) == list(also) and set(after) | set(before) <= {0, 1}:
-        return bootstrap.paired(after, before, asked, resamples=resamples)
+    if list(asked) == list(also):
+        return bootstrap.paired(after, before, asked)
     return bootstrap.statistic(groups, lambda m: m[one] - m[other], resamples=resamples)
 
 

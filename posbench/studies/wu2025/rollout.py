@@ -50,7 +50,7 @@ class Rollout(Study):
             return [{name: rounded(values, 9) for name, values in found.items()}]
 
         rows = run.complete("flow.jsonl", "rollout", [[e] for e in chosen], lambda e: {"id": e.id}, compute)
-        return summary(rows, [e.cluster or e.id for e in chosen], run.runtime.resamples)
+        return summary(rows, [e.cluster or e.id for e in chosen])
 
     def figures(self, tables: Tables) -> Drawn:
         """The rollout by depth of the prompt."""
@@ -73,11 +73,11 @@ class Rollout(Study):
         return [*found, *(Finding.above(claim, f"{statistic}, {kind}", changes[kind]) for kind in KINDS)]
 
 
-def summary(rows: Sequence[Row], clusters: Sequence[str], resamples: int = 2000) -> dict[str, pd.DataFrame]:
+def summary(rows: Sequence[Row], clusters: Sequence[str]) -> dict[str, pd.DataFrame]:
     """Tables ``rollout``, ``sinks``, ``changes`` of what :func:`flow` found in prompts of these clusters."""
 
     def interval(values: Array, which: Sequence[str] = clusters) -> Estimate:
-        return bootstrap.difference(values, which, resamples=resamples)
+        return bootstrap.difference(values, which)
 
     weights, changes = np.array([row["rollout"] for row in rows]), dict[str, Estimate]()
     rollout, sinks = list[Row](), list[Row]()

@@ -177,7 +177,7 @@ def evaluated(run: Run, file: str, settings: Settings, base: str) -> tuple[pd.Da
     methods: dict[str, Method] = {names[name]: method for name, method in settings.items()}
     scores, rows = compared(run, file, {UNMODIFIED: Unmodified(), **methods}), []
     for name, text in names.items():
-        change = contrasts(scores, text, names[base], run.runtime.resamples)
+        change = contrasts(scores, text, names[base])
         rows.append({"setting": name, **_shown(settings.get(name)), **change})
     first = {text: name for name, text in reversed(names.items())}
     return pd.DataFrame(rows), scores.assign(setting=scores["method"].map(first))

@@ -202,7 +202,7 @@ def _of_layers(layers: pd.DataFrame, heads: pd.DataFrame) -> list[Finding]:
     )
     p = min(2 * best["p"], 1.0) if len(related) else 1.0  # of the permutation test, which has one side
     found = [Finding.tested(True, *FOLLOW, estimate(best, "score"), p, note)]
-    note = f"retrieval-related layers {related.tolist()} of 0 to {len(layers) - 1}"
+    note = f"retrieval-related layers {related.tolist()} of 0 to {len(layers) - 1}; no interval: one model"
     if not deeper.size:
         return [*found, Finding.untestable(*DEEP, note)]
     return [*found, Finding.that(deeper.mean() > 0.5, *DEEP, (deeper.mean(), deeper.size), note)]
@@ -224,10 +224,8 @@ def _of_positions(own: pd.DataFrame, tables: Tables) -> list[Finding]:
     questions = own["cluster"].nunique()
     ends = bootstrap.quantiles(spearman(seen, said), questions)
     link = Estimate(float(spearman(attention, score)), *ends, len(own))
-    (value, drawn), (other, resampled) = (dips(own, name, RESAMPLES) for name in ("attention", "score"))
-    dip = Estimate(value, *bootstrap.quantiles(drawn, questions), len(own))
-    low, high = bootstrap.quantiles(resampled, questions)
-    same = f"the same of the score: {other:.2f} [{low:.2f}, {high:.2f}]"
+    dip, other = (dips(own, name, RESAMPLES)[0] for name in ("attention", "score"))
+    same = f"the same of the score: {other.value:.2f} [{other.ci_low:.2f}, {other.ci_high:.2f}]"
     return [Finding.above(*LINK, link, note=note), Finding.above(*DIP, dip, note=same)]
 
 
@@ -243,7 +241,8 @@ def _of_lengths(examples: pd.DataFrame) -> Finding:
         note = f"too long for the model, which answers less than {AT_LEAST:.0%} even at the better end"
         return Finding.untestable(*LENGTH, f"{note} ({listed})", n)
     doublings = np.log2(list(parts))
-    values, drawn = zip(*(dips(part, "attention", RESAMPLES) for part in parts.values()), strict=True)
+    found, drawn = zip(*(dips(part, "attention", RESAMPLES) for part in parts.values()), strict=True)
+    values = [at.value for at in found]
     questions = min(part["cluster"].nunique() for part in parts.values())
     grown = zip(np.diff(values), np.diff(np.stack(drawn), axis=0), strict=True)
     level = np.polyfit(doublings, np.log2([part["attention"].mean() for part in parts.values()]), 1)[0]

@@ -93,7 +93,7 @@ class ChannelSubtraction(Study):
         at |= {"layer_first": first, "layer_last": last, "tested_channel": channels[0]}
         amounts = pd.DataFrame(values.items(), columns=["layer", "subtracted"])
         return {
-            "items": _items(frame, run.runtime.resamples).assign(**at),
+            "items": _items(frame).assign(**at),
             "amounts": amounts.assign(channel=channels[0], rises=amounts["subtracted"] > 0),
             "effects": _effects(frame, at, run.runtime.resamples),
         }
@@ -152,15 +152,15 @@ def _frame(prompts: Prompts, measured: Measured, layers: slice) -> pd.DataFrame:
     return pd.concat(parts, ignore_index=True)
 
 
-def _items(frame: pd.DataFrame, resamples: int) -> pd.DataFrame:
+def _items(frame: pd.DataFrame) -> pd.DataFrame:
     """Rows of variant, item, measure, value with its interval, n; the score stands with item -1."""
     out = []
     for (variant, item), rows in frame.groupby(["variant", "item"], sort=False):
         for measure in ("channel", "attention"):
-            at = bootstrap.difference(*shared.group(rows, measure), resamples=resamples)
+            at = bootstrap.difference(*shared.group(rows, measure))
             out.append({"variant": variant, "item": item, "measure": measure, **ends(at), "n": at.n})
     for variant, rows in frame[frame["item"] == 0].groupby("variant", sort=False):
-        at = bootstrap.mean(*shared.group(rows, "score"), resamples=resamples)
+        at = bootstrap.mean(*shared.group(rows, "score"))
         out.append({"variant": variant, "item": -1, "measure": "score", **ends(at), "n": at.n})
     return pd.DataFrame(out)
 

@@ -82,8 +82,8 @@ class CropMask(Study):
         frame, resamples = pd.concat(parts), run.runtime.resamples
         layers = {"crop_first": cropped[0], "crop_last": cropped[1]}
         layers |= {"retrieval_first": retrieval[0], "retrieval_last": retrieval[1]}
-        placed = _by_position(frame, run.task.metric, resamples).assign(**layers)
-        by_layer = _by_layer(measured, prompts.examples, resamples).assign(**layers)
+        placed = _by_position(frame, run.task.metric).assign(**layers)
+        by_layer = _by_layer(measured, prompts.examples).assign(**layers)
         effects = _effects(frame, resamples)
         return {"crop_mask": placed, "crop_mask_layers": by_layer, "crop_mask_effects": effects}
 
@@ -117,7 +117,7 @@ class CropMask(Study):
         return shared.judged(tables["crop_mask_effects"], "crop_mask", note, layers=where)
 
 
-def _by_position(frame: pd.DataFrame, metric: str, resamples: int) -> pd.DataFrame:
+def _by_position(frame: pd.DataFrame, metric: str) -> pd.DataFrame:
     """Rows of variant, gold_position, depth, measure, value and change (each with its interval), n."""
     base, out = frame[frame["variant"] == UNMODIFIED].set_index("id"), []
     by = ["variant", "gold_position", "depth"]
@@ -125,8 +125,8 @@ def _by_position(frame: pd.DataFrame, metric: str, resamples: int) -> pd.DataFra
         for place, rows in frame.groupby(by, sort=False):
             clusters, values = list(rows["cluster"]), rows[measure].to_numpy()
             before = base.loc[rows["id"], measure].to_numpy()
-            value = bootstrap.mean(values, clusters, resamples=resamples)
-            change = bootstrap.paired(values, before, clusters, resamples=resamples)
+            value = bootstrap.mean(values, clusters)
+            change = bootstrap.paired(values, before, clusters)
             where = {**dict(zip(by, place, strict=True)), "measure": name}
             out.append(where | ends(value) | ends(change, "change") | {"n": len(rows)})
     return pd.DataFrame(out)
@@ -138,7 +138,7 @@ def _inner(positions: Sequence[int]) -> set[int]:
     return set(ordered[1:-1] or ordered)
 
 
-def _by_layer(measured: Measured, examples: Sequence[Example], resamples: int) -> pd.DataFrame:
+def _by_layer(measured: Measured, examples: Sequence[Example]) -> pd.DataFrame:
     """Rows of variant, layer, attention, change with its interval, n: means over the inner gold positions."""
     inner = _inner([gold(e) for e in examples])
     chosen = [e for e in examples if e.gold_position in inner]
@@ -148,7 +148,7 @@ def _by_layer(measured: Measured, examples: Sequence[Example], resamples: int) -
     for variant, rows in measured.items():
         values = np.array([rows[e.id]["attention"] for e in chosen])
         for layer, change in enumerate((values - base).T):
-            at = bootstrap.difference(change, clusters, resamples=resamples)
+            at = bootstrap.difference(change, clusters)
             mean = {"variant": variant, "layer": layer, "attention": values[:, layer].mean()}
             out.append({**mean, **ends(at, "change"), "n": at.n})
     return pd.DataFrame(out)

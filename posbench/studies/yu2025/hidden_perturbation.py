@@ -114,7 +114,7 @@ class HiddenPerturbation(Study):
         averaged = {where: values[:, :, after].mean(2) for where, values in change.items()}
         return {
             "curves": self._curves(curves, channels, variants, middle),
-            "layer_effects": _by_layer(change, channels, variants, run.runtime.resamples),
+            "layer_effects": _by_layer(change, channels, variants),
             "effects": _effects(averaged, variants, run.runtime.resamples),
         }
 
@@ -153,14 +153,14 @@ class HiddenPerturbation(Study):
         return shared.judged(tables["effects"], "hidden_perturbation")
 
 
-def _by_layer(change: Changes, channels: list[int], variants: list[str], resamples: int) -> pd.DataFrame:
+def _by_layer(change: Changes, channels: list[int], variants: list[str]) -> pd.DataFrame:
     """Rows of variant, where, layer, channel, control, change (in the channel's range) and interval, n."""
     out = []
     for where, values in change.items():
         clusters = list(map(str, range(len(values))))
         for variant, layer, channel in np.ndindex(values.shape[1:]):
             if variant:
-                at = bootstrap.difference(values[:, variant, layer, channel], clusters, resamples=resamples)
+                at = bootstrap.difference(values[:, variant, layer, channel], clusters)
                 place = {"variant": variants[variant], "where": where, "layer": layer}
                 which = {"channel": channels[channel], "control": channel > 0}
                 out.append({**place, **which, **ends(at, "change"), "n": at.n})
@@ -174,7 +174,7 @@ def _effects(change: Changes, variants: Sequence[str], resamples: int) -> pd.Dat
         for number, variant in enumerate(variants[1:], start=1):
             own, controls = values[:, number, 0], values[:, number, 1:].mean(-1)
             for name, found in ((variant, own), (f"control_{variant}", controls)):
-                out[f"{name}_{where}"] = bootstrap.difference(found, clusters, resamples=resamples)
+                out[f"{name}_{where}"] = bootstrap.difference(found, clusters)
     inside = change["inside"]
     groups = {v: (inside[:, i, 0], clusters) for i, v in enumerate(variants) if i}
     groups["control"] = inside[:, variants.index("crop"), 1:].mean(-1), clusters

@@ -56,7 +56,7 @@ class LayerSelection(Study):
 
     def measure(self, run: Run) -> dict[str, pd.DataFrame]:
         """Tables ``ranges``, ``edges`` (what the first and last layers do), ``layers`` and ``evaluation``."""
-        method, search, resamples = _method(run), channel_search(self.search), run.runtime.resamples
+        method, search = _method(run), channel_search(self.search)
         grid = replace(search, layers="auto", layer_step=self.step).layer_ranges(run.lm.layers, None)
         kinds = {CHOSEN: method}
         if self.control:
@@ -69,7 +69,7 @@ class LayerSelection(Study):
         clusters, rows = [e.cluster or e.id for e in run.examples("calibration")], []
         for kind, c in tried:
             place = {"kind": kind, "channel": c.channel, "first": c.layers[0], "last": c.layers[1]}
-            change = bootstrap.difference(changes[c], clusters, resamples=resamples)
+            change = bootstrap.difference(changes[c], clusters)
             rows.append({**place, "loss": (changes[c] + base).mean(), **ends(change, "change")})
         best = {k: min((c for kind, c in tried if kind == k), key=lambda c: changes[c].mean()) for k in kinds}
         settings = {BEST: best[CHOSEN], PUBLISHED: method}
@@ -80,7 +80,7 @@ class LayerSelection(Study):
         held = {"best": best[CHOSEN].layer_indices, "published": method.layer_indices}
         return {
             "ranges": pd.DataFrame(rows).assign(loss_unmodified=base.mean()),
-            "edges": edges(own, run.lm.layers, clusters, resamples),
+            "edges": edges(own, run.lm.layers, clusters),
             "layers": layer_table(run, own, held),
             "evaluation": evaluated(run, ROWS, settings, PUBLISHED)[0],
         }
@@ -129,7 +129,7 @@ def _method(run: Run) -> ScaleChannel:
     return method
 
 
-def edges(changes: Mapping[Range, Array], layers: int, clusters: list[str], resamples: int) -> pd.DataFrame:
+def edges(changes: Mapping[Range, Array], layers: int, clusters: list[str]) -> pd.DataFrame:
     """What the first and last layers add to the loss: ranges that hold them against those a step inside.
 
     From the loss of each range minus the unmodified model's, by prompt, and the question of each prompt: rows
@@ -142,7 +142,7 @@ def edges(changes: Mapping[Range, Array], layers: int, clusters: list[str], resa
         inner = [(starts[1], last) if edge == "first" else (first, stops[-2]) for first, last in outer]
         both = [changes[a] - changes[b] for a, b in zip(outer, inner, strict=True) if b in changes]
         if both:
-            at = bootstrap.difference(np.mean(both, axis=0), clusters, resamples=resamples)
+            at = bootstrap.difference(np.mean(both, axis=0), clusters)
             rows.append({"edge": edge, **ends(at, "change"), "n": at.n})
     return pd.DataFrame(rows, columns=["edge", "change", "change_ci_low", "change_ci_high", "n"])
 
@@ -166,7 +166,7 @@ def layer_table(run: Run, changes: Mapping[Range, Array], ranges: Mapping[str, r
     def add(name: str, values: Array | None, benefit: float, flags: Mapping[str, bool]) -> None:
         at, clusters = Estimate(np.nan, np.nan, np.nan, len(hits)), list(frame["cluster"])
         if values is not None:
-            at = bootstrap.difference(values, clusters, resamples=run.runtime.resamples)
+            at = bootstrap.difference(values, clusters)
         rows.append({"layer": name, **ends(at, "retrieval"), "n": at.n, "benefit": benefit, **flags})
 
     for layer in range(run.lm.layers):

@@ -19,7 +19,7 @@ def test_sinks_of_a_model_that_attends_evenly() -> None:
         for layer in lm.model.model.layers:
             layer.self_attn.q_proj.weight.zero_()
     rows = [flow(lm, ids, 2, 4) for ids in ([5, 9, 40, 33, 8, 100], [7, 7, 9, 8], [5])]
-    tables = study.summary([{k: v.tolist() for k, v in row.items()} for row in rows], ["a", "b", "c"], 50)
+    tables = study.summary([{k: v.tolist() for k, v in row.items()} for row in rows], ["a", "b", "c"])
     sinks = tables["sinks"].set_index(["metric", "token"])
     even = masks.uniform(masks.causal(4))
     assert sinks.loc["by_head", "share"].tolist() == masks.sink_by_head(even[None]).tolist() == [1, 1, 0, 0]

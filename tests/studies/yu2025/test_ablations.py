@@ -288,11 +288,11 @@ def test_the_retrieval_score_is_that_of_eager_attention(
 def test_edges_compare_ranges_one_step_apart() -> None:
     rng = np.random.default_rng(0)
     changes = {(a, b): rng.normal(size=5) for a in range(0, 6, 2) for b in range(a + 1, 6, 2)}
-    rows = edges(changes, 6, list("abcde"), 100).set_index("edge")["change"]
+    rows = edges(changes, 6, list("abcde")).set_index("edge")["change"]
     value = {layers: v.mean() for layers, v in changes.items()}
     assert rows["first"] == pytest.approx(np.mean([value[0, b] - value[2, b] for b in (3, 5)]))
     assert rows["last"] == pytest.approx(np.mean([value[a, 5] - value[a, 3] for a in (0, 2)]))
-    assert edges({(0, 5): np.ones(5)}, 6, list("abcde"), 10).empty
+    assert edges({(0, 5): np.ones(5)}, 6, list("abcde")).empty
 
 
 @pytest.mark.parametrize(

@@ -261,7 +261,7 @@ def test_statistics_over_gold_positions() -> None:
     assert permutation_p(*few) == pytest.approx(exact, abs=0.01)
     frame = pd.DataFrame({"gold_position": np.repeat([0, 5, 10], 50), "depth": np.repeat([0, 0.5, 1], 50)})
     frame = frame.assign(cluster=[str(i) for i in range(150)], value=np.repeat([4.0, 1.0, 2.0], 50), items=11)
-    value, drawn = dips(frame, "value", 1000)
+    (value, *_), drawn = dips(frame, "value", 1000)
     assert value == 0.5 and np.allclose(drawn, 0.5), "half of the lower end; constant values leave no spread"
     frame["value"] += rng.normal(size=150)
     apart = curves(frame, "value", "items", 1000)[11][1]
