@@ -37,7 +37,8 @@ HELP = """posbench finds, explains and removes position bias in language models.
 Every key can be set as key=value; `--cfg job` prints the whole config, `--config-dir DIR` adds your own YAML
 files, `--hydra-help` lists Hydra's own flags. Runs go to outputs/<task>/vNNN/<model>__<method>__<hash>; the
 same command resumes. Exit status: 0 done; 1 some rows failed (run again to retry them); 2 something to
-correct; 3 the machine stands in the way: disk, permission, memory; 130 stopped by Ctrl-C, 143 by SIGTERM.
+correct in the input; 3 the machine stands in the way: disk, permission, memory; 130 stopped by Ctrl-C; 143 by
+SIGTERM.
 """
 
 
