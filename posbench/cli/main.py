@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import shlex
 import signal
@@ -45,6 +46,9 @@ SIGTERM.
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit status."""
     args = list(sys.argv[1:] if argv is None else argv)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # a name that is no text can be told, too
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
     try:
         if args and args[0] in ("-h", "--help", "help"):

@@ -1,4 +1,4 @@
-"""Every key of every composed config times twelve kinds of bad value: one line, never a traceback or a folder."""
+"""Every key of every config times twelve kinds of bad value: one line, never a traceback or a folder."""
 
 from __future__ import annotations
 
