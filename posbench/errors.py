@@ -24,8 +24,7 @@ class UserError(Exception):
 
     def __str__(self) -> str:
         line = f"{self.field} = {self.value!r}: allowed: {self.allowed}; next: {self.hint}"
-        # Half of a surrogate pair, as in a file name that is no UTF-8, cannot be printed.
-        return " ".join(line.split()).encode(errors="backslashreplace").decode()
+        return " ".join(line.split())
 
     def __reduce__(self) -> tuple[type[UserError], tuple[object, ...]]:
         # What an error is made of goes between processes, not its text.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import shlex
@@ -38,13 +39,17 @@ HELP = """posbench finds, explains and removes position bias in language models.
 Every key can be set as key=value; `--cfg job` prints the whole config, `--config-dir DIR` adds your own YAML
 files, `--hydra-help` lists Hydra's own flags. Runs go to outputs/<task>/vNNN/<model>__<method>__<hash>; the
 same command resumes. Exit status: 0 done; 1 some rows failed (run again to retry them); 2 something to
-correct; 3 the machine stands in the way: disk, permission, memory; 130 stopped by Ctrl-C, 143 by SIGTERM.
+correct in the input; 3 the machine stands in the way: disk, permission, memory; 130 stopped by Ctrl-C; 143 by
+SIGTERM.
 """
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit status."""
     args = list(sys.argv[1:] if argv is None else argv)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # a name that is no text can be told, too
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
     try:
         if args and args[0] in ("-h", "--help", "help"):

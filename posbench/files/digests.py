@@ -157,6 +157,9 @@ def _files(source: Source) -> Iterator[tuple[str, Path | None]]:
         yield sources.commit(source), None
         return
     place = sources.local(source) if source.kind == "url" else Path(paths.model_path(source.id))
+    if not sources.there(place):
+        allowed = "a file or folder on this machine" if source.files else "a file on this machine"
+        raise UserError(source.field, source.id, allowed, "check the path")
     if source.files == CHECKPOINT and place.is_dir():
         named = set(sources.shards(place))
         for file in sorted(p for p in place.iterdir() if p.is_file() and not p.name.startswith(".")):
@@ -169,5 +172,4 @@ def _files(source: Source) -> Iterator[tuple[str, Path | None]]:
     elif place.is_file():
         yield place.suffix, place
     else:
-        allowed = "a file or folder on this machine" if source.files else "a file on this machine"
-        raise UserError(source.field, source.id, allowed, "check the path")
+        raise UserError(source.field, source.id, "a file on this machine", "check the path")

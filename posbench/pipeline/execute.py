@@ -12,6 +12,7 @@ import transformers
 from rich.console import Console
 from rich.text import Text
 
+from posbench import paths
 from posbench.errors import UserError
 from posbench.files.digests import Content, changed, in_place
 from posbench.measure.replies import encode_longest
@@ -23,6 +24,7 @@ from posbench.pipeline.stages import evaluate, intervene, report, search, study
 from posbench.run.base import IncompleteRun, Run
 from posbench.run.claim import claim, find
 from posbench.run.folder import STATUS, RunDir
+from posbench.tasks.base import EvaluationOnly
 
 STAGES: Mapping[str, Callable[[Config, Run], None]] = {
     "search": search.run,
@@ -52,6 +54,7 @@ def execute(config: Config, *, command: str, console: Console) -> Path:
         IncompleteRun: Some rows failed and will be retried by the same command.
     """
     # First of all: a device that is not there, and weights to download, with the hub's own progress bars.
+    _need_words(config)
     read = _read(config, console)
     who = identity(config, read)
     _quiet()
@@ -92,6 +95,18 @@ def execute(config: Config, *, command: str, console: Console) -> Path:
         if "report" not in config.stages:
             report.show(out.path, console)
         return out.path
+
+
+def _need_words(config: Config) -> None:
+    """Refuse, before anything is downloaded, texts of a benchmark for a model that knows few words."""
+    task, path = config.task, config.model.path
+    texts = isinstance(task, EvaluationOnly) and task.path is None
+    if texts and config.uses_model and config.uses_task and path.startswith(paths.EMBEDDED):
+        allowed = (
+            f"kv_retrieval with model {config.model.name}, which knows its words only and reads short prompts"
+        )
+        hint = f"take a model that reads text: posbench task={task.name} model=mistral7b"
+        raise UserError("task", task.name, allowed, hint)
 
 
 def _quiet() -> None:

@@ -74,7 +74,7 @@ def read_run(folder: Path) -> tuple[str, list[Section]]:
         drawn = {"attention": (attention_by_position(attention), caption)}
         sections.append(Section("Attention", figures=drawn))
     if "search" in (config.get("stages") or ()):
-        search: Search = instantiate(config.get("search"), Search, "search")  # type: ignore[type-abstract]
+        search: Search = instantiate(config.get("search", {}), Search, "search")  # type: ignore[type-abstract]
         sections += search.sections(lambda name: read_csv(folder / f"{name}.csv"))
         sections += held_back.sections(read_csv(folder / held_back.TABLE))
     if (folder / "found.yaml").is_file():
@@ -92,7 +92,7 @@ def _study(folder: Path, config: Mapping[str, Any]) -> list[Section]:
     facts, experiment = read_json(folder / "study.json"), read_json(folder / "experiment.json") or {}
     if not facts:
         return []
-    study: Study = instantiate(config.get("study"), Study, "study")  # type: ignore[type-abstract]
+    study: Study = instantiate(config.get("study", {}), Study, "study")  # type: ignore[type-abstract]
     section = Section((type(study).__doc__ or facts["study"]).split("\n")[0].rstrip("."))
     findings = read_csv(folder / "findings.csv")
     if findings is not None:

@@ -203,6 +203,21 @@ BARE = [
     ("threads beyond C", ["runtime.threads=1000000000000000000"], ["runtime.threads", "to 1000000"]),
     ("a name that is too long", ["model.name=" + "x" * 230], ["model.name", "at most 80"]),
     ("a path that is too long", ["task.path=" + "x" * 300], ["task.path", "on this machine"]),
+    (
+        "a block that the run does not use",
+        ["model.layer_scaling.x=plain"],
+        [
+            "model.layer_scaling.x = 'plain'",
+            "that this run uses: scale_channel, kv_retrieval, channel",
+            "choose",
+        ],
+    ),
+    (
+        "texts for a model of few words",
+        ["task=longbench"],
+        ["task = 'longbench'", "model tiny, which knows its words only", "model=mistral7b"],
+    ),
+    ("an experiment's name too long", [f"experiment={'x' * 300}"], ["file = ", "shorten it"]),
     ("a key of the model's block", ["model.scale_channel.factr=1"], ["model.scale_channel.factr", "factor?"]),
     (
         "keys of a choice inside a study",

@@ -1,4 +1,4 @@
-"""Every key of every composed config times twelve bad values: one line, never a traceback or a folder."""
+"""Every key of every config times twelve kinds of bad value: one line, never a traceback or a folder."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ BAD = {
 }
 FEW = ["task.examples_per_position=2"]
 LONGEST = 60  # seconds after which a try counts as one that never ends
-SAMPLE = ("task=nq_multidoc", "method=ms_poe", "search=genetic", "study=crop_mask", "runtime=auto")
-STEP = 7  # of their pairs, every so many
+SAMPLE = ("task=nq_multidoc", "method=ms_poe", "search=channel", "study=crop_mask")
+STEP = 23  # of their pairs, every so many; prime, so that all kinds have a turn
 NEEDS = {
     "model=hf": ["model.path=posbench://tiny"],
     "search=genetic": ["method=layer_scaling"],

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from posbench.report.terminal import terminal
+from posbench.run.folder import RunDir
 from tests.conftest import PROCESS, Result, run_folders
 
 
@@ -56,6 +57,21 @@ def test_every_verb_says_how_it_is_called(posbench: Callable[..., Result], verb:
         told = posbench(verb, *args, verb=True)
         assert (told.status, told.err) == (0, "") and told.out.startswith(f"usage: posbench {verb} ")
         assert told.out.count("\n") == 2
+
+
+@pytest.mark.parametrize("text", ["{", "3", "[a]", "{}", "task: 3", "\udcff"])
+def test_a_config_that_is_none_is_one_line(
+    posbench: Callable[..., Result], tmp_path: Path, text: str
+) -> None:
+    run = RunDir(tmp_path)
+    row = {"id": "a", "method": "none", "answers": ["x"], "scores": {"accuracy": 1.0}, "output": "x"}
+    run.write_rows("predictions.jsonl", [row])
+    (tmp_path / "DONE").touch()
+    (tmp_path / "config.yaml").write_bytes(text.encode(errors="surrogateescape"))
+    for verb in ("show", "rescore", "report"):
+        told = posbench(verb, str(tmp_path), verb=True)
+        lines = [line for line in told.err.splitlines() if not line.startswith("WARNING ")]
+        assert (told.status, len(lines)) == (2, 1) and lines[0].startswith("posbench: config.yaml = "), verb
 
 
 def test_a_piped_list_has_a_line_for_each_choice(posbench: Callable[..., Result]) -> None:

@@ -24,6 +24,8 @@ from posbench.model.guard import finite, probe
 from posbench.model.lm import LM
 from posbench.search.gradient import answer_loss
 from posbench.search.router import text_loss
+from posbench.stats.frames import UNMODIFIED
+from posbench.studies.yu2025.hidden_perturbation import HiddenPerturbation
 from tests.conftest import Result, run_folders
 from tests.models import build
 
@@ -242,3 +244,9 @@ def test_an_exception_in_a_block_lets_others_in(tiny: LM) -> None:
     with pytest.raises(ValueError, match="mine"), METHOD.applied(tiny):
         raise ValueError("mine")
     assert in_thread(lambda: CALLS["logits"](tiny)) is None
+
+
+def test_a_batch_that_hooks_read_is_checked(tiny: LM) -> None:
+    with damaged(tiny, "model.layers.2.mlp.down_proj.weight", float("nan")), pytest.raises(UserError) as told:
+        HiddenPerturbation(length=16, channel=3)._channels(tiny, [list(range(16))], UNMODIFIED, [3])
+    assert "layer 2 gives NaN" in str(told.value)

@@ -367,3 +367,12 @@ def test_without_the_harness_the_line_says_what_to_install(
     monkeypatch.setitem(sys.modules, "lm_eval.__main__", None)
     assert main(["lm_eval", "--tasks", "pb_choice"]) == 2
     assert "pip install 'posbench[lm_eval]'" in capsys.readouterr().err
+
+
+def test_generation_without_numbers_is_refused() -> None:
+    lm = PosbenchLM("tiny", device="cpu")
+    with torch.no_grad():
+        lm.lm.model.model.layers[2].mlp.down_proj.weight.fill_(float("nan"))
+    asked = Instance("generate_until", {}, (CONTEXTS[0], {"until": ["x"], "max_gen_toks": 2}), 0)
+    with pytest.raises(UserError, match="layer 2 gives NaN"):
+        lm.generate_until([asked], disable_tqdm=True)

@@ -115,7 +115,10 @@ def test_a_search_leaves_a_router_that_the_method_reads(posbench, outputs, tmp_p
 @pytest.mark.parametrize(
     ("args", "words"),
     [
-        (["search.data={bad}"], ["search.data, line 1", "prompt and answer", "correct line 1"]),
+        (["search.data={bad}"], ["search.data", "line 1", 'a field "prompt" (str, not empty)']),
+        (["search.data={half}"], ["search.data", "line 1", "UTF-8 text"]),
+        (["search.data=/nowhere/x.jsonl"], ["search.data = '/nowhere/x.jsonl'"]),
+        (["search.data=''"], ["search.data"]),
         (["search.data={few}"], ["search.data = 1", "4 texts or more"]),
         (["method.top_k=9"], ["method.top_k = 9", "1 to 7"]),
         (["model=tiny_nope"], ["method = 'moice'", "has none"]),
@@ -124,9 +127,11 @@ def test_a_search_leaves_a_router_that_the_method_reads(posbench, outputs, tmp_p
     ],
 )
 def test_refusals(args, words, posbench, outputs, tmp_path):
-    for name, text in (("bad", '{"prompt": 1}\n'), ("few", '{"prompt": "bal", "answer": "kop"}\n')):
-        (tmp_path / name).write_text(text)
-    files = {name: str(tmp_path / name) for name in ("bad", "few")}
+    texts = {"bad": '{"prompt": 1}', "few": '{"prompt": "bal", "answer": "kop"}'}
+    texts["half"] = r'{"prompt": "\ud800", "answer": "kop"}'
+    files = {name: str(tmp_path / name) for name in texts}
+    for name, text in texts.items():
+        (tmp_path / name).write_text(f"{text}\n")
     result = posbench(*SEARCH, *(a.format(**files) for a in args))
     assert result.status == 2 and len(result.err.splitlines()) == 1
     assert all(word in result.err for word in words), result.err
