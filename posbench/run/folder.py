@@ -139,7 +139,8 @@ class RunDir:
 
     def damaged(self) -> list[str]:
         """Names of files that are not what the run left: by the manifest of a finished run, or by what the
-        stages of an unfinished one recorded. Rows of the latter are not checked here: they carry checksums.
+        stages of an unfinished one recorded. Of rows only a search's are among the latter: all carry
+        checksums.
         """
         manifest, end = self.facts(MANIFEST), self.path / "DONE"
         books = [name for name in (STATUS, PROVENANCE) if not self.facts(name)]
@@ -187,6 +188,10 @@ class RunDir:
 
     def _unlike(self, files: Mapping[str, str]) -> list[str]:
         return [name for name, known in files.items() if self._sum(name) != known]
+
+    def sums(self, names: Sequence[str]) -> dict[str, str]:
+        """Checksums of those files that are there."""
+        return {name: known for name in names if (known := self._sum(name))}
 
     def _sum(self, name: str) -> str:
         """The checksum of a file; empty where there is none."""

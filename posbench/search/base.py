@@ -119,10 +119,14 @@ class Search(ABC):
                 (run.out.path / STATE).unlink(missing_ok=True)
             else:
                 for name in other.stage("search")["files"]:
-                    write_bytes(run.out.path / name, (other.path / name).read_bytes())
-                for name in filter(other.rows, (ROWS, held_back.ROWS)):
-                    run.out.write_rows(name, other.rows(name))  # under the id of this run
-            run.out.mark("search", key=key, copied_from=other.path.name if other else None)
+                    if name in (ROWS, held_back.ROWS):
+                        run.out.write_rows(name, other.rows(name))  # they carry the id of this run
+                    else:
+                        write_bytes(run.out.path / name, (other.path / name).read_bytes())
+            # A finished search looks at its rows no more: they are recorded as its other files are.
+            rows = run.out.sums((ROWS, held_back.ROWS))
+            copied = other.path.name if other else None
+            run.out.mark("search", key=key, copied_from=copied, files=rows)
         text = (run.out.path / FOUND).read_text()
         block = yaml.safe_load(text)[run.target.name]
         run.found = self.found(block)
