@@ -82,13 +82,14 @@ class Gram(Sampled):
         near = {panel: estimate(row, "near") for panel, row in facts.iterrows()}
         claim = "(a) after the first norm tokens are nearly orthogonal (Behind RoPE, Section 4.2)"
         size, ours = "mean product below the diagonal over mean product on it, size", "10 % is our bound"
-        note, more = f"{ours}; the paper: close to 0", share["b"] / share["a"]
+        mean = f"no interval: one model, a mean over {n} samples"
+        note, more = f"{ours}; the paper: close to 0; {mean}", share["b"] / share["a"]
         found = [Finding.that(share["a"] < 0.1, claim, size, (share["a"], n), note)]
         claim, size = "(b) W_Q and W_K raise that share", "the share in (b) over the share in (a)"
-        found.append(Finding.that(more > 1, claim, size, (more, n)))
+        found.append(Finding.that(more > 1, claim, size, (more, n), mean))
         claim, falls = "(c) the diagonal of A V falls with the token, as h' does", facts["falling"]["c"]
         size = "rank correlation of the diagonal with the token, sign turned"
-        found.append(Finding.that(falls > 0.9, claim, size, (falls, self.tokens)))
+        found.append(Finding.that(falls > 0.9, claim, size, (falls, self.tokens), mean))
         size = "nearest quarter of keys minus the farthest, mean product, key 1 left out"
         for panel, words in (("f", "after the norm products"), ("i", "the scores of the second layer")):
             note = f"rank correlation of product and key {facts['rising'][panel]:.2f}, mean over queries"

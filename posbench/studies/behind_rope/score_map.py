@@ -143,7 +143,8 @@ class ScoreMap(Sampled):
         found.append(joint([*turned, one], shown=one))
         claim = f"{PAPER} 5.2: that part is not negligible, [-1, 1] where scores lie in [-10, 10]"
         size = "standard deviation of diagonal-normalised over that of raw scores, median of the later layers"
-        note = f"from {scale.min():.2f} to {scale.max():.2f}; of what two halves of the samples share"
+        note = f"from {scale.min():.2f} to {scale.max():.2f}; of what two halves of the samples share; "
+        note += "no interval: one model, a mean over the samples"
         typical = scale.median()
         return [*found, Finding.that(typical >= 0.1, claim, size, (typical, count), note)]
 

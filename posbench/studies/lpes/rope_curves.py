@@ -8,14 +8,15 @@ import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 
+from posbench.files.atomic import Row
 from posbench.measure.items import attention_to_thirds
 from posbench.methods.position_interpolation import PositionInterpolation
 from posbench.plots import base as plot
 from posbench.plots.section import Drawn
 from posbench.run.base import Run
 from posbench.schema import Count, Several
-from posbench.stats.bootstrap import normal
-from posbench.stats.findings import Finding, ends
+from posbench.stats.bootstrap import difference
+from posbench.stats.findings import Finding, ends, estimate, joint
 from posbench.studies.base import Study, Tables
 from posbench.theory.waves import decay, wave
 
@@ -49,22 +50,27 @@ class RopeCurves(Study):
         PositionInterpolation(scale=SCALES[-1]).check(run.lm)
 
     def measure(self, run: Run) -> dict[str, pd.DataFrame]:
-        """Tables ``curves`` (a column for each line) and ``thirds`` (attention by scale, layer and third)."""
+        """Tables ``curves`` (a column for each line) and ``thirds``: attention by scale, layer and third, and
+        its ``change`` from the scale before (0 of the first); intervals over questions."""
         distance, angle = np.arange(1.0, self.distance + 1), 10000.0 ** (-2 * (self.dim // 8) / self.dim)
         lines = {"distance": distance} | {f"cosine_scale_{s:g}": np.cos(distance / s * angle) for s in SCALES}
         lines |= {f"decay_scale_{s:g}": decay(distance, self.dim, scale=s) for s in SCALES}
         lines |= {f"wave_scale_{s:g}": wave(distance, self.dim, scale=s) for s in SCALES}
         lines |= {f"wave_base_{b:g}": wave(distance, self.dim, b) for b in (10000.0, 17500.0, 25000.0)}
         chosen = run.evaluation[:: max(len(run.evaluation) // self.prompts, 1)][: self.prompts]
-        prompts, rows = [code.ids for code in run.encode(chosen).values()], []
+        prompts, rows = [code.ids for code in run.encode(chosen).values()], list[Row]()
+        asked, before = [e.cluster or e.id for e in chosen], None
         plan = run.batches(range(len(prompts)), lambda i: len(prompts[i]))
         with run.progress("scales", len(SCALES)) as advance:
             for scale in SCALES:
                 with PositionInterpolation(scale=scale).applied(run.lm) as lm:
                     found = attention_to_thirds(lm, prompts, plan)
+                before = found if before is None else before
                 for layer, third in np.ndindex(found.shape[1:]):
-                    at = ends(normal(found[:, layer, third]), "attention")
+                    at = ends(difference(found[:, layer, third], asked), "attention")
+                    at |= ends(difference((found - before)[:, layer, third], asked), "change")
                     rows.append({"scale": scale, "layer": layer, "third": THIRDS[third], **at})
+                before = found
                 advance(1)
         return {"curves": pd.DataFrame(lines), "thirds": pd.DataFrame(rows).assign(n=len(prompts))}
 
@@ -83,8 +89,10 @@ class RopeCurves(Study):
         told = ", ".join(f"{scale:g}: {value:.4f}" for scale, value in middle.mean().items())
         claim = "LPES, Figure 5: a larger RoPE scale moves attention to the middle of the prompt"
         size = "share of layers whose attention to the middle third rises with every step of the scale"
-        note = f"mean over layers by scale: {told}; {table['n'].iloc[0]} prompts"
-        return [Finding.that(rising.all(), claim, size, (rising.mean(), len(rising)), note)]
+        note = f"mean over layers by scale: {told}; {table['n'].iloc[0]} prompts; judged by each step"
+        steps = table[table["scale"] > min(SCALES)].to_dict("records")
+        shown = Finding.that(True, claim, size, (rising.mean(), len(rising)), note)
+        return [joint([Finding.above(claim, size, estimate(row, "change")) for row in steps], shown=shown)]
 
 
 @plot.styled

@@ -70,6 +70,7 @@ def _gaps(ends: pd.DataFrame, settings: Mapping[str, str]) -> pd.DataFrame:
     at = here.iloc[0]
     seeds = f"{at['seeds']} seed{'s' if at['seeds'] > 1 else ''}"
     note = f"{at['iteration']:,} iterations, {seeds}, loss {at['train_loss']:.2f}{tables.scaled(at)}"
+    note += "; interval: of the test sequences, not of the seeds"
     # A network that guesses counts as untrained.
     trained = at["iteration"] if at["train_loss"] <= tables.CHANCE else 0
     return here.assign(half=(here["ci_high"] - here["ci_low"]) / 2, note=note, trained=trained)

@@ -61,15 +61,20 @@ def test_thirds_are_those_of_full_attention(family: str) -> None:
 
 
 def test_the_study_tells_what_it_measured(posbench: Callable[..., Result], outputs: Path) -> None:
-    result = posbench("study=rope_curves", "study.prompts=4", "study.distance=700", "stages=[study]")
+    result = posbench("study=rope_curves", "study.prompts=8", "study.distance=700", "stages=[study]")
     (folder,) = run_folders(outputs)
     table = pd.read_csv(folder / "thirds.csv")
-    assert result.status == 0 and len(table) == 4 * 4 * 3 and set(table["n"]) == {4}
+    assert result.status == 0 and len(table) == 4 * 4 * 3 and set(table["n"]) == {8}
     assert (table["attention_ci_low"] <= table["attention"]).all()
     middle = table[table["third"] == "middle"].pivot(index="layer", columns="scale", values="attention")
     rising = [(np.diff(row) > 0).all() for row in middle.to_numpy()]
     (finding,) = pd.read_csv(folder / "findings.csv").itertuples()
-    assert finding.value == np.mean(rising) and (finding.verdict == "holds") == all(rising)
+    steps = table[(table["third"] == "middle") & (table["scale"] > 1)]
+    sure = (steps["change_ci_low"] > 0).all()
+    assert finding.value == np.mean(rising) and (finding.verdict == "holds") == sure
+    changes = table.pivot(index=["layer", "third"], columns="scale", values="change").to_numpy()
+    means = table.pivot(index=["layer", "third"], columns="scale", values="attention").to_numpy()
+    assert changes[:, 1:] == pytest.approx(np.diff(means), abs=1e-9) and (changes[:, 0] == 0).all()
     curves = pd.read_csv(folder / "curves.csv")
     assert curves["wave_scale_1.5"].to_numpy() == pytest.approx(
         wave(np.arange(1.0, 701), scale=1.5), rel=1e-8
