@@ -126,7 +126,9 @@ def _by_position(frame: pd.DataFrame, metric: str) -> pd.DataFrame:
             clusters, values = list(rows["cluster"]), rows[measure].to_numpy()
             before = base.loc[rows["id"], measure].to_numpy()
             value = bootstrap.mean(values, clusters)
-            change = bootstrap.paired(values, before, clusters)
+            scored = measure == "score" and place[0] != UNMODIFIED
+            pair = bootstrap.paired if scored else lambda a, b, asked: bootstrap.difference(a - b, asked)
+            change = pair(values, before, clusters)
             where = {**dict(zip(by, place, strict=True)), "measure": name}
             out.append(where | ends(value) | ends(change, "change") | {"n": len(rows)})
     return pd.DataFrame(out)
