@@ -39,7 +39,7 @@ class FirstItem(Study):
         rows = prompts.complete("rows.jsonl", "attention", {}, compute)  # a killed run goes on here
         frame = prompts.frame()
         frame["share"] = [rows[name]["share"] for name in frame["id"]]
-        total = bootstrap.mean(frame["share"], list(frame["cluster"]), resamples=run.runtime.resamples)
+        total = bootstrap.mean(frame["share"], list(frame["cluster"]))
         even = 1 / len(prompts.examples[0].items)
         overall = {**total._asdict(), "even": even}
         return {

@@ -62,9 +62,14 @@ def damaged(lm: LM, name: str, value: float) -> Iterator[None]:
             parameter.copy_(kept)
 
 
+def _hooks(lm: LM) -> int:
+    # The library leaves some of its own in a model that was once asked for its hidden states.
+    return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in lm.model.modules())
+
+
 @pytest.mark.parametrize("name", CALLS)
 def test_every_call_stops_and_names_model_layer_and_dtype(name: str, tiny: LM) -> None:
-    before = CALLS[name](tiny)
+    before, hooks = CALLS[name](tiny), _hooks(tiny)
     with damaged(tiny, "model.layers.2.mlp.down_proj.weight", float("nan")), pytest.raises(UserError) as told:
         CALLS[name](tiny)
     assert told.value.field == "model" and told.value.value == "tiny" and told.value.status == 2
@@ -72,8 +77,7 @@ def test_every_call_stops_and_names_model_layer_and_dtype(name: str, tiny: LM) -
     assert told.value.allowed == f"finite numbers; in float32 {where} NaN or infinity"
     if name == "generate":
         assert CALLS[name](tiny) == before
-    hooks = sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in tiny.model.modules())
-    assert hooks == 0
+    assert _hooks(tiny) == hooks
 
 
 @pytest.mark.parametrize(

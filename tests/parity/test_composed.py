@@ -178,10 +178,10 @@ class Noted(Unmodified):
     diary: list[str]
 
     @contextmanager
-    def applied(self, lm):
+    def changed(self, lm):
         self.diary.append(f"+{self.name}")
         try:
-            yield lm
+            yield
         finally:
             self.diary.append(f"-{self.name}")
 
