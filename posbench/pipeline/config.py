@@ -108,6 +108,7 @@ def check(
     data, faults, made = dict(raw), Faults(), dict[str, Any]()
     for key in sorted(set(data) - {*TOP, "typed"}):
         raise UserError(key, data[key], ", ".join(TOP), "remove it")
+    _need_text(data, "")
     if not isinstance(asked := data.get("stages"), list | tuple | None):
         hint = f"set stages=[{asked if asked in STAGES else 'evaluate,report'}]"
         raise UserError(
@@ -150,6 +151,20 @@ def check(
             look(config)
     faults.raise_any()
     return config
+
+
+def _need_text(node: Any, where: str) -> None:
+    """Refuse text that no file can hold: bytes of the command line that are no UTF-8."""
+    parts: Sequence[tuple[str, Any]] = ()
+    if isinstance(node, Mapping):
+        parts = [(f"{where}.{key}".strip("."), value) for key, value in node.items()]
+    elif isinstance(node, list | tuple):
+        parts = [(where, value) for value in node]
+    for name, value in parts:
+        _need_text(value, name)
+    for text in (node, where):
+        if isinstance(text, str) and re.search("[\ud800-\udfff]", text):
+            raise UserError(where, node, "UTF-8 text", "type it again")
 
 
 def trial(config: Config) -> Method:

@@ -152,6 +152,14 @@ def test_the_record_holds_the_groups_that_took_part(overrides: list[str], groups
     assert config.raw["typed"] == (["method.factor"] if "method.factor=1" in overrides else [])
 
 
+def test_text_that_no_file_can_hold_is_refused_wherever_it_stands() -> None:
+    good = composed("experiment=lpes_table3").raw
+    for key, value in (("source", "a\udc80b"), ("models", {"LLaMA-2-7B-chat": "a\udc80b"})):
+        reference = {**good["experiment"]["reference"], key: value}
+        with pytest.raises(UserError, match=rf"^experiment\.reference\.{key}.* = .*UTF-8 text"):
+            check({**good, "experiment": {**good["experiment"], "reference": reference}})
+
+
 def test_all_mistakes_are_told_together() -> None:
     with pytest.raises(UserError) as caught:
         config_of(
