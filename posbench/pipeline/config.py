@@ -34,6 +34,8 @@ class Experiment:
 
     name: str  # file name in ``experiments/``, and the folder under the outputs
     title: str  # what it shows, with paper, table or figure
+    paper: Literal["", "yu2025", "lpes", "wu2025", "behind_rope"] = ""
+    covers: tuple[str, ...] = ()  # the paper's tables and figures that it regenerates, as ``Table 1``
     grid: dict[str, list[Any]] = field(default_factory=dict)  # swept unless the user types the key
     reference: Reference | None = None  # the paper's numbers
     claims: tuple[str, ...] = ()  # what the paper reads off the figure, where it prints no numbers
