@@ -81,7 +81,7 @@ class AttentionToGold(Study):
     # Lower end of the score's interval that a retrieval-related layer or head must pass: 0.2, say, leaves out
     # those that find the gold item at the two ends of the prompt alone.
     least: float = 0.0
-    # figures to draw: layers (Figures 2a, 2b, 12), scores of heads, heads of one layer (13), curves, lengths (2c)
+    # Figures to draw: layers (2a, 2b, 12), scores of heads, heads of one layer (13), curves, lengths (2c).
     show: Annotated[tuple[View, ...], MinLen(1)] = get_args(View)
 
     def check(self, run: Run) -> None:
