@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,13 +13,13 @@ import jinja2
 import pandas as pd
 
 from posbench import paths
-from posbench.files.atomic import write_bytes
+from posbench.files.atomic import write_bytes, write_text
 from posbench.plots.attention import attention_by_position
 from posbench.plots.base import save
 from posbench.plots.scores import accuracy_by_position, by_subset
 from posbench.plots.section import Section
 from posbench.report import failures, tables
-from posbench.report.folder import need_folder, read_csv, read_json, read_text, study_tables
+from posbench.report.folder import CAPTIONS, need_folder, read_csv, read_json, read_text, study_tables
 from posbench.report.paper import beside
 from posbench.report.text import applied, headline, shortened, verdicts
 from posbench.run.folder import opened
@@ -127,13 +128,16 @@ def _scores(folder: Path, metrics: pd.DataFrame, subsets: pd.DataFrame | None) -
 def write_page(folder: Path, sentence: str, sections: Sequence[Section], **run: Any) -> Path:
     """Save all figures under ``figures/`` and write report.html around them, whose path it returns; of a run
     it also shows ``failures``, ``prompts``, ``config``, ``provenance`` and ``status``."""
-    parts = []
+    parts, captions = [], dict[str, str]()
     for section in sections:
         drawn = []
         for name, (figure, caption) in section.figures.items():
             png, _ = save(figure, folder / "figures" / re.sub(r"\W", "-", name))
+            captions[png.stem] = caption
             drawn.append(("data:image/png;base64," + base64.b64encode(png.read_bytes()).decode(), caption))
         parts.append({**vars(section), "figures": drawn})
+    if captions:
+        write_text(folder / "figures" / CAPTIONS, json.dumps(captions, indent=2) + "\n")
     source = (paths.PACKAGE / "report" / "report.html.j2").read_text()
     template = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(source)
     page = template.render(title=folder.name, sentence=sentence, sections=parts, **run)

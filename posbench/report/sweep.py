@@ -120,9 +120,7 @@ def render_sweep(folder: Path) -> Path:
     summary, attention, subsets, trend, findings = (read_csv(folder / f"{name}.csv") for name in names)
     if summary is None:
         raise UserError("summary.csv", "no row", "rows of at least one run", "run the sweep first")
-    axes = swept_columns(summary)
-    if plots.with_setting(overall(plots.modified_of(summary)), axes)[0]["setting"].duplicated().any():
-        axes.append("run")
+    axes = axes_of(summary)
     header, rows, sentence = sweep_table(summary, axes)
     caption = (
         "Left: score over all positions with 95 % intervals. Right: score over the position of the answer."
@@ -138,6 +136,13 @@ def render_sweep(folder: Path) -> Path:
         sections.append(Section("Trend", "", *tables.findings_table(findings), figure))
         sentence = f"{sentence} {verdicts(findings)}"
     return write_page(folder, sentence, [*sections, *beside(folder, summary, subsets)])
+
+
+def axes_of(summary: pd.DataFrame) -> list[str]:
+    """The :func:`swept_columns`, and `run` where they do not tell the runs apart."""
+    axes = swept_columns(summary)
+    settings = plots.with_setting(overall(plots.modified_of(summary)), axes)[0]["setting"]
+    return [*axes, "run"] if settings.duplicated().any() else axes
 
 
 def swept_columns(summary: pd.DataFrame) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pandas as pd
@@ -9,6 +10,7 @@ import pandas as pd
 from posbench.stats.frames import UNMODIFIED, at_positions, of_metric, own_metric, shown
 from posbench.stats.position_bias import STATISTICS
 
+LONG, PAGE = 24, 40  # letters of a cell, and rows, from which on LaTeX breaks lines and pages
 Table = tuple[list[str], list[list[str]]]
 """A header, and rows."""
 
@@ -34,6 +36,24 @@ def interval(row: Any, form: str, scale: float = 1) -> str:
     """` [72.1, 80.5]`, empty without an interval."""
     low, high = row.ci_low, row.ci_high
     return "" if pd.isna(low) else f" [{form.format(scale * low)}, {form.format(scale * high)}]"
+
+
+def latex(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table for LaTeX with booktabs, of more than a page also longtable; text is escaped, and columns of
+    long texts are paragraphs."""
+    frame = pd.DataFrame(rows, columns=list(header))
+    wide = [max(map(len, [name, *frame[name]])) > LONG for name in header]
+    paragraph = rf"p{{{0.65 / max(sum(wide), 1):.2f}\linewidth}}"
+    style = frame.style.hide(axis="index").format(escape="latex").format_index(escape="latex", axis="columns")
+    text: str = style.to_latex(
+        hrules=True,
+        column_format="".join(paragraph if long else "l" for long in wide),
+        environment="longtable" if len(rows) > PAGE else None,
+    )
+    # The old font encoding, still LaTeX's default, has other signs in these places.
+    for sign, name in {"<": "less", ">": "greater", "|": "bar"}.items():
+        text = text.replace(sign, rf"\text{name}{{}}")
+    return text
 
 
 def pct(share: float) -> str:

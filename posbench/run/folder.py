@@ -309,13 +309,18 @@ def owned(folder: Path) -> Iterator[None]:
         lock.release()
 
 
+def is_run(folder: Path) -> bool:
+    """Whether a folder is a run or a sweep."""
+    return any((folder / name).is_file() for name in (CONFIG, STATUS, PROVENANCE, MANIFEST, "summary.csv"))
+
+
 def open_run(folder: Path) -> RunDir:
     """Open a run folder for reading.
 
     Raises:
         UserError: It is no run folder; the hint names the runs in it.
     """
-    if any((folder / name).is_file() for name in (CONFIG, STATUS, PROVENANCE, MANIFEST, "summary.csv")):
+    if is_run(folder):
         return opened(folder)
     inside = [p.parent for depth in ("*", "*/*", "*/*/*") for p in sorted(folder.glob(f"{depth}/{CONFIG}"))]
     hint = "posbench prints the folder of each run" if folder.is_dir() else "no such folder; check the path"
