@@ -14,6 +14,7 @@ from posbench.studies.wu2025.synthetic_tables import (
     PAIR_NAMES,
     SETTINGS,
     at_end,
+    combined,
     over_seeds,
     paper_cells,
     printed_cells,
@@ -86,6 +87,23 @@ def test_claims_can_fail() -> None:
         if k.startswith("largest 'smaller")
     ]
     assert lost == "contradicted"
+
+
+def test_a_training_in_two_tables_counts_once() -> None:
+    old = pd.concat([made(0.1, 0, 0), made(0.1, 0, 0, seed=1, iteration=2000), made(0.1, 0, 0, bias="last")])
+    new = pd.concat(
+        [made(0.2, 0, 0), made(0.2, 0, 0, iteration=9000), made(0.3, 0, 0, seed=1, iteration=1000)]
+    )
+    both = combined(new, old)
+    found = both[both["pair"] == "first-middle"].set_index(["bias", "seed", "iteration"])["gap"]
+    # Seed 0 goes on in the new table, seed 1 has got further in the old one, the other bias is there alone.
+    assert found.to_dict() == {
+        ("first+last", 0, 8000): 0.2,
+        ("first+last", 0, 9000): 0.2,
+        ("first+last", 1, 2000): 0.1,
+        ("last", 0, 8000): 0.1,
+    }
+    pd.testing.assert_frame_equal(combined(both, both), both)
 
 
 def test_means_over_seeds_at_the_last_iteration() -> None:
