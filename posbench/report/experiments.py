@@ -67,7 +67,7 @@ class Newest:
 
 
 def captions() -> pd.DataFrame:
-    """Every table and figure of the papers: paper, item, shows, and why there is no experiment, or nothing."""
+    """Every table and figure of the papers: paper, item, shows, and why it has no experiment, if so."""
     return pd.read_csv(paths.EXPERIMENTS / "captions.csv", keep_default_na=False, dtype=str)
 
 
