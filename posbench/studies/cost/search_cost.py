@@ -127,9 +127,11 @@ class SearchCost(Timed):
 def operations_figure(operations: pd.DataFrame) -> Figure:
     """Share of each operation in the time of a generation, ours and the paper's, on a logarithmic axis."""
     figure, axes = plot.new_figure(plot.PAGE, 1.9)
-    for index, (column, label) in enumerate((("share", "here"), ("paper_share", "LPES, Table 10"))):
-        axes.plot(operations[column], operations["operation"], "os"[index], label=label)
+    hollow = {"color": plot.COLOURS[1], "fillstyle": "none", "markersize": 8}
+    axes.plot(operations["share"], operations["operation"], "o", color=plot.COLOURS[0], label="here")
+    axes.plot(operations["paper_share"], operations["operation"], "s", **hollow, label="LPES, Table 10")
     axes.set(xscale="log", xlabel="share of the time of one generation")
+    axes.margins(y=0.12)
     axes.invert_yaxis()
     plot.legend_below(figure, axes)
     return figure
