@@ -211,10 +211,11 @@ def _entry(name: str, folders: Sequence[Path]) -> Entry:
         drawn = any((sweep / "figures").glob("*.png"))
         shown = [sweep] if drawn else [run for run in runs_of(sweep) if run in whole]
         told |= dict.fromkeys(run for run in runs_of(sweep) if run in faults)
-    failed = [job for job in (read_json(sweep / JOBS) if sweeps else ()) if not job["folder"]]
+    jobs = read_json(sweep / JOBS) if sweeps else []
+    failed = [job for job in jobs if not job["folder"]]
     said = [faults[folder] for folder in told if faults[folder]]
     said += [f"failed: {' '.join(job['overrides'])} (exit status {job['status']})" for job in failed]
-    return Entry(name, _labelled(shown), said)
+    return Entry(name, _labelled(shown, jobs), said)
 
 
 def _fault(folder: Path) -> str:
@@ -229,8 +230,15 @@ def _fault(folder: Path) -> str:
     return f"{name} is damaged ({', '.join(damaged[:4])}); make it again: {again}" if damaged else ""
 
 
-def _labelled(folders: Sequence[Path]) -> list[Part]:
-    """Parts by model, or by study where no model takes part; by folder name where these are not unique."""
+def _labelled(folders: Sequence[Path], jobs: Sequence[Mapping[str, Any]]) -> list[Part]:
+    """Parts by model, or by study where no model takes part; where these are not unique, with what a sweep
+    varies, or by folder name."""
     names = [folder.name.split("__")[0] for folder in folders]
-    pairs = zip(folders, names, strict=True)
-    return [Part(folder, name if names.count(name) == 1 else folder.name) for folder, name in pairs]
+    own = {Path(job["folder"]).name: job["overrides"] for job in jobs if job["folder"]}
+    same = set.intersection(*map(set, own.values())) if own else set()
+    out = []
+    for folder, name in zip(folders, names, strict=True):
+        varied = [o for o in own.get(folder.name, ()) if o not in same and o != f"model={name}"]
+        full = "-".join([name, *(re.sub(r"[^\w.-]+", "_", o.split(".", 1)[-1]) for o in varied)])
+        out.append(Part(folder, name if names.count(name) == 1 else full if varied else folder.name))
+    return out
