@@ -24,8 +24,9 @@ from posbench.run.folder import checked
 
 
 def docs(args: list[str]) -> int:
-    """Print a page; ``--out FILE`` writes it between the marks ``<!-- NAME -->`` and ``<!-- /NAME -->``, and the
-    figures of ``gallery`` to the folder of that name beside it.
+    """Print a page; ``--out FILE`` writes it between the marks ``<!-- NAME -->`` and ``<!-- /NAME -->``.
+
+    Of ``gallery`` the figures go to a folder beside the file, which has its name.
 
     Raises:
         UserError: No such page, a folder that holds nothing to show, or a file of other text without marks.
