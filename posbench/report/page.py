@@ -42,13 +42,14 @@ def render_run(folder: Path) -> Path:
         UserError: See :func:`read_run`.
     """
     sentence, sections = read_run(folder)
-    model = (opened(folder).config().get("model") or {}).get("name")
+    model = opened(folder).config().get("model")
+    models = [str(model["name"])] if isinstance(model, dict) and "name" in model else []
     facts = {name: read_json(folder / f"{name}.json") or {} for name in ("prompts", "provenance", "status")}
     facts["provenance"].pop("sum", None)
     text = read_text(folder / "config.yaml")
     if (folder / failures.FILE).is_file():
         facts["failures"] = failures.on_page(opened(folder), opened(folder).config("task"))
-    return write_page(folder, sentence, sections, [str(model)] if model else (), config=text, **facts)
+    return write_page(folder, sentence, sections, models, config=text, **facts)
 
 
 def read_run(folder: Path) -> tuple[str, list[Section]]:
