@@ -27,7 +27,7 @@ from posbench.report.gallery import write_gallery
 from posbench.report.page import render_run
 from posbench.report.sweep import render_sweep
 from posbench.report.terminal import terminal
-from posbench.run.folder import DRAWN, PROVENANCE, RunDir, checked, is_run, open_run, owned
+from posbench.run.folder import CONFIG, DRAWN, PROVENANCE, RunDir, checked, is_run, open_run, owned
 from posbench.run.runtime import Runtime
 from posbench.schema import build, instantiate, target
 from posbench.tasks import Task
@@ -175,7 +175,8 @@ def report(args: list[str]) -> int:
         )
     run = open_run(folder)
     with owned(run.path):
-        sweep = (checked(run.path, DRAWN).path / "summary.csv").is_file()
+        # A study may have a table of the name summary.csv, too.
+        sweep = not (checked(run.path, DRAWN).path / CONFIG).is_file()
         print(render_sweep(folder) if sweep else render_run(folder))
         run.renew(DRAWN)
     return 0

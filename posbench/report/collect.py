@@ -41,24 +41,24 @@ class Part:
         """Whether it is a sweep."""
         return (self.folder / JOBS).is_file()
 
-    def table(self, name: str) -> pd.DataFrame | None:
-        """One of its tables, under the name that a run gives it."""
-        of_sweep = {"metrics": "summary", "findings": "findings_summary"}.get(name, f"{name}_summary")
-        return read_csv(self.folder / f"{of_sweep if self.swept else name}.csv")
+    def tables(self, *names: str) -> list[pd.DataFrame]:
+        """Those of its tables that there are, behind the run that each row is of."""
+        found = [frame for name in names if (frame := read_csv(self.folder / f"{name}.csv")) is not None]
+        return [f if "run" in f else pd.concat([_column(f, self.label), f], axis=1) for f in found]
 
     @cached_property
-    def scored(self) -> tuple[pd.DataFrame, str] | None:
-        """Its scores as a reader wants them, and in words; None where nothing was scored."""
-        metrics = self.table("metrics")
-        if metrics is None:
-            return None
-        if self.swept:
-            header, rows, sentence = sweep_table(metrics, axes_of(metrics))
-            return pd.DataFrame(rows, columns=header).drop(columns="run", errors="ignore"), sentence
-        header, rows = tables.position_table(metrics)
-        lines = pd.DataFrame(rows, columns=header)
-        lines.insert(0, "run", self.label)
-        return lines, headline(metrics)
+    def metrics(self) -> list[pd.DataFrame]:
+        """Its scores, one table or none."""
+        return self.tables("summary" if self.swept else "metrics")
+
+    def scored(self, metrics: pd.DataFrame) -> tuple[pd.DataFrame, str]:
+        """Its scores as a reader wants them, and in words."""
+        if not self.swept:
+            header, rows = tables.position_table(metrics)
+            lines = pd.DataFrame(rows, columns=header)
+            return pd.concat([_column(lines, self.label), lines], axis=1), headline(metrics)
+        header, rows, sentence = sweep_table(metrics, axes_of(metrics))
+        return pd.DataFrame(rows, columns=header).drop(columns="run", errors="ignore"), sentence
 
 
 @dataclass
@@ -87,9 +87,7 @@ class Entry:
     @property
     def command(self) -> str:
         """The command that makes the first part."""
-        made = next((opened(part.folder) for part in self.parts), None)
-        known = (made.facts(MANIFEST) or made.facts(PROVENANCE)) if made else {}
-        return str(known.get("command", ""))
+        return _command(opened(self.parts[0].folder)) if self.parts else ""
 
     @cached_property
     def made(self) -> str:
@@ -111,44 +109,33 @@ class Entry:
         """The paper's cells that were measured, as :func:`posbench.report.paper.cells` has them."""
         found = []
         for part in self.parts:
-            metrics, reference = part.table("metrics"), read_json(part.folder / "reference.json") or []
-            if metrics is not None and reference:
-                found.append(cells(with_subsets(metrics, part.table("subsets")), reference)[0])
+            subsets = part.tables("subsets_summary" if part.swept else "subsets")
+            whole = [with_subsets(frame, next(iter(subsets), None)) for frame in part.metrics]
+            reference = read_json(part.folder / "reference.json") or []
+            found += [cells(frame, reference)[0] for frame in whole if reference]
         return _joined(found)
 
     @cached_property
     def findings(self) -> pd.DataFrame:
-        """All findings, behind the run that they are of; a sweep's own say ``sweep``."""
-        found = []
-        for part in self.parts:
-            own = read_csv(part.folder / "findings.csv")
-            frames = [own, part.table("findings")] if part.swept else [own]
-            found += [f if "run" in f else f.assign(run=part.label) for f in frames if f is not None]
-        table = _joined(found)
-        return table if table.empty else table[["run", *(c for c in table if c != "run")]]
+        """All findings; what a sweep shows itself comes before those of its runs."""
+        return _joined([f for part in self.parts for f in part.tables("findings", "findings_summary")])
 
     @cached_property
-    def scores(self) -> pd.DataFrame:
-        """The rows of metrics.csv, or of a sweep's summary.csv, of every part, behind their run."""
-        found = []
-        for part in self.parts:
-            frame = part.table("metrics")
-            if frame is not None and not part.swept:
-                frame.insert(0, "run", part.label)
-            found += [] if frame is None else [frame]
-        return _joined(found)
+    def scored(self) -> list[tuple[pd.DataFrame, str]]:
+        """The scores of each part that has some, see :meth:`Part.scored`."""
+        return [part.scored(metrics) for part in self.parts for metrics in part.metrics]
 
-    @cached_property
+    @property
     def seen(self) -> str:
         """What we see, in words, all of it from the runs' own numbers."""
-        fronts = [f"{part.label}: " if len(self.parts) > 1 else "" for part in self.parts]
-        each = ((front, part.scored) for front, part in zip(fronts, self.parts, strict=True))
-        said = [front + scored[1] for front, scored in each if scored]
+        labels = [part.label for part in self.parts for _ in part.metrics]
+        fronts = [f"{label}: " if len(self.parts) > 1 else "" for label in labels]
+        said = [front + words for front, (_, words) in zip(fronts, self.scored, strict=True)]
         said += [decided(self.findings)] if len(self.findings) else []
         said += [counted(self.cells)] if len(self.cells) else []
         return " ".join(said)
 
-    @cached_property
+    @property
     def tables(self) -> dict[str, tuple[pd.DataFrame, Table]]:
         """Its tables, each with a row per number and as a reader wants it; the first is the paper's where
         there is one, else the claims, else the scores."""
@@ -156,19 +143,20 @@ class Entry:
         if len(self.cells):
             found["cells"] = self.cells, paper_table(self.cells)
         if len(self.findings):
-            header, rows = tables.findings_table(self.findings)
-            order = self.findings.sort_values("kind", key=lambda kind: kind != "paper", kind="stable")
-            models = order["model"].fillna("")
-            named = [[line[0], str(model), *line[1:]] for model, line in zip(models, rows, strict=True)]
-            found["claims"] = self.findings, ([header[0], "model", *header[1:]], named)
-        lines = _joined([part.scored[0] for part in self.parts if part.scored]).fillna("")
-        if len(lines):
-            found["scores"] = self.scores, (list(lines), lines.to_numpy().tolist())
+            found["claims"] = self.findings, tables.findings_table(self.findings, models=True)
+        if self.scored:
+            lines = _joined([lines for lines, _ in self.scored]).fillna("")
+            own = _joined([metrics for part in self.parts for metrics in part.metrics])
+            found["scores"] = own, (list(lines), lines.to_numpy().tolist())
         return found
 
 
 def _joined(frames: Sequence[pd.DataFrame]) -> pd.DataFrame:
     return pd.concat(frames, ignore_index=True) if frames else pd.DataFrame()
+
+
+def _column(frame: pd.DataFrame, label: str) -> pd.Series:
+    return pd.Series(label, index=frame.index, name="run")
 
 
 def collect(folder: Path) -> list[Entry]:
@@ -211,17 +199,17 @@ def _entry(name: str, folders: Sequence[Path]) -> Entry:
         drawn = any((sweep / "figures").glob("*.png"))
         shown = [sweep] if drawn else [run for run in runs_of(sweep) if run in whole]
         told |= dict.fromkeys(run for run in runs_of(sweep) if run in faults)
-    failed = [job for job in (read_json(sweep / JOBS) if sweeps else ()) if not job["folder"]]
+    jobs = read_json(sweep / JOBS) if sweeps else []
+    failed = [job for job in jobs if not job["folder"]]
     said = [faults[folder] for folder in told if faults[folder]]
     said += [f"failed: {' '.join(job['overrides'])} (exit status {job['status']})" for job in failed]
-    return Entry(name, _labelled(shown), said)
+    return Entry(name, _labelled(shown, jobs), said)
 
 
 def _fault(folder: Path) -> str:
     """Why a run cannot be shown: it is unfinished or damaged; empty where it can."""
     run, name = opened(folder), f"{folder.parent.name}/{folder.name}"
-    command = run.facts(MANIFEST).get("command") or run.facts(PROVENANCE).get("command")
-    again = command or "the command that made it"
+    again = _command(run) or "the command that made it"
     if not run.done:
         error = run.status().get("error")
         return f"{name} is unfinished{f' ({error})' if error else ''}; go on with: {again}"
@@ -229,8 +217,19 @@ def _fault(folder: Path) -> str:
     return f"{name} is damaged ({', '.join(damaged[:4])}); make it again: {again}" if damaged else ""
 
 
-def _labelled(folders: Sequence[Path]) -> list[Part]:
-    """Parts by model, or by study where no model takes part; by folder name where these are not unique."""
+def _command(run: RunDir) -> str:
+    return str((run.facts(MANIFEST) or run.facts(PROVENANCE)).get("command", ""))
+
+
+def _labelled(folders: Sequence[Path], jobs: Sequence[Mapping[str, Any]]) -> list[Part]:
+    """Parts by model, or by study where no model takes part; where these are not unique, with what a sweep
+    varies, or by folder name."""
     names = [folder.name.split("__")[0] for folder in folders]
-    pairs = zip(folders, names, strict=True)
-    return [Part(folder, name if names.count(name) == 1 else folder.name) for folder, name in pairs]
+    own = {Path(job["folder"]).name: job["overrides"] for job in jobs if job["folder"]}
+    same = set.intersection(*map(set, own.values())) if own else set()
+    out = []
+    for folder, name in zip(folders, names, strict=True):
+        varied = [o for o in own.get(folder.name, ()) if o not in same and o != f"model={name}"]
+        full = "-".join([name, *(re.sub(r"[^\w.-]+", "_", o.split(".", 1)[-1]) for o in varied)])
+        out.append(Part(folder, name if names.count(name) == 1 else full if varied else folder.name))
+    return out

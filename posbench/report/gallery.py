@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import itertools
 import shutil
 import struct
 from collections.abc import Sequence
@@ -9,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
+from PIL import Image
 
 from posbench import paths
 from posbench.errors import UserError
@@ -25,7 +28,8 @@ PAPERS = {
     "": "Of no paper",
 }
 """The papers in the order of the page."""
-PAGE = "index.html"
+PAGE, SCALE = "index.html", 0.66
+"""Name of the page; pixels of the page for one of a figure."""
 MARK = '<meta name="generator" content="posbench gallery">'
 """What tells a gallery from any other folder: only a gallery is replaced."""
 
@@ -87,8 +91,14 @@ def _write(entry: Entry, root: Path) -> dict[str, Any]:
     """Write an entry's tables, figures and pages below a folder; what the page says of it."""
     title, covers = heading(entry)
     shows, seen = told(entry)
-    facts = {"name": entry.name, "title": title, "covers": covers, "shows": shows, "seen": seen}
-    facts |= {"command": entry.command, "made": entry.made, "faults": entry.faults}
+    facts: dict[str, Any] = {"name": entry.name, "title": title, "covers": covers}
+    facts |= {
+        "shows": shows,
+        "seen": seen,
+        "command": entry.command,
+        "made": entry.made,
+        "faults": entry.faults,
+    }
     pages = [
         (part.label, copied(part.folder / "report.html", root, entry, part.label)) for part in entry.parts
     ]
@@ -119,7 +129,9 @@ def _figure(entry: Entry, part: Part, name: str, root: Path) -> dict[str, Any]:
     )
     with open(drawn / f"{name}.png", "rb") as stream:
         width, height = struct.unpack(">II", stream.read(24)[16:])
-    facts = {"png": png, "pdf": pdf, "width": width, "height": height}
+    # The same letters in all figures, whatever their width: the widest fills the page.
+    size = {"width": round(width * SCALE), "height": round(height * SCALE)}
+    facts = {"png": png, "pdf": pdf, **size}
     return {**facts, "caption": part.figures[name], "label": part.label if len(entry.parts) > 1 else ""}
 
 
@@ -134,7 +146,39 @@ def copied(file: Path, root: Path, entry: Entry, stem: str) -> str:
     return to.relative_to(root).as_posix()
 
 
+def as_markdown(entries: Sequence[Entry], images: str) -> tuple[str, dict[str, Path]]:
+    """The gallery in short: of each entry what the paper shows, what we see, the command, and one or two
+    figures, as images in the folder ``images``; and the file of each image."""
+    parts, files = list[str](), dict[str, Path]()
+    grouped = {paper: [entry for entry in entries if paper_of(entry) == paper] for paper in PAPERS}
+    for paper, own in grouped.items():
+        parts += [f"## {PAPERS[paper]}"] if own else []
+        for entry in own:
+            shows, seen = told(entry)
+            parts += [f"### {heading(entry)[0]}", f"*The paper shows:* {shows}" if shows else ""]
+            parts += [f"*We see:* {seen}" if seen else "", *entry.faults]
+            for part, name in few_figures(entry):
+                image = f"{entry.name}-{part.label}-{name}.png"
+                files[image] = part.folder / "figures" / f"{name}.png"
+                front = f"{part.label}: " if len(entry.parts) > 1 else ""
+                parts.append(f"![{entry.name}]({images}/{image})\\\n{front}{part.figures[name]}")
+            parts.append(f"`{entry.command}`; {entry.made}." if entry.command else "")
+    return "\n\n".join(filter(None, parts)), files
+
+
 def few_figures(entry: Entry, most: int = 2) -> Sequence[tuple[Part, str]]:
     """The first figure of the first runs; of one run alone, its first figures."""
     each = [[(part, name) for name in part.figures] for part in entry.parts if part.figures]
-    return [figures[0] for figures in each[:most]] if len(each) > 1 else [f for fs in each for f in fs][:most]
+    return [figures[0] for figures in each[:most]] if len(each) > 1 else list(*each)[:most]
+
+
+def shrink(file: Path, most: int = 100_000) -> bytes:
+    """A figure as a PNG of so many bytes at the most where it can be, with fewer colours, then pixels."""
+    image = Image.open(file).convert("RGB")
+    for share, colours in itertools.product((0.7, 0.6, 0.5), (64, 24)):
+        size = round(share * image.width), round(share * image.height)
+        small = image.resize(size, Image.Resampling.LANCZOS).quantize(colours, dither=Image.Dither.NONE)
+        small.save(stream := io.BytesIO(), "png", optimize=True)
+        if stream.tell() <= most:
+            break
+    return stream.getvalue()

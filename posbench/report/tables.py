@@ -66,16 +66,20 @@ def points(share: float) -> str:
     return f"{100 * share:+.1f}"
 
 
-def findings_table(findings: pd.DataFrame) -> Table:
-    """Verdicts, claims, and the statistics they are held against: one row for each finding, ours last."""
+def findings_table(findings: pd.DataFrame, models: bool = False) -> Table:
+    """Verdicts, claims, and the statistics they are held against: one row for each finding, ours last; with
+    a column of ``models`` where asked for."""
     rows = []
     table = findings.fillna({"note": "", "model": ""})
     for row in table.sort_values("kind", key=lambda kind: kind != "paper", kind="stable").itertuples():
         value = "" if pd.isna(row.value) else f"{row.value:.3g}" + interval(row, "{:.3g}")
         p = "" if pd.isna(row.p_holm) else f"{row.p_holm:.2g}" if row.p_holm >= 0.001 else "<0.001"
         front = "Control: " if row.kind == "control" and "ontrol: " not in row.claim else ""
-        rows.append([row.verdict, front + row.claim, row.statistic, value, p, str(row.n), str(row.note)])
-    return ["verdict", "claim", "statistic", "value", "p (Holm)", "n", "note"], rows
+        model = [row.model] * models
+        rows.append(
+            [row.verdict, *model, front + row.claim, row.statistic, value, p, str(row.n), str(row.note)]
+        )
+    return ["verdict", *["model"] * models, "claim", "statistic", "value", "p (Holm)", "n", "note"], rows
 
 
 class _Columns:

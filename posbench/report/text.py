@@ -117,10 +117,9 @@ def decided(findings: pd.DataFrame) -> str:
         named = [f"{claim}{_on(list(dict.fromkeys(models)), every)}" for claim, models in ranked[:FEW]]
         named += [f"{len(claims) - FEW} more"] * (len(claims) > FEW)
         said += [f"{verdict.capitalize()}: {'; '.join(named)}."] if named else []
-    open_ = tally(own["verdict"], VERDICTS[2:])
-    return " ".join(
-        [*said, *([f"Beside these: {open_}." if said else f"{open_}.".capitalize()] if open_ else [])]
-    )
+    undecided = tally(own["verdict"], VERDICTS[2:])
+    said += [f"{'Beside these: ' if said else ''}{undecided}."] if undecided else []
+    return " ".join(said)
 
 
 def _on(models: Sequence[str], every: int) -> str:

@@ -350,7 +350,7 @@ def head_figure(heads: pd.DataFrame) -> Figure:
     axes.plot(marked["head"], marked["layer"], linestyle="none", marker="o", color=colour, markersize=3)
     plot.few_ticks(axes.set_xticks, grid.columns)
     plot.few_ticks(axes.set_yticks, grid.index)
-    axes.set(xlabel="head", ylabel="layer")
+    axes.set(xlabel="head", ylabel="layer", title="dots: retrieval-related heads" if len(marked) else "")
     figure.colorbar(image, ax=axes, label="retrieval score")
     return figure
 
