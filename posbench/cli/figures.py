@@ -28,6 +28,7 @@ from posbench.pipeline.execute import absent, finished
 from posbench.report import sweep
 from posbench.report.terminal import terminal
 from posbench.run.folder import owned
+from posbench.studies.cost.timing import Timed
 
 COMMAND = [sys.executable, "-c", "from posbench.cli.main import run; run()"]
 PAPERS = ("yu2025", "lpes", "wu2025", "behind_rope")
@@ -71,6 +72,11 @@ class Figure:
         used = [config.model.path for config in self.configs if config.uses_model]
         return all(path.startswith(paths.EMBEDDED) for path in used)
 
+    @property
+    def timed(self) -> bool:
+        """Whether it measures times, which others beside it would stretch."""
+        return any(isinstance(config.study, Timed) for config in self.configs)
+
     def look(self) -> None:
         """Compose and check it; see whether it is finished, and whether its files are here."""
         problems: list[str] = []
@@ -109,12 +115,17 @@ class Figure:
             return None
         return sweep.finished(self.overrides, found) if self.multirun else found[0]
 
-    def ended(self, code: int, log: Path) -> None:
+    def log(self, logs: Path) -> Path:
+        """Where what its process prints goes."""
+        return logs / f"{self.name}.log"
+
+    def ended(self, code: int, logs: Path) -> None:
         """Note how its process ended; what did not leave a whole result is not done, whatever it says."""
         self.took = time.monotonic() - self.began
         with suppress(UserError):
             self.folder = self.result() if code == 0 else None
-        lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+        text = self.log(logs).read_text(errors="replace")
+        lines = [line.strip() for line in text.splitlines() if line.strip()]
         last = next((line for line in reversed(lines) if line.startswith("posbench: ")), lines[-1])
         if self.folder:
             self._end("done", 0, "")
@@ -140,21 +151,25 @@ def figures(args: list[str]) -> int:
     console = terminal(width=None if sys.stdout.isatty() else 10_000)
     asked = _asked(rest, console)
     todo = sorted((f for f in asked if f.state == "waiting"), key=lambda figure: -figure.minutes)
-    small = all(figure.embedded for figure in todo)
     # Two large models do not fit where one does, and one has work for all cores.
-    jobs = int(count) if count else len(os.sched_getaffinity(0)) if small else 1
+    small = all(figure.embedded for figure in todo)
+    jobs = int(count) if count else _cores() if small else 1
     outputs = next((config.runtime.outputs for figure in asked for config in figure.configs), "outputs")
     logs = Path(outputs).expanduser() / "figures"
     if todo:
-        known = all(figure.minutes for figure in todo)
-        about = (
-            f"; about {sum(f.minutes for f in todo):.0f} minutes of one core as they stand" if known else ""
-        )
-        console.print(f"{len(todo)} of {len(asked)} to run, {jobs} at a time{about}; logs: {logs}")
+        known = f" (about {sum(f.minutes for f in todo):.0f} minutes of one core as they stand)"
+        about = known if all(figure.minutes for figure in todo) else ""
+        console.print(f"{len(todo)} of {len(asked)} to run{about}, {jobs} at a time; logs in {logs}")
         logs.mkdir(parents=True, exist_ok=True)
         with owned(logs):
-            _run(todo, jobs, logs, console, {"OMP_NUM_THREADS": "1"} if small else {})
+            _run([figure for figure in todo if not figure.timed], jobs, logs, console)
+            _run([figure for figure in todo if figure.timed], 1, logs, console)
     return _tell(asked, logs, console)
+
+
+def _cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _asked(args: Sequence[str], console: Console) -> list[Figure]:
@@ -189,8 +204,10 @@ def _asked(args: Sequence[str], console: Console) -> list[Figure]:
                 figure.look()
                 if not names and facts.get("needs_weights") and figure.embedded:
                     reason = "needs weights"
-                elif not names and typed and figure.state == "refused":
-                    reason = figure.note
+                elif not names and figure.state == "refused":
+                    plain = Figure(name, [arg for arg in figure.args if arg not in typed], 0)
+                    plain.look()
+                    reason = "" if plain.state == "refused" else figure.note  # it does not take what is typed
             out.setdefault(reason, []).append(name)
             found += [] if reason else [figure]
     for reason in filter(None, out):
@@ -218,9 +235,7 @@ def _reason(facts: Mapping[str, Any], of_model: bool) -> str:
     return "needs weights: model=NAME" if facts.get("needs_weights") and not of_model else ""
 
 
-def _run(
-    todo: Sequence[Figure], jobs: int, logs: Path, console: Console, environment: Mapping[str, str]
-) -> None:
+def _run(todo: Sequence[Figure], jobs: int, logs: Path, console: Console) -> None:
     """Run so many at a time, in this order; when this process is stopped so are they."""
     waiting, running = list(todo), dict[Figure, subprocess.Popen[bytes]]()
     columns = BarColumn(20), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}")
@@ -230,11 +245,11 @@ def _run(
             while waiting or running:
                 while waiting and len(running) < jobs:
                     figure = waiting.pop(0)
-                    running[figure] = _start(figure, logs / f"{figure.name}.log", environment)
+                    running[figure] = _start(figure, logs, threads=1 if jobs > 1 else None)
                 progress.update(bar, description=", ".join(figure.name for figure in running))
                 time.sleep(0.1)
                 for figure in [f for f, process in running.items() if process.poll() is not None]:
-                    figure.ended(running.pop(figure).returncode, logs / f"{figure.name}.log")
+                    figure.ended(running.pop(figure).returncode, logs)
                     progress.advance(bar)
                     console.print(figure.line, soft_wrap=True)
     finally:
@@ -248,19 +263,21 @@ def _run(
                 process.kill()
 
 
-def _start(figure: Figure, log: Path, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+def _start(figure: Figure, logs: Path, threads: int | None) -> subprocess.Popen[bytes]:
+    """Start the process of an experiment; what it prints goes to its log."""
     figure.began = time.monotonic()
-    with open(log, "wb") as out:
+    environment = {"OMP_NUM_THREADS": str(threads)} if threads else {}
+    with open(figure.log(logs), "wb") as out:
         out.write(f"$ {figure.command}\n".encode(errors="replace"))
         out.flush()
-        child = [*COMMAND, *figure.args]
-        return subprocess.Popen(
-            child, stdin=subprocess.DEVNULL, stdout=out, stderr=out, env={**environment, **os.environ}
-        )
+        streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": out, "stderr": out}
+        return subprocess.Popen([*COMMAND, *figure.args], env={**environment, **os.environ}, **streams)
 
 
 def _tell(asked: Sequence[Figure], logs: Path, console: Console) -> int:
     """Print all of them, what to fetch, and what failed with the command that repeats it."""
+    if len(asked) == 1 and asked[0].took:
+        print(asked[0].log(logs).read_text(errors="replace"))
     console.print()
     for figure in asked:
         console.print(figure.line, soft_wrap=True)
@@ -271,7 +288,7 @@ def _tell(asked: Sequence[Figure], logs: Path, console: Console) -> int:
             sources.fetch(absent, dry_run=True, console=console)
     for figure in asked:
         if figure.status:
-            log = f"\n  log: {logs / figure.name}.log" if figure.state == "failed" else ""
+            log = f"\n  log: {figure.log(logs)}" if figure.state == "failed" else ""
             told = f"posbench: {figure.name} {figure.state}: {figure.note}{log}\n  next: {figure.command}"
             print(told, file=sys.stderr)
     if any(figure.folder for figure in asked):
