@@ -8,12 +8,13 @@ import pytest
 from posbench import paths
 from posbench.files.markdown import markdown
 from posbench.studies.wu2025.synthetic_claims import findings, thresholds
-from posbench.studies.wu2025.synthetic_results import FILES, _misses, _verdicts
+from posbench.studies.wu2025.synthetic_results import FILES, _misses, _networks, _verdicts
 from posbench.studies.wu2025.synthetic_tables import (
     CELL,
     PAIR_NAMES,
     SETTINGS,
     at_end,
+    causal_without_pe,
     combined,
     over_seeds,
     paper_cells,
@@ -172,6 +173,9 @@ def test_the_committed_page_counts_every_cell_once() -> None:
     assert markdown(list(told), told.to_numpy().tolist()) in page
     misses = _misses(cells)
     assert markdown(list(misses), misses.to_numpy().tolist()) in page
+    compared = _networks(cells[causal_without_pe(cells)])
+    assert markdown(list(compared), compared.to_numpy().tolist()) in page.replace("**", "")
+    assert set(compared["network"]) == {"no PE, causal, depth 2"} and len(compared) >= 8
 
 
 def test_thresholds_can_fail() -> None:
