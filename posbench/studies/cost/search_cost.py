@@ -60,7 +60,8 @@ class SearchCost(Timed):
                 for name, do in ways.items():
                     start = clock()
                     do()
-                    times[name] += [clock() - start] if number else []  # the first round warms up
+                    spent = clock() - start
+                    times[name] += [spent] if number else []  # the first round warms up
                 advance(1)
         printed = reference.table("lpes_table10_ga_runtime.csv", "task", "value").set_index("task")["value"]
         rows = [
