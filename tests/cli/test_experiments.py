@@ -66,9 +66,8 @@ def shrunken(name: str, reader: Path, files: Path) -> list[str]:
         task = point.get("task", told.get("task", "kv_retrieval"))
         small = ["model=hf", "model.name=bytes", f"model.path={reader}", "task.max_new_tokens=4"]
         small += TASKS[task][0](files)
-        small += SEARCH.get(told.get("search", ""), []) + CONSTANTS.get(
-            told.get("method", "scale_channel"), []
-        )
+        small += [s for s in SEARCH.get(told.get("search", ""), []) if not s.startswith("task.")]
+        small += CONSTANTS.get(told.get("method", "scale_channel"), [])
         point.pop("model", None)
     else:
         small = [*test_kills.FEW, *SEARCH[told.get("search", "channel")]]
