@@ -43,6 +43,10 @@ class Reference:
     source: str  # paper and table, for the report
     models: dict[str, str]  # paper's model name -> ours; rows of other models keep the paper's name
     methods: dict[str, str]  # paper's method name -> ours; rows of other methods are left out
+    # what tells this run from others of its sweep, an interpolation as ``${search.curve} curve``, and by it
+    # further methods, those of this run alone
+    variant: str = ""
+    variants: dict[str, dict[str, str]] = field(default_factory=dict)
     # further tasks of the same table, paper's name -> ours
     further_tasks: dict[str, str] = field(default_factory=dict)
     # paper's position label -> ours (``all`` for the average); others stay as printed
@@ -92,7 +96,8 @@ class Reference:
         Raises `UserError` where the file, the task, a mapped name or a number of it is missing."""
         printed = table(self.file, "model", "method", "task", "position", "metric", "value")
         tasks = {self.paper_task: self.task, **self.further_tasks}
-        for column, names in {"task": tasks, "method": self.methods, "metric": self.metrics}.items():
+        methods = {**self.methods, **self.variants.get(self.variant, {})}
+        for column, names in {"task": tasks, "method": methods, "metric": self.metrics}.items():
             printed = printed[printed[column].isin(list(names))]
         if printed.empty:
             where, allowed = "experiment.reference.paper_task", f"a task in {self.file}"
@@ -100,6 +105,7 @@ class Reference:
         for key in ("paper_task", "further_tasks", "models", "methods", "positions", "n"):
             there = printed["task" if "task" in key or key == "n" else key.removesuffix("s")]
             mapped: Sequence[str] = [self.paper_task] if key == "paper_task" else getattr(self, key)
+            mapped = list(methods) if key == "methods" else mapped
             for name in set(mapped) - set(there):
                 hint = f"write it as {self.file} does"
                 raise UserError(f"experiment.reference.{key}", name, ", ".join(dict.fromkeys(there)), hint)
@@ -112,7 +118,7 @@ class Reference:
         percent = self.percent | filled["metric"].str.endswith("(%)")
         columns = {
             "model": filled["model"].replace(self.models),
-            "method": filled["method"].map(self.methods),
+            "method": filled["method"].map(methods),
             "task": task[0],
             "gold_position": task[2].where(task[2] != "", place.replace(self.positions)),
             "metric": filled["metric"].map(self.metrics),

@@ -17,12 +17,9 @@ from tests.cli.task_files import TASKS
 from tests.conftest import Result, run_folders
 
 reader = test_tasks.reader
-SAMPLE = ("wu2025_fig16", "yu2025_table2")
+SAMPLE = ("yu2025_table2",)
 OWN = ("study.show=", "study.methods=", "study.items=")  # of an experiment, whatever the size
 EVERY = experiments()
-BRED = [
-    setting for setting in test_kills.BRED if setting.startswith(("search.", "task.calibration_examples"))
-]
 
 
 def _search(settings: list[str]) -> list[str]:
@@ -30,10 +27,8 @@ def _search(settings: list[str]) -> list[str]:
 
 
 SEARCH = {
-    "genetic": [
-        *_search(test_kills.BRED),
-        "search.step_x=0.25",
-    ],  # two layers have no four places in whole ones
+    # Two layers have no four places in whole steps.
+    "genetic": [*_search(test_kills.BRED), "search.step_x=0.25"],
     "gradient": _search(test_kills.GRADIENT),
     "channel": _search(test_kills.CHANNEL),
 }
@@ -66,9 +61,8 @@ def shrunken(name: str, reader: Path, files: Path) -> list[str]:
         task = point.get("task", told.get("task", "kv_retrieval"))
         small = ["model=hf", "model.name=bytes", f"model.path={reader}", "task.max_new_tokens=4"]
         small += TASKS[task][0](files)
-        small += SEARCH.get(told.get("search", ""), []) + CONSTANTS.get(
-            told.get("method", "scale_channel"), []
-        )
+        small += [s for s in SEARCH.get(told.get("search", ""), []) if not s.startswith("task.")]
+        small += CONSTANTS.get(told.get("method", "scale_channel"), [])
         point.pop("model", None)
     else:
         small = [*test_kills.FEW, *SEARCH[told.get("search", "channel")]]

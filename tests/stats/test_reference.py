@@ -8,6 +8,7 @@ import yaml
 
 from posbench import paths
 from posbench.errors import UserError, choices
+from posbench.pipeline.compose import compose
 from posbench.schema import build
 from posbench.stats.reference import Reference, table
 from posbench.tasks import KVRetrieval
@@ -16,9 +17,10 @@ from tests.conftest import config_of
 SIX = ("0%", "20%", "40%", "60%", "80%", "100%")
 
 
-def _of(experiment: str) -> Reference:
+def _of(experiment: str, variant: str = "") -> Reference:
     data = yaml.safe_load((paths.EXPERIMENTS / f"{experiment}.yaml").read_text())
-    return build(Reference, data["experiment"]["reference"], "experiment.reference")
+    found = data["experiment"]["reference"] | ({"variant": variant} if variant else {})
+    return build(Reference, found, "experiment.reference")
 
 
 @pytest.fixture
@@ -57,7 +59,10 @@ def test_a_table_of_several_tasks():
 
 
 def test_a_table_at_every_tenth_of_the_prompt():
-    cells = {(r["model"], r["method"], r["gold_position"]): r["value"] for r in _of("lpes_table16").rows()}
+    cells = {
+        (r["model"], r["method"], r["gold_position"]): r["value"]
+        for r in _of("lpes_table16", "bezier curve").rows()
+    }
     assert len(cells) == 2 * 12
     # Typed off Table 16 of LPES.
     assert cells["vicuna_13b", "layer_scaling", "20%"] == pytest.approx(0.694)
@@ -132,20 +137,24 @@ WITH_TABLE = [
 @pytest.mark.parametrize("name", WITH_TABLE)
 def test_every_cell_of_an_experiment_is_that_of_its_table(name):
     """Each row of the CSV that names a mapped task, method and metric, and holds a number, comes out once."""
-    found, given = _of(name), dict[str, list[float]]()
-    assert (
-        found.source.split(" (")[0].split(", ")[1]
-        in yaml.safe_load((paths.EXPERIMENTS / f"{name}.yaml").read_text())["experiment"]["covers"]
-    )
+    covers = yaml.safe_load((paths.EXPERIMENTS / f"{name}.yaml").read_text())["experiment"]["covers"]
+    assert _of(name).source.split(", ")[-1] in covers
+    for variant in _of(name).variants or [""]:
+        _cells_are_those_of_the_table(_of(name, variant))
+
+
+def _cells_are_those_of_the_table(found):
+    given = dict[str, list[float]]()
+    methods = {**found.methods, **found.variants.get(found.variant, {})}
     with open(paths.EXPERIMENTS / "reference" / found.file, encoding="utf-8", newline="") as file:
         for row in csv.DictReader(file):
             task = {found.paper_task: found.task, **found.further_tasks}.get(row["task"])
-            mapped = task and row["method"] in found.methods and row["metric"] in found.metrics
+            mapped = task and row["method"] in methods and row["metric"] in found.metrics
             if mapped and row["value"] not in ("—", "-", "/"):
                 percent = found.percent or row["metric"].endswith("(%)")
                 place = found.positions.get(row["position"], row["position"]) or "all"
                 place = task.split("/")[1] if "/" in task else place
-                names = found.models.get(row["model"], row["model"]), found.methods[row["method"]]
+                names = found.models.get(row["model"], row["model"]), methods[row["method"]]
                 key = "|".join([*names, task.split("/")[0], place, found.metrics[row["metric"]]])
                 given.setdefault(key, []).append(float(row["value"]) / (100 if percent else 1))
     told = dict[str, list[float]]()
@@ -166,6 +175,26 @@ def test_the_ratios_of_time_follow_from_the_papers_tables():
     names = {"": "attention_buckets", "Ms-PoE": "ms_poe", "MoICE": "moice", "LPES (Ours)": "layer_scaling"}
     found |= {(ours, f"{once[method] / once['Baseline']:.2f}") for method, ours in names.items()}
     assert {(row.method, row.ratio) for row in table("latency.csv").itertuples()} == found
+
+
+@pytest.mark.parametrize(
+    ("experiment", "found"),
+    [  # Typed off Tables 11 (end of the prompt) and 15 (average) of LPES.
+        ("lpes_table11", [[0.558], []]),
+        ("lpes_table15", [[0.626], [0.63], [0.632]]),
+    ],
+)
+def test_each_run_of_a_sweep_stands_beside_its_own_row(experiment, found):
+    """What the sweep varies chooses the row; a setting that the paper lacks has none."""
+    place, told = "100%" if experiment == "lpes_table11" else "all", list[list[float]]()
+
+    def look(made):
+        rows = build(Reference, made.raw["experiment"]["reference"], "experiment.reference").rows()
+        own = [r for r in rows if (r["method"], r["gold_position"]) == ("layer_scaling", place)]
+        told.append([round(r["value"], 4) for r in own if r["model"] == "vicuna_7b"])
+
+    compose([f"experiment={experiment}"], look)
+    assert told == found
 
 
 @pytest.mark.parametrize("value", ["many", "1.2.3"])

@@ -5,28 +5,24 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
-from statistics import median
 from typing import Any, ClassVar
 
 import pandas as pd
-from matplotlib.figure import Figure
 
 from posbench.methods.layer_scaling import LayerScaling
-from posbench.plots import base as plot
-from posbench.plots.section import Drawn
 from posbench.run.base import Run
 from posbench.search.genetic import GeneticSearch, Genome
 from posbench.search.scales import answering, calibration
 from posbench.stats import reference
 from posbench.stats.findings import Finding
 from posbench.studies.base import Tables
-from posbench.studies.cost.timing import CLOCKS, Timed, table
+from posbench.studies.cost.timing import Timed, table
 
 OPERATIONS = {  # the paper's names, and ours
+    "Computing fitness via model inference": "answers of the model",
     "Assigning scaling factor from curve": "scales of all candidates",
     "Mutation": "mutation",
     "Crossover": "crossover",
-    "Computing fitness via model inference": "answers of the model",
 }
 LEAST = 0.9  # of the time: what "dominates" is held against
 
@@ -51,26 +47,14 @@ class SearchCost(Timed):
         LayerScaling(scales=(1.0,) * run.lm.layers).check(run.lm)
 
     def measure(self, run: Run) -> dict[str, pd.DataFrame]:
-        """Table ``operations``: seconds (median round) and share of each, the paper's beside."""
+        """Table ``operations``: seconds and share of each, and the paper's."""
         block, names = run.model.blocks.get("genetic", {}), GeneticSearch.__dataclass_fields__
         ways = self.operations(run, GeneticSearch(**{k: v for k, v in block.items() if k in names}))
-        clock, times = CLOCKS[self.clock], {name: list[float]() for name in ways}
-        with run.progress("rounds", self.repeats + 1) as advance:
-            for number in range(self.repeats + 1):
-                for name, do in ways.items():
-                    start = clock()
-                    do()
-                    times[name] += [clock() - start] if number else []  # the first round warms up
-                advance(1)
+        found = table(self.compared("one generation", ways, run.lm.device, faster=False))
         printed = reference.table("lpes_table10_ga_runtime.csv", "task", "value").set_index("task")["value"]
-        rows = [
-            {"operation": ours, "seconds": median(times[ours]), "paper_seconds": float(printed[paper])}
-            for paper, ours in OPERATIONS.items()
-        ]
-        found = table(rows).assign(rounds=self.repeats)
-        for name in ("seconds", "paper_seconds"):
-            found[name.replace("seconds", "share")] = found[name] / found[name].sum()
-        return {"operations": found}
+        found["paper_seconds"] = printed.loc[list(OPERATIONS)].astype(float).to_numpy()
+        shares = {f"{name}share": found[f"{name}seconds"] for name in ("", "paper_")}
+        return {"operations": found.assign(**{k: each / each.sum() for k, each in shares.items()})}
 
     def operations(self, run: Run, search: GeneticSearch) -> dict[str, Callable[[], Any]]:
         """The operations of a generation, by our names; each is whole work, repeated as it is."""
@@ -103,35 +87,13 @@ class SearchCost(Timed):
                 for start in range(0, len(places), batch):
                     answer(each, list(range(start, min(start + batch, len(places)))))
 
-        return dict(zip(OPERATIONS.values(), (scales, mutation, crossover, fitness), strict=True))
-
-    def figures(self, tables: Tables) -> Drawn:
-        """See :meth:`Study.figures`."""
-        return {"operations": (operations_figure(tables["operations"]), self.caption)}
+        return dict(zip(OPERATIONS.values(), (fitness, scales, mutation, crossover), strict=True))
 
     def findings(self, tables: Tables) -> list[Finding]:
         """Whether the answers of the model take nearly all of the time."""
-        found = (
-            tables["operations"]
-            .set_index("operation")
-            .loc[OPERATIONS["Computing fitness via model inference"]]
-        )
+        found = tables["operations"].iloc[0]
         claim = "LPES, Table 10: the answers of the model take nearly all of the time of the genetic search"
         size = f"their share of a generation's time; holds above {LEAST:g}"
         note = f"the paper's: {found['paper_share']:.3f}; one machine and model, no interval"
-        at = found["share"], found["rounds"]
+        at = found["share"], self.repeats
         return [Finding.that(found["share"] > LEAST, claim, size, at, note)]
-
-
-@plot.styled
-def operations_figure(operations: pd.DataFrame) -> Figure:
-    """Share of each operation in the time of a generation, ours and the paper's, on a logarithmic axis."""
-    figure, axes = plot.new_figure(plot.PAGE, 1.9)
-    hollow = {"color": plot.COLOURS[1], "fillstyle": "none", "markersize": 8}
-    axes.plot(operations["share"], operations["operation"], "o", color=plot.COLOURS[0], label="here")
-    axes.plot(operations["paper_share"], operations["operation"], "s", **hollow, label="LPES, Table 10")
-    axes.set(xscale="log", xlabel="share of the time of one generation")
-    axes.margins(y=0.12)
-    axes.invert_yaxis()
-    plot.legend_below(figure, axes)
-    return figure

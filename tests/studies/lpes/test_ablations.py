@@ -21,8 +21,15 @@ def test_the_papers_averages_are_read_as_printed():
 
 
 def test_table_7_varies_points_and_curve_and_leaves_the_rest():
-    found = []
-    compose(["experiment=lpes_table7", "search.generations=2"], lambda each: found.append(each.raw["search"]))
+    found, told = [], []
+
+    def look(each):
+        found.append(each.raw["search"])
+        own = each.raw["experiment"]["reference"]
+        told.append(list(own["variants"].get(own["variant"], [])))
+
+    compose(["experiment=lpes_table7", "search.generations=2"], look)
+    assert told == [["Brute-Force"], [], ["2"], ["3"], ["4"], ["5"], []]  # rows of the paper
     rows = [(each["curve"], each["points"], each["constrained"]) for each in found]
     assert rows[0] == ("free", 4, True) and rows[-1] == ("bezier", 4, False)
     assert rows[1:-1] == [("bezier", points, True) for points in (1, 2, 3, 4, 5)]
