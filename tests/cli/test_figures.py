@@ -222,7 +222,7 @@ def test_it_says_what_to_fetch(
     text = " ".join(result.out.split())
     for words in ("mistralai/Mistral-7B-Instruct-v0.2 missing about 14.5 GB", "cais/mmlu", "LooGLE", "MIT"):
         assert words in text, text
-    assert "next: posbench fetch experiment=yu2025_table3 model=mistral7b" in result.err
+    assert "\n  posbench fetch experiment=yu2025_table3 model=mistral7b" in result.err
     assert "0 bytes" not in text
 
 
