@@ -11,10 +11,13 @@ import pandas as pd
 
 from posbench.cli.verbs import option
 from posbench.errors import UserError
-from posbench.files.atomic import write_text
+from posbench.files.atomic import write_bytes, write_text
 from posbench.files.markdown import markdown
 from posbench.model.families import support_table
+from posbench.report import experiments
+from posbench.report.collect import collect
 from posbench.report.folder import read_csv, read_json
+from posbench.report.gallery import as_markdown, shrink
 from posbench.report.page import read_run
 from posbench.report.tables import findings_table
 from posbench.report.text import tally, verdicts
@@ -24,20 +27,34 @@ from posbench.run.folder import checked
 def docs(args: list[str]) -> int:
     """Print a page; ``--out FILE`` writes it between the marks ``<!-- NAME -->`` and ``<!-- /NAME -->``.
 
+    Of ``gallery`` the figures go to a folder beside the file, which has its name.
+
     Raises:
         UserError: No such page, a folder that holds nothing to show, or a file of other text without marks.
     """
     out, args = option(args, "--out")
     name, *rest = args or [""]
-    if name not in ("families", *FROM_RUNS) or len(rest) != (name in FROM_RUNS):
-        allowed = ", ".join(["families", *(f"{name} DIR" for name in FROM_RUNS)])
+    runs = *FROM_RUNS, "gallery"
+    if name not in ("families", *runs) or len(rest) != (name in runs):
+        allowed = ", ".join(["families", *(f"{name} DIR" for name in runs)])
         raise UserError("docs", " ".join(args), f"{allowed}; --out FILE", "posbench docs families")
-    page = FROM_RUNS[name](Path(rest[0]).expanduser()) if rest else markdown(*support_table())
+    file, images = Path(out or "gallery.md").expanduser(), dict[str, Path]()
+    if name == "gallery":
+        page, images = as_markdown(collect(Path(rest[0]).expanduser()), file.stem)
+    else:
+        page = FROM_RUNS[name](Path(rest[0]).expanduser()) if rest else markdown(*support_table())
     if out is None:
         print(page)
         return 0
-    file = Path(out).expanduser()
-    write_text(file, between_marks(file, name, page))
+    text = between_marks(file, name, page)
+    if images:
+        folder = file.with_suffix("")
+        folder.mkdir(exist_ok=True)
+        for image, figure in images.items():
+            write_bytes(folder / image, shrink(figure))
+        for left in set(folder.glob("*.png")) - {folder / image for image in images}:
+            left.unlink()
+    write_text(file, text)
     print(out)
     return 0
 
@@ -118,4 +135,4 @@ def run(folder: Path) -> str:
     return "\n\n".join(part for part in parts if part)
 
 
-FROM_RUNS: dict[str, Callable[[Path], str]] = {"claims": claims, "run": run}
+FROM_RUNS: dict[str, Callable[[Path], str]] = {"claims": claims, "run": run, "experiments": experiments.page}

@@ -32,9 +32,11 @@ HELP = """posbench finds, explains and removes position bias in language models.
   posbench fetch [OVERRIDES] [--dry-run]           list and download what a config needs
   posbench validate [OVERRIDES]                    compose and check configs, run nothing
   posbench report DIR                              redraw the figures and report.html of a run or a sweep
+  posbench report OUTPUTS [--out FOLDER]           of many runs: one gallery of all figures, PDFs and tables
   posbench rescore DIR                             score saved outputs again, without a model
   posbench show DIR [--wrong] [--all] [--id ID]    prompts, expected answers, replies and scores of a run
-  posbench docs families|claims|run [DIR]          documentation from code or from runs, as Markdown
+  posbench docs PAGE [DIR] [--out FILE]            a page of the documentation from code or runs, as Markdown:
+                                                   families, claims, run, experiments or gallery
   posbench lm_eval FLAGS                           lm-evaluation-harness under a method; its own flags
 
 Every key can be set as key=value; `--cfg job` prints the whole config, `--config-dir DIR` adds your own YAML

@@ -21,11 +21,13 @@ from posbench.pipeline.compose import Composed, compose
 from posbench.pipeline.config import check, needs
 from posbench.pipeline.identity import need_same_data
 from posbench.pipeline.stages import evaluate
+from posbench.report.collect import inside
 from posbench.report.failures import Examples, few
+from posbench.report.gallery import write_gallery
 from posbench.report.page import render_run
 from posbench.report.sweep import render_sweep
 from posbench.report.terminal import terminal
-from posbench.run.folder import DRAWN, PROVENANCE, RunDir, checked, open_run, owned
+from posbench.run.folder import CONFIG, DRAWN, PROVENANCE, RunDir, checked, is_run, open_run, owned
 from posbench.run.runtime import Runtime
 from posbench.schema import build, instantiate, target
 from posbench.tasks import Task
@@ -161,11 +163,20 @@ def _evaluated(verb: str, args: list[str]) -> tuple[RunDir, dict[str, Any]]:
 
 
 def report(args: list[str]) -> int:
-    """Redraw the figures and the page of a run or a sweep."""
+    """Redraw the figures and the page of a run or a sweep; of a folder of many runs, write their gallery."""
+    out, args = option(args, "--out")
     folder = _folder("report", args)
+    if not is_run(folder) and inside(folder):
+        print(write_gallery(folder, Path(out).expanduser() if out else None))
+        return 0
+    if out is not None:
+        raise UserError(
+            "--out", out, "a folder for the gallery of many runs", "leave it out for a single run"
+        )
     run = open_run(folder)
     with owned(run.path):
-        sweep = (checked(run.path, DRAWN).path / "summary.csv").is_file()
+        # A study may have a table of the name summary.csv, too.
+        sweep = not (checked(run.path, DRAWN).path / CONFIG).is_file()
         print(render_sweep(folder) if sweep else render_run(folder))
         run.renew(DRAWN)
     return 0

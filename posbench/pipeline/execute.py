@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -54,6 +55,7 @@ def execute(config: Config, *, command: str, console: Console) -> Path:
         UserError: Something the user can correct.
         IncompleteRun: Some rows failed and will be retried by the same command.
     """
+    started = time.monotonic()
     # First of all: a device that is not there, and weights to download, with the hub's own progress bars.
     _need_words(config)
     read = _read(config, console)
@@ -88,9 +90,9 @@ def execute(config: Config, *, command: str, console: Console) -> Path:
             state = "incomplete" if isinstance(error, IncompleteRun) else "failed"
             state = MIXED if out.status()["state"] == MIXED else state
             with suppress(OSError):  # a full disk, of which the error itself tells
-                out.finish(state, f"{type(error).__name__}: {error}")
+                out.finish(state, f"{type(error).__name__}: {error}", time.monotonic() - started)
             raise
-        out.finish("done")
+        out.finish("done", seconds=time.monotonic() - started)
         if "report" not in config.stages:
             report.show(out.path, console)
         return out.path

@@ -168,6 +168,14 @@ def legend_below(figure: Figure, axes: Axes) -> None:
     figure.legend(handles, labels, loc="outside lower center", ncols=max(1, min(4, len(labels), int(room))))
 
 
+def sign(figure: Figure, words: str) -> None:
+    """Write above a figure, small, what it rests on: it may leave its page. A title stays."""
+    if words:
+        size = STYLE["axes.titlesize"] if figure.get_suptitle() else 6
+        title = " | ".join(filter(None, [figure.get_suptitle(), words]))
+        figure.suptitle(title, x=0.99, ha="right", fontsize=size, color="0.35")
+
+
 @styled
 def save(figure: Figure, stem: Path) -> list[Path]:
     """Write `stem`.png (200 dpi) and `stem`.pdf, byte-stable for the same figure; returns the two paths."""

@@ -78,14 +78,16 @@ def _setting_lines(axes: Axes, rows: pd.DataFrame, settings: list[str], y: str, 
     shared = same["depth"].is_unique
     if "run" in base:
         shared &= len(same) > 0 and (base.groupby(["depth", y]).size() == base["run"].nunique()).all()
+    # Models and methods are no scale.
+    scale_of = len(settings) if _numbers(settings) is not None or len(settings) > len(plot.COLOURS) else 0
     for index, setting in enumerate(settings):
-        style = plot.line_style(index, of=len(settings))
+        style = plot.line_style(index, of=scale_of)
         line = modified[modified["setting"] == setting].sort_values("depth")
         axes.plot(100 * line["depth"], scale * line[y], label=setting, **style)
         if not shared:
             own = unmodified_of(rows, setting).sort_values("depth")
             dashed = dict(color=style["color"], linestyle=plot.DASHED)
-            label = "unmodified (same colour)" if index == 0 else None
+            label = "unmodified (same colour)" if setting == settings[-1] else None
             axes.plot(100 * own["depth"], scale * own[y], label=label, **dashed)
     if len(same) and shared:
         axes.plot(100 * same["depth"], scale * same[y], label="unmodified", **plot.line_style(0, True))

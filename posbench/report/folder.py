@@ -15,6 +15,8 @@ from posbench.stats.findings import COLUMNS as FINDINGS
 from posbench.stats.scores import COLUMNS as METRICS
 from posbench.stats.scores import SUBSET_COLUMNS
 
+CAPTIONS, JOBS = "captions.json", "jobs.json"
+"""Captions of the figures beside them, by file name; the jobs of a sweep."""
 TEXT_COLUMNS = {"run", "model", "method", "task", "gold_position", "metric", "channel", "site"}
 TEXT_COLUMNS |= {"kind", "claim", "statistic", "verdict", "note"}
 ATTENTION = ("model", "method", "task", "gold_position", "layer", "item", "attention")
@@ -58,6 +60,12 @@ def study_tables(folder: Path, names: Sequence[str]) -> dict[str, pd.DataFrame]:
 
 def _plain_csv(path: Path, **options: Any) -> pd.DataFrame:
     return pd.read_csv(path, keep_default_na=False, na_values=["", "nan"], **options)
+
+
+def runs_of(sweep: Path) -> list[Path]:
+    """Folders of a sweep's finished jobs, wherever the outputs lie now; none of a run."""
+    made = [Path(job["folder"]) for job in read_json(sweep / JOBS) or () if job["folder"]]
+    return [sweep.parents[1] / run.parent.name / run.name for run in made]
 
 
 def read_text(path: Path) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,14 +13,14 @@ import jinja2
 import pandas as pd
 
 from posbench import paths
-from posbench.files.atomic import write_bytes
+from posbench.files.atomic import write_bytes, write_text
 from posbench.plots.attention import attention_by_position
-from posbench.plots.base import save
+from posbench.plots.base import save, sign
 from posbench.plots.scores import accuracy_by_position, by_subset
 from posbench.plots.section import Section
 from posbench.report import failures, tables
-from posbench.report.folder import need_folder, read_csv, read_json, read_text, study_tables
-from posbench.report.paper import beside
+from posbench.report.folder import CAPTIONS, need_folder, read_csv, read_json, read_text, study_tables
+from posbench.report.paper import beside, reference_text
 from posbench.report.text import applied, headline, shortened, verdicts
 from posbench.run.folder import opened
 from posbench.schema import instantiate
@@ -41,12 +42,14 @@ def render_run(folder: Path) -> Path:
         UserError: See :func:`read_run`.
     """
     sentence, sections = read_run(folder)
+    model = opened(folder).config().get("model")
+    models = [str(model["name"])] if isinstance(model, dict) and "name" in model else []
     facts = {name: read_json(folder / f"{name}.json") or {} for name in ("prompts", "provenance", "status")}
     facts["provenance"].pop("sum", None)
     text = read_text(folder / "config.yaml")
     if (folder / failures.FILE).is_file():
         facts["failures"] = failures.on_page(opened(folder), opened(folder).config("task"))
-    return write_page(folder, sentence, sections, config=text, **facts)
+    return write_page(folder, sentence, sections, models, config=text, **facts)
 
 
 def read_run(folder: Path) -> tuple[str, list[Section]]:
@@ -62,6 +65,8 @@ def read_run(folder: Path) -> tuple[str, list[Section]]:
     sections = _study(folder, config)
     if metrics is not None:
         sections += _scores(folder, metrics, subsets)
+    elif not sections and (told := read_json(folder / "experiment.json")):
+        sections.append(Section(str(told["title"]), reference_text(told, [], pd.DataFrame())))
     if subsets is not None:
         drawn = {"subsets": (by_subset(subsets), "Every subset, and below the line every average.")}
         sections.append(Section("By subset", "", *tables.subset_table(subsets), drawn))
@@ -72,7 +77,7 @@ def read_run(folder: Path) -> tuple[str, list[Section]]:
         if attention["method"].nunique() > 1:
             caption = f"Left: {what.lower()}. Right: what the method changes in each layer."
         drawn = {"attention": (attention_by_position(attention), caption)}
-        sections.append(Section("Attention", figures=drawn))
+        sections.append(Section("Attention", figures=drawn, n=tuple(attention["n"])))
     if "search" in (config.get("stages") or ()):
         search: Search = instantiate(config.get("search", {}), Search, "search")  # type: ignore[type-abstract]
         sections += search.sections(lambda name: read_csv(folder / f"{name}.csv"))
@@ -98,7 +103,10 @@ def _study(folder: Path, config: Mapping[str, Any]) -> list[Section]:
     if findings is not None:
         section.header, section.rows = tables.findings_table(findings)
         section.text = f"{HOLDS} "
-    section.figures = study.figures(study_tables(folder, facts["tables"]))
+    found = study_tables(folder, facts["tables"])
+    counts = {int(n) for table in found.values() if "n" in table for n in table["n"].dropna()}
+    # Tables of several counts draw figures of several, which their captions tell.
+    section.figures, section.n = study.figures(found), tuple(counts) if len(counts) == 1 else ()
     text = [f"{experiment['title']}."] if experiment.get("title") else []
     text += [f"The paper reads: {'; '.join(experiment['claims'])}."] if experiment.get("claims") else []
     section.text += " ".join([*text, f"Numbers: {', '.join(f'{name}.csv' for name in facts['tables'])}."])
@@ -115,6 +123,7 @@ def _scores(folder: Path, metrics: pd.DataFrame, subsets: pd.DataFrame | None) -
         section.title = f"{what} by gold position"
         caption = f"{what} over the position of the answer. Bands: 95 % intervals."
         section.figures = {"accuracy": (accuracy_by_position(metrics), caption)}
+        section.n = tuple(at_positions(metrics)["n"])
     out, bias = [section], tables.bias_table(metrics)
     out += [Section("Position bias", "", *bias)] if bias[1] else []
     out += beside(folder, metrics, subsets)
@@ -124,18 +133,31 @@ def _scores(folder: Path, metrics: pd.DataFrame, subsets: pd.DataFrame | None) -
     return out
 
 
-def write_page(folder: Path, sentence: str, sections: Sequence[Section], **run: Any) -> Path:
-    """Save all figures under ``figures/`` and write report.html around them, whose path it returns; of a run
-    it also shows ``failures``, ``prompts``, ``config``, ``provenance`` and ``status``."""
-    parts = []
+def write_page(
+    folder: Path, sentence: str, sections: Sequence[Section], models: Sequence[str] = (), **run: Any
+) -> Path:
+    """Save all figures, signed with the models and n, under ``figures/``, their captions beside them, and
+    write report.html around them, whose path it returns; of a run it also shows ``failures``, ``prompts``,
+    ``config``, ``provenance`` and ``status``."""
+    parts, captions = [], dict[str, str]()
     for section in sections:
         drawn = []
         for name, (figure, caption) in section.figures.items():
+            sign(figure, ", ".join([*models, *counted(section.n)]))
             png, _ = save(figure, folder / "figures" / re.sub(r"\W", "-", name))
+            captions[png.stem] = caption
             drawn.append(("data:image/png;base64," + base64.b64encode(png.read_bytes()).decode(), caption))
         parts.append({**vars(section), "figures": drawn})
+    if captions:
+        write_text(folder / "figures" / CAPTIONS, json.dumps(captions, indent=2) + "\n")
     source = (paths.PACKAGE / "report" / "report.html.j2").read_text()
     template = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(source)
     page = template.render(title=folder.name, sentence=sentence, sections=parts, **run)
     write_bytes(folder / "report.html", page.encode())
     return folder / "report.html"
+
+
+def counted(n: Sequence[int]) -> list[str]:
+    """`n = 20`, or the lowest and the highest; nothing where none is known."""
+    ends = dict.fromkeys((min(n), max(n))) if len(n) else {}
+    return [f"n = {' to '.join(map(str, ends))}"] if ends else []

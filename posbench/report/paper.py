@@ -49,7 +49,7 @@ def reference_text(facts: Mapping[str, Any], reference: Sequence[Row], table: pd
     if facts.get("claims"):
         text.append("The paper's reading: " + "; ".join(facts["claims"]) + ".")
     if len(table):
-        text += [_rule(reference), _counted(table)]
+        text += [_rule(reference), counted(table)]
     elif reference:
         models = ", ".join(dict.fromkeys(str(row["model"]) for row in reference))
         text.append(f"The paper's numbers are for {models}; none of these ran here, so nothing is compared.")
@@ -71,7 +71,7 @@ def _rule(reference: Sequence[Row]) -> str:
     )
 
 
-def _counted(table: pd.DataFrame) -> str:
+def counted(table: pd.DataFrame) -> str:
     """How many of the paper's cells agree, each once, those near zero apart."""
     groups = table.groupby(CELL, sort=False)
     verdicts = groups["verdict"].agg(lambda each: each.iloc[0] if each.nunique() == 1 else MIXED)
@@ -110,6 +110,25 @@ def reference_table(table: pd.DataFrame, label: str = "") -> Table:
         rows.append([*texts, *([where] if label else [])])
     header = ["verdict", "model", "method", "gold position", "paper %", "ours %", "difference"]
     return [*header, *([label] if label else [])], rows
+
+
+def paper_table(table: pd.DataFrame) -> Table:
+    """A paper's :func:`cells` in its own layout: a block for each model and method with the paper's number,
+    ours with its 95 % interval, the difference in points and the verdict; a column for each gold position."""
+    several = [name for name in ("task", "metric", "setting") if table[name].nunique() > 1]
+    names, places = [*several, "model", "method"], list(dict.fromkeys(table["gold_position"]))
+    rows = []
+    for key, part in table.rename(columns={"ours": "value"}).groupby(names, sort=False):
+        at = {row.gold_position: row for row in part.itertuples()}
+        lines = {
+            "paper %": lambda row: f"{100 * row.paper:.1f}",
+            "ours %": lambda row: cell(row, "{:.1f}"),
+            "difference": lambda row: "" if pd.isna(row.difference) else points(row.difference),
+            "verdict": lambda row: row.verdict,
+        }
+        for line, text in lines.items():
+            rows.append([*key, line, *(text(at[place]) if place in at else "" for place in places)])
+    return [*names, "", *places], rows
 
 
 def with_subsets(metrics: pd.DataFrame, subsets: pd.DataFrame | None) -> pd.DataFrame:

@@ -22,7 +22,7 @@ from posbench.report.terminal import show_findings, show_reference, text_table
 from posbench.report.text import verdicts
 from posbench.report.trend import trends
 from posbench.run.folder import PROVENANCE, RunDir, checked
-from posbench.stats.frames import metric_name, overall
+from posbench.stats.frames import at_positions, metric_name, overall
 from posbench.stats.scores import COLUMNS
 
 
@@ -135,24 +135,32 @@ def render_sweep(folder: Path) -> Path:
     summary, attention, subsets, trend, findings = (read_csv(folder / f"{name}.csv") for name in names)
     if summary is None:
         raise UserError("summary.csv", "no row", "rows of at least one run", "run the sweep first")
-    axes = swept_columns(summary)
-    if plots.with_setting(overall(plots.modified_of(summary)), axes)[0]["setting"].duplicated().any():
-        axes.append("run")
+    axes = axes_of(summary)
     header, rows, sentence = sweep_table(summary, axes)
     caption = (
         "Left: score over all positions with 95 % intervals. Right: score over the position of the answer."
     )
     drawn = {"sweep": (plots.factor_sweep(summary, axes), caption)}
+    n = tuple(at_positions(summary)["n"]) or tuple(overall(summary)["n"])
+    sections = [Section("Settings", "", header, rows, drawn, n)]
     if attention is not None:
         caption = "Attention of the last prompt token to the item with the answer over its position"
-        drawn["attention"] = plots.attention_sweep(attention, axes), f"{caption}, for each setting."
-    sections = [Section("Settings", "", header, rows, drawn)]
+        figure = {"attention": (plots.attention_sweep(attention, axes), f"{caption}, for each setting.")}
+        sections.append(Section("Attention", figures=figure, n=tuple(attention["n"])))
     if trend is not None and findings is not None:
         caption = "Bands: 95 % intervals over questions. Dotted: no side preferred. Dashed: the"
         figure = {"trend": (plots.trend(trend), f"{caption} unmodified model.")}
-        sections.append(Section("Trend", "", *tables.findings_table(findings), figure))
+        sections.append(Section("Trend", "", *tables.findings_table(findings), figure, tuple(trend["n"])))
         sentence = f"{sentence} {verdicts(findings)}"
-    return write_page(folder, sentence, [*sections, *beside(folder, summary, subsets)])
+    models = list(dict.fromkeys(summary["model"]))
+    return write_page(folder, sentence, [*sections, *beside(folder, summary, subsets)], models)
+
+
+def axes_of(summary: pd.DataFrame) -> list[str]:
+    """The :func:`swept_columns`, and `run` where they do not tell the runs apart."""
+    axes = swept_columns(summary)
+    settings = plots.with_setting(overall(plots.modified_of(summary)), axes)[0]["setting"]
+    return [*axes, "run"] if settings.duplicated().any() else axes
 
 
 def swept_columns(summary: pd.DataFrame) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pandas as pd
@@ -9,6 +10,7 @@ import pandas as pd
 from posbench.stats.frames import UNMODIFIED, at_positions, of_metric, own_metric, shown
 from posbench.stats.position_bias import STATISTICS
 
+LONG, PAGE = 24, 40  # letters of a cell, and rows, from which on LaTeX breaks lines and pages
 Table = tuple[list[str], list[list[str]]]
 """A header, and rows."""
 
@@ -36,6 +38,24 @@ def interval(row: Any, form: str, scale: float = 1) -> str:
     return "" if pd.isna(low) else f" [{form.format(scale * low)}, {form.format(scale * high)}]"
 
 
+def latex(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table for LaTeX with booktabs, of more than a page also longtable; text is escaped, and columns of
+    long texts are paragraphs."""
+    frame = pd.DataFrame(rows, columns=list(header))
+    wide = [max(map(len, [name, *frame[name]])) > LONG for name in header]
+    paragraph = rf"p{{{0.65 / max(sum(wide), 1):.2f}\linewidth}}"
+    style = frame.style.hide(axis="index").format(escape="latex").format_index(escape="latex", axis="columns")
+    text: str = style.to_latex(
+        hrules=True,
+        column_format="".join(paragraph if long else "l" for long in wide),
+        environment="longtable" if len(rows) > PAGE else None,
+    )
+    # The old font encoding, still LaTeX's default, has other signs in these places.
+    for sign, name in {"<": "less", ">": "greater", "|": "bar"}.items():
+        text = text.replace(sign, rf"\text{name}{{}}")
+    return text
+
+
 def pct(share: float) -> str:
     """A share in %."""
     return f"{100 * share:.1f} %"
@@ -46,16 +66,20 @@ def points(share: float) -> str:
     return f"{100 * share:+.1f}"
 
 
-def findings_table(findings: pd.DataFrame) -> Table:
-    """Verdicts, claims, and the statistics they are held against: one row for each finding, ours last."""
+def findings_table(findings: pd.DataFrame, models: bool = False) -> Table:
+    """Verdicts, claims, and the statistics they are held against: one row for each finding, ours last; with
+    a column of ``models`` where asked for."""
     rows = []
     table = findings.fillna({"note": "", "model": ""})
     for row in table.sort_values("kind", key=lambda kind: kind != "paper", kind="stable").itertuples():
         value = "" if pd.isna(row.value) else f"{row.value:.3g}" + interval(row, "{:.3g}")
         p = "" if pd.isna(row.p_holm) else f"{row.p_holm:.2g}" if row.p_holm >= 0.001 else "<0.001"
         front = "Control: " if row.kind == "control" and "ontrol: " not in row.claim else ""
-        rows.append([row.verdict, front + row.claim, row.statistic, value, p, str(row.n), str(row.note)])
-    return ["verdict", "claim", "statistic", "value", "p (Holm)", "n", "note"], rows
+        model = [row.model] * models
+        rows.append(
+            [row.verdict, *model, front + row.claim, row.statistic, value, p, str(row.n), str(row.note)]
+        )
+    return ["verdict", *["model"] * models, "claim", "statistic", "value", "p (Holm)", "n", "note"], rows
 
 
 class _Columns:

@@ -13,6 +13,10 @@ from posbench.report.tables import bias_table, limits, pct, points
 from posbench.stats.findings import VERDICTS
 from posbench.stats.frames import UNMODIFIED, at_positions, metric_name, overall
 
+FEW = 4  # claims of one verdict that a sentence names
+SOURCE = r" \([^()]*\d[^()]*\)$"
+"""The source at the end of a claim, as ``(Yu et al. 2025, Figure 3)``."""
+
 
 def short(text: str) -> str:
     """A cell with its interval in whole points, for 80 columns."""
@@ -96,6 +100,32 @@ def verdicts(findings: pd.DataFrame) -> str:
         if len(own):
             said.append(f"{words}: {tally(own['verdict'])}{corrected}.")
     return " ".join(said)
+
+
+def decided(findings: pd.DataFrame) -> str:
+    """The paper's claims that are decided, each with the models it is said of, and how many are not; our
+    controls where there are no others."""
+    own = findings[findings["kind"] == "paper"]
+    own, every = (own if len(own) else findings).fillna({"model": ""}), findings["model"].nunique()
+    said = []
+    for verdict in ("holds", "contradicted"):
+        claims: dict[str, list[str]] = {}
+        for row in own[own["verdict"] == verdict].itertuples():
+            claims.setdefault(re.sub(SOURCE, "", row.claim), []).append(row.model)
+        # Those of the most models come first.
+        ranked = sorted(claims.items(), key=lambda pair: -len(set(pair[1])))
+        named = [f"{claim}{_on(list(dict.fromkeys(models)), every)}" for claim, models in ranked[:FEW]]
+        named += [f"{len(claims) - FEW} more"] * (len(claims) > FEW)
+        said += [f"{verdict.capitalize()}: {'; '.join(named)}."] if named else []
+    undecided = tally(own["verdict"], VERDICTS[2:])
+    said += [f"{'Beside these: ' if said else ''}{undecided}."] if undecided else []
+    return " ".join(said)
+
+
+def _on(models: Sequence[str], every: int) -> str:
+    """`` (tiny, tiny_b)``: the models, where not all of several are meant."""
+    all_of = f" (all {every} models)" if every > 1 else ""
+    return all_of if len(models) == every or not any(models) else f" ({', '.join(models)})"
 
 
 def tally(verdicts: pd.Series, words: Sequence[str] = VERDICTS) -> str:

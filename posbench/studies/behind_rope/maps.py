@@ -61,7 +61,7 @@ def maps_figure(rows: Sequence[tuple[str, Mapping[str, Array]]], last: int | Non
     """
     across = max(len(maps) for _, maps in rows)
     width = max(plot.PAGE, 1.4 * across)
-    height = len(rows) * width / across + 0.1
+    height = len(rows) * (0.55 * width / across + 0.45)  # a square beside its colours, title and ticks
     figure, grid = plot.new_figure(width, height, len(rows), across, squeeze=False)
     for line, (name, maps) in zip(grid, rows, strict=True):
         line[0].set_ylabel(name.replace(", ", "\n") + "\n\nquery" if name else "query")

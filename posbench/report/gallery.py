@@ -1,0 +1,184 @@
+"""Many runs as one folder to show: a page with every figure, the papers' tables, figures as PDF."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import shutil
+import struct
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from PIL import Image
+
+from posbench import paths
+from posbench.errors import UserError
+from posbench.files.atomic import write_csv, write_text
+from posbench.files.markdown import markdown
+from posbench.report.collect import Entry, Part, collect
+from posbench.report.tables import latex
+
+PAPERS = {
+    "yu2025": "Yu et al. 2025: Mitigate Position Bias in LLMs via Scaling a Single Hidden States Channel",
+    "lpes": "LPES: Mitigating Position Bias via Layer-Specific Positional Embedding Scaling",
+    "wu2025": "Wu et al. 2025: On the Emergence of Position Bias in Transformers",
+    "behind_rope": "Behind RoPE: How Does Causal Mask Encode Positional Information?",
+    "": "Of no paper",
+}
+"""The papers in the order of the page."""
+PAGE, SCALE = "index.html", 0.66
+"""Name of the page; pixels of the page for one of a figure."""
+MARK = '<meta name="generator" content="posbench gallery">'
+"""What tells a gallery from any other folder: only a gallery is replaced."""
+
+
+def write_gallery(folder: Path, out: Path | None = None) -> Path:
+    """Write the gallery of a folder's newest runs (:func:`posbench.report.collect.collect`) to ``out``, or to
+    ``gallery/`` in it, in the place of an older one; the path of its page.
+
+    Raises:
+        UserError: There is something else at that place, or a run's file cannot be read.
+    """
+    out = (out or folder / "gallery").absolute()
+    page = out / PAGE
+    ours = page.is_file() and MARK in page.read_text(encoding="utf-8", errors="replace")
+    if out.exists() and not ours and (not out.is_dir() or any(out.iterdir())):
+        raise UserError("--out", str(out), "a new folder, or a gallery to replace", "name another folder")
+    entries = collect(folder)
+    # All of it is made beside the old one, and takes its place at the end.
+    made, old = (out.with_name(f".{out.name}.{state}") for state in ("new", "old"))
+    for left in (made, old):
+        shutil.rmtree(left, ignore_errors=True)
+    made.mkdir(parents=True)
+    shown: dict[str, list[dict[str, Any]]] = {}
+    for entry in entries:
+        shown.setdefault(paper_of(entry), []).append(_write(entry, made))
+    source = (paths.PACKAGE / "report" / "gallery.html.j2").read_text()
+    template = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(source)
+    grouped = [(PAPERS[paper], shown[paper]) for paper in PAPERS if paper in shown]
+    write_text(made / PAGE, template.render(mark=MARK, papers=grouped))
+    if out.exists():
+        out.rename(old)
+    made.rename(out)
+    shutil.rmtree(old, ignore_errors=True)
+    return page
+
+
+def paper_of(entry: Entry) -> str:
+    """The key of an entry's paper in :data:`PAPERS`."""
+    paper = str(entry.facts.get("paper", ""))
+    return paper if paper in PAPERS else ""
+
+
+def told(entry: Entry) -> tuple[str, str]:
+    """What the paper shows, in its authors' claims, and what we see, from the runs' numbers."""
+    claims = "; ".join(map(str, entry.facts.get("claims") or ()))
+    reference = entry.facts.get("reference") or {}
+    numbers = f"numbers of {reference['source']}, which stand beside ours" if len(entry.cells) else ""
+    other = f"numbers of {reference['source']} for other models or settings" if reference else ""
+    shows = claims or numbers or other
+    return f"{shows[:1].upper()}{shows[1:]}." if shows else "", entry.seen
+
+
+def heading(entry: Entry) -> tuple[str, str]:
+    """Title of an entry, and which tables and figures of its paper it covers."""
+    return str(entry.facts.get("title") or entry.name), ", ".join(entry.facts.get("covers") or ())
+
+
+def _write(entry: Entry, root: Path) -> dict[str, Any]:
+    """Write an entry's tables, figures and pages below a folder; what the page says of it."""
+    title, covers = heading(entry)
+    shows, seen = told(entry)
+    facts: dict[str, Any] = {"name": entry.name, "title": title, "covers": covers}
+    facts |= {
+        "shows": shows,
+        "seen": seen,
+        "command": entry.command,
+        "made": entry.made,
+        "faults": entry.faults,
+    }
+    pages = [
+        (part.label, copied(part.folder / "report.html", root, entry, part.label)) for part in entry.parts
+    ]
+    figures = [_figure(entry, part, name, root) for part in entry.parts for name in part.figures]
+    return {**facts, "pages": pages, "figures": figures, "tables": _tables(entry, root)}
+
+
+def _tables(entry: Entry, root: Path) -> list[tuple[str, list[str]]]:
+    """Write the tables of an entry, each as CSV, Markdown and LaTeX; their kinds and files."""
+    out = []
+    (root / "tables").mkdir(exist_ok=True)
+    for index, (kind, (frame, (header, rows))) in enumerate(entry.tables.items()):
+        stem = f"tables/{entry.name}-{kind}" if index else f"tables/{entry.name}"
+        write_csv(root / f"{stem}.csv", frame)
+        write_text(root / f"{stem}.md", markdown(header, rows) + "\n")
+        made = f"% {heading(entry)[0]}. Made by: {entry.command}".replace("\n", " ")
+        needs = "% \\usepackage{booktabs}, and longtable for tables of more than a page"
+        write_text(root / f"{stem}.tex", f"{made}\n{needs}\n{latex(header, rows)}")
+        out.append((kind, [f"{stem}.{kind_of}" for kind_of in ("csv", "md", "tex")]))
+    return out
+
+
+def _figure(entry: Entry, part: Part, name: str, root: Path) -> dict[str, Any]:
+    """Copy one figure as PNG and PDF; where it is, its size in pixels, its caption and whose it is."""
+    drawn = part.folder / "figures"
+    png, pdf = (
+        copied(drawn / f"{name}.{kind}", root, entry, f"{part.label}-{name}") for kind in ("png", "pdf")
+    )
+    with open(drawn / f"{name}.png", "rb") as stream:
+        width, height = struct.unpack(">II", stream.read(24)[16:])
+    # The same letters in all figures, whatever their width: the widest fills the page.
+    size = {"width": round(width * SCALE), "height": round(height * SCALE)}
+    facts = {"png": png, "pdf": pdf, **size}
+    return {**facts, "caption": part.figures[name], "label": part.label if len(entry.parts) > 1 else ""}
+
+
+def copied(file: Path, root: Path, entry: Entry, stem: str) -> str:
+    """Copy a run's file to the place of its kind below a folder, and say which; empty where there is none."""
+    kind = "pages" if file.suffix == ".html" else "figures"
+    to = root / kind / entry.name / f"{stem}{file.suffix}"
+    if not file.is_file():
+        return ""
+    to.parent.mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(file, to)
+    return to.relative_to(root).as_posix()
+
+
+def as_markdown(entries: Sequence[Entry], images: str) -> tuple[str, dict[str, Path]]:
+    """The gallery in short: of each entry what the paper shows, what we see, the command, and one or two
+    figures, as images in the folder ``images``; and the file of each image."""
+    parts, files = list[str](), dict[str, Path]()
+    grouped = {paper: [entry for entry in entries if paper_of(entry) == paper] for paper in PAPERS}
+    for paper, own in grouped.items():
+        parts += [f"## {PAPERS[paper]}"] if own else []
+        for entry in own:
+            shows, seen = told(entry)
+            parts += [f"### {heading(entry)[0]}", f"*The paper shows:* {shows}" if shows else ""]
+            parts += [f"*We see:* {seen}" if seen else "", *entry.faults]
+            for part, name in few_figures(entry):
+                image = f"{entry.name}-{part.label}-{name}.png"
+                files[image] = part.folder / "figures" / f"{name}.png"
+                front = f"{part.label}: " if len(entry.parts) > 1 else ""
+                parts.append(f"![{entry.name}]({images}/{image})\\\n{front}{part.figures[name]}")
+            parts.append(f"`{entry.command}`; {entry.made}." if entry.command else "")
+    return "\n\n".join(filter(None, parts)), files
+
+
+def few_figures(entry: Entry, most: int = 2) -> Sequence[tuple[Part, str]]:
+    """The first figure of the first runs; of one run alone, its first figures."""
+    each = [[(part, name) for name in part.figures] for part in entry.parts if part.figures]
+    return [figures[0] for figures in each[:most]] if len(each) > 1 else list(*each)[:most]
+
+
+def shrink(file: Path, most: int = 100_000) -> bytes:
+    """A figure as a PNG of so many bytes at the most where it can be, with fewer colours, then pixels."""
+    image = Image.open(file).convert("RGB")
+    for share, colours in itertools.product((0.7, 0.6, 0.5), (64, 24)):
+        size = round(share * image.width), round(share * image.height)
+        small = image.resize(size, Image.Resampling.LANCZOS).quantize(colours, dither=Image.Dither.NONE)
+        small.save(stream := io.BytesIO(), "png", optimize=True)
+        if stream.tell() <= most:
+            break
+    return stream.getvalue()

@@ -1,0 +1,348 @@
+"""The gallery shows every figure of the newest runs, with their own numbers, and names what it leaves out."""
+
+from __future__ import annotations
+
+import html.parser
+import io
+import json
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pandas as pd
+import pytest
+import yaml
+from matplotlib.figure import Figure
+
+from posbench.cli.main import main
+from posbench.errors import UserError
+from posbench.plots.base import save, sign
+from posbench.report.collect import collect
+from posbench.report.gallery import shrink, write_gallery
+from posbench.report.paper import cells, paper_table
+from posbench.report.tables import latex
+from posbench.report.text import decided
+from posbench.run.folder import RunDir
+from posbench.stats.findings import COLUMNS
+from tests.frames import metrics, sweep
+
+SPECIAL = r"a & b % c $ d # e _ f { g } h ~ i ^ j \ k < l > m | n"
+
+
+@pytest.fixture(scope="module")
+def picture(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The stem of a small figure as PNG and PDF."""
+    figure = Figure(figsize=(3, 2), layout="constrained")
+    figure.add_subplot().plot([0, 1])
+    sign(figure, "tiny, n = 20")
+    return save(figure, tmp_path_factory.mktemp("figure") / "drawn")[0].with_suffix("")
+
+
+def claims(*rows: tuple[str, str, str, float], kind: str = "paper") -> pd.DataFrame:
+    """A findings.csv of (model, verdict, claim, value)."""
+    told = dict(kind=kind, statistic="s", n=20, p=0.01, p_holm=0.01, note="", ci_low=-1.0, ci_high=9.0)
+    found = [dict(zip(("model", "verdict", "claim", "value"), row, strict=True), **told) for row in rows]
+    return pd.DataFrame(found, columns=list(COLUMNS))
+
+
+def run(
+    folder: Path,
+    picture: Path,
+    figures: tuple[str, ...] = ("curve",),
+    done: bool = True,
+    **tables: pd.DataFrame,
+) -> Path:
+    """A run folder that holds these tables and figures."""
+    (folder / "figures").mkdir(parents=True)
+    (folder / "config.yaml").write_text(yaml.safe_dump(config(folder.parents[1].name, folder.name)))
+    for name, table in tables.items():
+        table.to_csv(folder / f"{name}.csv", index=False)
+    finish(folder, picture, figures, f"posbench experiment={folder.parents[1].name}", done)
+    return folder
+
+
+def config(suite: str, name: str) -> dict[str, object]:
+    facts = {"name": suite, "title": f"Paper, {suite}", "paper": "yu2025", "covers": ["Figure 3"]}
+    return {
+        "model": {"name": name.split("__")[0]},
+        "experiment": {**facts, "claims": ["the <middle> is lost"]},
+    }
+
+
+def finish(folder: Path, picture: Path, figures: tuple[str, ...], command: str, done: bool) -> None:
+    for name in figures:
+        for kind in (".png", ".pdf"):
+            shutil.copy(picture.with_suffix(kind), folder / "figures" / f"{name}{kind}")
+    (folder / "figures" / "captions.json").write_text(json.dumps({n: f"What {n} shows." for n in figures}))
+    (folder / "report.html").write_text(f"<p>{folder.name}</p>")
+    book = RunDir(folder, "r1")
+    packages = {"torch": "2.9", "transformers": "5.6"}
+    made = {"command": command, "started": "2026-01-02T03:04:05", "hardware": "a CPU", "packages": packages}
+    book.write_facts("provenance.json", made)
+    book.write_facts("status.json", {"state": "done" if done else "failed", "error": None, "stages": {}})
+    if done:
+        book.seal(command)
+
+
+def swept(
+    folder: Path, picture: Path, runs: list[Path], figures: tuple[str, ...], **tables: pd.DataFrame
+) -> Path:
+    """A sweep over runs of its suite, whose outputs have moved since."""
+    (folder / "figures").mkdir(parents=True)
+    jobs = [
+        {
+            "overrides": [f"model={r.name[:4]}", f"study.x={i}"],
+            "folder": f"old/{r.parent.name}/{r.name}",
+            "status": 0,
+        }
+        for i, r in enumerate(runs)
+    ]
+    jobs.append({"overrides": ["study.x=lost"], "folder": None, "status": 2})
+    (folder / "jobs.json").write_text(json.dumps(jobs))
+    for name, table in tables.items():
+        table.to_csv(folder / f"{name}.csv", index=False)
+    finish(folder, picture, figures, "posbench -m study.x=0,1", True)
+    return folder
+
+
+@pytest.fixture
+def many(tmp_path: Path, picture: Path) -> Path:
+    """Outputs of four suites: plain runs, a sweep with figures, a sweep without, and damage."""
+    out = tmp_path / "outputs"
+    run(out / "fig3/v002/tiny__a", picture, ("old",))
+    found = claims(("tiny", "holds", "a_claim (Paper 2025)", 1.25), ("tiny", "inconclusive", "b", 2.0))
+    run(out / "fig3/v010/tiny__a", picture, ("curve", "map"), findings=found)
+    run(out / "fig3/v010/tiny_b__a", picture, findings=claims(("tiny_b", "contradicted", "a_claim", -1.5)))
+    parts = [run(out / f"fig6/v001/tiny__{i}", picture, ("inner",)) for i in range(2)]
+    swept(out / "fig6/v001/sweep__f__x", picture, parts, ("sweep",), summary=sweep([1.0, 0.0]))
+    first = run(out / "fig7/v001/tiny__s__1", picture, metrics=metrics())
+    second = run(out / "fig7/v002/tiny__s__2", picture, metrics=metrics(after=[0.5, 0.5, 0.5]))
+    run(out / "fig7/v002/tiny__s__3", picture, ("beside",))  # of no sweep
+    swept(out / "fig7/v001/sweep__x__y", picture, [first, second], ())
+    bad = run(out / "fig9/v001/tiny__bad", picture, metrics=metrics())
+    (bad / "metrics.csv").write_text("model\n")
+    run(out / "fig9/v001/tiny__open", picture, done=False)
+    return out
+
+
+SHOWN = {
+    "fig3": {"tiny-curve", "tiny-map", "tiny_b-curve"},
+    "fig6": {"sweep-sweep"},
+    "fig7": {"tiny-x_0-curve", "tiny-x_1-curve"},
+}
+
+
+class Page(html.parser.HTMLParser):
+    """Images, links and words of a page."""
+
+    def __init__(self, file: Path) -> None:
+        super().__init__()
+        self.images: list[str] = []
+        self.links: list[str] = []
+        self.words = ""
+        self.feed(file.read_text())
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        told = dict(attrs)
+        if tag == "img":
+            self.images.append(str(told["src"]))
+        if tag == "a":
+            self.links.append(str(told["href"]))
+
+    def handle_data(self, data: str) -> None:
+        self.words += data
+
+
+def test_every_figure_of_the_newest_runs_is_in_the_page_and_on_disk(many, picture):
+    file = write_gallery(many)
+    assert file == many / "gallery" / "index.html"
+    page = Page(file)
+    wanted = {f"figures/{suite}/{name}.png" for suite, names in SHOWN.items() for name in names}
+    assert set(page.images) == wanted and wanted <= set(page.links)
+    found = {p.relative_to(file.parent).as_posix() for p in file.parent.rglob("*.png")}
+    assert found == wanted
+    for name in wanted:
+        for kind in (".png", ".pdf"):
+            copied = (file.parent / name).with_suffix(kind)
+            assert copied.read_bytes() == picture.with_suffix(kind).read_bytes()
+    for link in page.links:
+        there = link[1:] in page_ids(file) if link.startswith("#") else (file.parent / link).is_file()
+        assert there, link
+    assert page.words.count("What curve shows.") == 4  # fig3 twice, fig7 twice
+    assert "the <middle> is lost" in page.words.lower() and "<middle>" not in file.read_text()
+    assert "tiny, tiny_b; torch 2.9, transformers 5.6; a CPU; 2026-01-02" in page.words
+
+
+def page_ids(file: Path) -> set[str]:
+    return set(re.findall(r'id="([^"]+)"', file.read_text()))
+
+
+def test_a_suite_and_a_version_have_a_gallery_of_their_own(many, tmp_path, capsys):
+    assert main(["report", str(many / "fig3")]) == 0
+    assert set(Page(many / "fig3/gallery/index.html").images) == {
+        f"figures/fig3/{n}.png" for n in SHOWN["fig3"]
+    }
+    assert main(["report", str(many / "fig3/v002"), "--out", str(tmp_path / "g")]) == 0
+    assert Page(tmp_path / "g/index.html").images[0] == "figures/fig3/tiny-old.png"
+    assert capsys.readouterr().out.splitlines()[-1] == str(tmp_path / "g/index.html")
+    assert main(["report", str(many / "fig3/v002/tiny__a"), "--out", str(tmp_path / "g")]) == 2
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    assert main(["report", str(empty)]) == 2 and "DIR" in capsys.readouterr().err
+
+
+def test_tables_hold_the_numbers_of_the_runs(many):
+    tables = write_gallery(many).parent / "tables"
+    own = [pd.read_csv(many / f"fig3/v010/{n}__a/findings.csv") for n in ("tiny", "tiny_b")]
+    found = pd.read_csv(tables / "fig3.csv")
+    pd.testing.assert_frame_equal(found[list(COLUMNS)], pd.concat(own, ignore_index=True), check_dtype=False)
+    assert found["run"].tolist() == ["tiny", "tiny", "tiny_b"]
+    told = (tables / "fig3.md").read_text()
+    assert "| contradicted | tiny_b | a_claim | s | -1.5 [-1, 9] | 0.01 | 20 |" in told
+    sums, scores = pd.read_csv(many / "fig6/v001/sweep__f__x/summary.csv"), pd.read_csv(tables / "fig6.csv")
+    pd.testing.assert_frame_equal(scores, sums, check_dtype=False)
+    both = pd.read_csv(tables / "fig7.csv")
+    assert (
+        both[(both["metric"] == "accuracy") & (both["run"] == "tiny-x_1")]["value"].tolist()[4:7] == [0.5] * 3
+    )
+    assert {p.stem for p in tables.iterdir()} == set(SHOWN) and len(list(tables.iterdir())) == 9
+
+
+def test_what_is_damaged_unfinished_or_failed_is_named_and_left_out(many):
+    words = " ".join(Page(write_gallery(many)).words.split())
+    for said in (
+        "v001/tiny__bad is damaged (metrics.csv); make it again: posbench experiment=fig9",
+        "v001/tiny__open is unfinished; go on with: posbench experiment=fig9",
+        "failed: study.x=lost (exit status 2)",
+    ):
+        assert said in words
+    assert not (many / "gallery/figures/fig9").exists() and "We see: Nothing" not in words
+    # A damaged run of a newer version does not hide the whole ones of an older.
+    shutil.copytree(many / "fig9/v001/tiny__bad", many / "fig3/v011/tiny__a")
+    (entry,) = (entry for entry in collect(many) if entry.name == "fig3")
+    assert [part.folder.parent.name for part in entry.parts] == ["v010"] * 2 and len(entry.faults) == 1
+
+
+def test_a_second_gallery_takes_the_place_of_the_first_and_of_nothing_else(many, tmp_path):
+    page = write_gallery(many)
+    before = {p: p.read_bytes() for p in page.parent.rglob("*") if p.is_file()}
+    write_gallery(many)
+    assert {p: p.read_bytes() for p in page.parent.rglob("*") if p.is_file()} == before
+    shutil.rmtree(many / "fig3")
+    write_gallery(many)
+    assert "fig3" not in page.read_text() and not list(page.parent.rglob("*fig3*"))
+    other = tmp_path / "mine"
+    other.mkdir()
+    (other / "index.html").write_text("my page")
+    with pytest.raises(UserError, match="--out"):
+        write_gallery(many, other)
+    assert [p.name for p in other.iterdir()] == ["index.html"]
+    assert sorted(p.name for p in many.iterdir() if "gallery" in p.name) == ["gallery"]
+
+
+def test_latex_has_no_special_character_left(many):
+    text = latex(["a_b", "what & why"], [[SPECIAL, "1"], ["x" * 60, "<0.001"]])
+    body = re.search(r"\\toprule(.*)\\bottomrule", text, re.DOTALL)
+    assert body
+    # What LaTeX knows is taken out; of the signs only the ends of cells and lines may be left.
+    known = r"\\text(?:backslash|ascii(?:tilde|circum)|less|greater|bar)\b(?:\s*\{\})?"
+    known += r"|\\[&%$#_{}]|\\midrule|\\space"
+    plain = re.sub(known, "", body[1])
+    assert not re.search(r"[%$#_{}~^<>|]", plain), plain
+    assert plain.count("&") == 3 and plain.count("\\\\") == 3 and plain.replace("\\\\", "").count("\\") == 0
+    assert re.search(r"\\begin\{tabular\}\{p\{0\.65\\linewidth\}l\}", text)
+    assert "longtable" in latex(["a"], [["1"]] * 41)
+    written = {file.stem: file.read_text() for file in (write_gallery(many).parent / "tables").glob("*.tex")}
+    assert set(written) == set(SHOWN) and "a\\_claim" in written["fig3"]
+
+
+def test_a_papers_cells_stand_in_its_layout():
+    row = dict(model="tiny", method="none", task="kv", metric="accuracy")
+    places = {"0": 0.97, "1": 0.2, "all": 0.7}
+    table, _ = cells(metrics(), [{**row, "gold_position": p, "value": v} for p, v in places.items()])
+    header, lines = paper_table(table)
+    assert header == ["model", "method", "", "0", "1", "all"]
+    assert [line[2:] for line in lines] == [
+        ["paper %", "97.0", "20.0", "70.0"],
+        ["ours %", "98.0 [95.0, 100.0]".replace("100.0", "101.0"), "60.0 [57.0, 63.0]", "84.0 [81.0, 87.0]"],
+        ["difference", "+1.0", "+40.0", "+14.0"],
+        ["verdict", "agrees", "differs", "differs"],
+    ]
+
+
+def test_what_we_see_names_the_decided_claims():
+    rows = [
+        ("tiny", "holds", "A (Paper 2025, Figure 1)", 1.0),
+        ("tiny_b", "holds", "A (Paper 2025, Figure 1)", 1.0),
+    ]
+    rows += [("tiny", "holds", "B (the middle)", 1.0), ("tiny_b", "contradicted", "B (the middle)", 1.0)]
+    rows += [("tiny", "inconclusive", "C", 1.0), ("tiny_b", "not testable", "C", 1.0)]
+    said = decided(pd.concat([claims(*rows), claims(("tiny", "holds", "D", 1.0), kind="control")]))
+    assert said == (
+        "Holds: A (all 2 models); B (the middle) (tiny). Contradicted: B (the middle) (tiny_b). "
+        "Beside these: 1 inconclusive, 1 not testable."
+    )
+    assert decided(claims(("", "holds", "D", 1.0), kind="control")) == "Holds: D."
+    assert decided(claims(("", "inconclusive", "D", 1.0))) == "1 inconclusive."
+    many = decided(claims(*[("tiny", "holds", f"claim {i}", 1.0) for i in range(9)]))
+    assert many.count("claim ") == 4 and many.endswith("; 5 more.")
+
+
+def test_the_gallery_in_the_documentation(many, tmp_path, capsys):
+    page = tmp_path / "docs" / "shown.md"
+    page.parent.mkdir()
+    page.write_text("# Gallery\n\n<!-- gallery -->\n<!-- /gallery -->\nend\n")
+    (page.with_suffix("")).mkdir()
+    (page.with_suffix("") / "old.png").write_bytes(b"")
+    assert main(["docs", "gallery", str(many), "--out", str(page)]) == 0, capsys.readouterr().err
+    text = page.read_text()
+    assert text.startswith("# Gallery") and text.endswith("end\n")
+    images = re.findall(r"!\[\w+\]\(([^)]+)\)", text)
+    assert len(images) == len(set(images)) == 5 and "shown/fig6-sweep-sweep.png" in images
+    assert {f"shown/{p.name}" for p in page.with_suffix("").iterdir()} == set(images)
+    assert "*We see:* Holds: a_claim (tiny). Contradicted: a_claim (tiny_b)." in text
+    assert "*The paper shows:* The <middle> is lost." in text and "tiny__bad is damaged" in text
+    page.write_text("no marks")
+    assert main(["docs", "gallery", str(many), "--out", str(page)]) == 2 and page.read_text() == "no marks"
+
+
+def test_figures_of_the_documentation_are_small(tmp_path):
+    from PIL import Image
+
+    noise = tmp_path / "noise.png"
+    Image.frombytes("RGB", (400, 300), os.urandom(400 * 300 * 3)).save(noise)
+    small = shrink(noise)
+    assert len(small) <= 100_000 < noise.stat().st_size
+    assert Image.open(io.BytesIO(small)).size == (280, 210)
+
+
+CHECK = """<script>onload = () => document.title = JSON.stringify({
+  lost: [...document.images].filter(i => !i.complete || !i.naturalWidth).map(i => i.src),
+  shown: document.images.length, width: innerWidth, page: document.documentElement.scrollWidth,
+  cut: [...document.querySelectorAll("body *")].filter(e => e.getBoundingClientRect().right > innerWidth + 1
+    || e.scrollWidth > e.clientWidth + 1 && e.clientWidth).map(e => e.outerHTML.slice(0, 80))})</script>"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("width", [390, 1280])
+def test_the_page_in_a_browser(width, many):
+    browser = shutil.which("chromium") or shutil.which("google-chrome")
+    if not browser:
+        pytest.skip("needs chromium")
+    page = write_gallery(many)
+    # Images off the screen load late; a window is never as narrow as a phone, a frame is.
+    text = page.read_text().replace('loading="lazy"', "").replace("</body>", f"{CHECK}</body>")
+    (page.parent / "check.html").write_text(text)
+    script = "onload = () => document.title = document.querySelector('iframe').contentDocument.title"
+    frame = f'<iframe src="check.html" width="{width}" height="900" style="border:0"></iframe>'
+    (page.parent / "frame.html").write_text(f"{frame}<script>{script}</script>")
+    flags = ["--headless", "--no-sandbox", "--allow-file-access-from-files", "--virtual-time-budget=20000"]
+    call = [browser, *flags, "--dump-dom", f"file://{page.parent}/frame.html"]
+    dom = subprocess.run(call, capture_output=True, text=True, timeout=120, check=True).stdout
+    title = re.search("<title>(.*?)</title>", dom, re.DOTALL)
+    assert title, dom
+    found = json.loads(title[1].replace("&gt;", ">").replace("&lt;", "<").replace("&amp;", "&"))
+    assert found["lost"] == [] and found["shown"] == 9 and found["width"] == width
+    assert found["page"] <= width and found["cut"] == []
