@@ -97,8 +97,7 @@ class Figure:
             lacking = dict.fromkeys(source for config in self.configs for source in absent(config))
             self.absent, self.folder = list(lacking), None if lacking else self.result()
             if lacking:
-                named = ", ".join(source.id for source in lacking)
-                self._end("to fetch", 2, f"not on this machine: {named}")
+                self._end("to fetch", 2, f"{len(lacking)} of its sources are not on this machine")
             elif self.folder:
                 self._end("finished before", 0, "")
         except Exception as error:
@@ -281,16 +280,19 @@ def _tell(asked: Sequence[Figure], logs: Path, console: Console) -> int:
     console.print()
     for figure in asked:
         console.print(figure.line, soft_wrap=True)
-    absent = [source for figure in asked for source in figure.absent]
-    if absent:
-        console.print("\nnot on this machine:")
-        with suppress(UserError):  # the table says what could not be reached
-            sources.fetch(absent, dry_run=True, console=console)
     for figure in asked:
-        if figure.status:
+        if figure.status and not figure.absent:
             log = f"\n  log: {figure.log(logs)}" if figure.state == "failed" else ""
             told = f"posbench: {figure.name} {figure.state}: {figure.note}{log}\n  next: {figure.command}"
             print(told, file=sys.stderr)
+    lacking = [figure for figure in asked if figure.absent]
+    if lacking:
+        console.print("\nnot on this machine:")
+        with suppress(UserError):  # the table says what could not be reached
+            sources.fetch([s for figure in lacking for s in figure.absent], dry_run=True, console=console)
+        commands = "\n  ".join(figure.command for figure in lacking)
+        told = f"{len(lacking)} of {len(asked)} not run: files are not on this machine; next:\n  {commands}"
+        print(f"posbench: {told}", file=sys.stderr)
     if any(figure.folder for figure in asked):
         console.print(f"next: posbench report {logs.parent}", soft_wrap=True)
     return max(figure.status for figure in asked)
