@@ -25,7 +25,7 @@ PAPERS = {
     "lpes": "LPES: Mitigating Position Bias via Layer-Specific Positional Embedding Scaling",
     "wu2025": "Wu et al. 2025: On the Emergence of Position Bias in Transformers",
     "behind_rope": "Behind RoPE: How Does Causal Mask Encode Positional Information?",
-    "": "Of no paper",
+    "": "Other runs",
 }
 """The papers in the order of the page."""
 PAGE, SCALE = "index.html", 0.66

@@ -43,7 +43,7 @@ def latex(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     long texts are paragraphs."""
     frame = pd.DataFrame(rows, columns=list(header))
     wide = [max(map(len, [name, *frame[name]])) > LONG for name in header]
-    paragraph = rf"p{{{0.65 / max(sum(wide), 1):.2f}\linewidth}}"
+    paragraph = rf"p{{{min(0.3, 0.65 / max(sum(wide), 1)):.2f}\linewidth}}"
     style = frame.style.hide(axis="index").format(escape="latex").format_index(escape="latex", axis="columns")
     text: str = style.to_latex(
         hrules=True,

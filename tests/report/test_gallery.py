@@ -24,7 +24,7 @@ from posbench.report.gallery import shrink, write_gallery
 from posbench.report.paper import cells, paper_table
 from posbench.report.tables import latex
 from posbench.report.text import decided
-from posbench.run.folder import RunDir
+from posbench.run.folder import RunDir, opened
 from posbench.stats.findings import COLUMNS
 from tests.frames import metrics, sweep
 
@@ -59,7 +59,15 @@ def run(
     (folder / "config.yaml").write_text(yaml.safe_dump(config(folder.parents[1].name, folder.name)))
     for name, table in tables.items():
         table.to_csv(folder / f"{name}.csv", index=False)
-    finish(folder, picture, figures, f"posbench experiment={folder.parents[1].name}", done)
+    drawn(folder, picture, figures)
+    command = f"posbench experiment={folder.parents[1].name}"
+    book = RunDir(folder, "r1")
+    packages = {"torch": "2.9", "transformers": "5.6"}
+    made = {"command": command, "started": "2026-01-02T03:04:05", "hardware": "a CPU", "packages": packages}
+    book.write_facts("provenance.json", made)
+    book.write_facts("status.json", {"state": "done" if done else "failed", "error": None, "stages": {}})
+    if done:
+        book.seal(command)
     return folder
 
 
@@ -71,19 +79,12 @@ def config(suite: str, name: str) -> dict[str, object]:
     }
 
 
-def finish(folder: Path, picture: Path, figures: tuple[str, ...], command: str, done: bool) -> None:
+def drawn(folder: Path, picture: Path, figures: tuple[str, ...]) -> None:
     for name in figures:
         for kind in (".png", ".pdf"):
             shutil.copy(picture.with_suffix(kind), folder / "figures" / f"{name}{kind}")
     (folder / "figures" / "captions.json").write_text(json.dumps({n: f"What {n} shows." for n in figures}))
     (folder / "report.html").write_text(f"<p>{folder.name}</p>")
-    book = RunDir(folder, "r1")
-    packages = {"torch": "2.9", "transformers": "5.6"}
-    made = {"command": command, "started": "2026-01-02T03:04:05", "hardware": "a CPU", "packages": packages}
-    book.write_facts("provenance.json", made)
-    book.write_facts("status.json", {"state": "done" if done else "failed", "error": None, "stages": {}})
-    if done:
-        book.seal(command)
 
 
 def swept(
@@ -103,7 +104,8 @@ def swept(
     (folder / "jobs.json").write_text(json.dumps(jobs))
     for name, table in tables.items():
         table.to_csv(folder / f"{name}.csv", index=False)
-    finish(folder, picture, figures, "posbench -m study.x=0,1", True)
+    drawn(folder, picture, figures)
+    RunDir(folder).seal("posbench -m study.x=0,1")  # a sweep keeps no books
     return folder
 
 
@@ -225,6 +227,17 @@ def test_what_is_damaged_unfinished_or_failed_is_named_and_left_out(many):
     assert [part.folder.parent.name for part in entry.parts] == ["v010"] * 2 and len(entry.faults) == 1
 
 
+def test_a_sweep_that_is_drawn_again_stays_whole(many):
+    folder = many / "fig6/v001/sweep__f__x"
+    assert main(["report", str(folder)]) == 0
+    assert opened(folder).damaged() == [] and opened(folder).done
+    (entry,) = (entry for entry in collect(many) if entry.name == "fig6")
+    (part,) = entry.parts
+    assert part.figures["sweep"].startswith("Left: score over all positions")
+    (folder / "figures" / "sweep.png").write_bytes(b"")
+    assert opened(folder).damaged() == ["figures/sweep.png"]
+
+
 def test_a_second_gallery_takes_the_place_of_the_first_and_of_nothing_else(many, tmp_path):
     page = write_gallery(many)
     before = {p: p.read_bytes() for p in page.parent.rglob("*") if p.is_file()}
@@ -252,7 +265,7 @@ def test_latex_has_no_special_character_left(many):
     plain = re.sub(known, "", body[1])
     assert not re.search(r"[%$#_{}~^<>|]", plain), plain
     assert plain.count("&") == 3 and plain.count("\\\\") == 3 and plain.replace("\\\\", "").count("\\") == 0
-    assert re.search(r"\\begin\{tabular\}\{p\{0\.65\\linewidth\}l\}", text)
+    assert re.search(r"\\begin\{tabular\}\{p\{0\.30\\linewidth\}l\}", text)
     assert "longtable" in latex(["a"], [["1"]] * 41)
     written = {file.stem: file.read_text() for file in (write_gallery(many).parent / "tables").glob("*.tex")}
     assert set(written) == set(SHOWN) and "a\\_claim" in written["fig3"]
