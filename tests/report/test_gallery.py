@@ -212,6 +212,32 @@ def test_tables_hold_the_numbers_of_the_runs(many):
     assert {p.stem for p in tables.iterdir()} == set(SHOWN) and len(list(tables.iterdir())) == 9
 
 
+def test_a_papers_cells_come_first_and_are_counted(many, picture):
+    folder = run(many / "table1/v001/tiny__m", picture, metrics=metrics())
+    row = dict(model="tiny", method="scale_channel", task="kv", metric="accuracy", source="Table 1", n=500)
+    places = {"0": 0.97, "1": 0.2, "2": 0.9, "all": 0.93}
+    reference = [{**row, "gold_position": place, "value": value} for place, value in places.items()]
+    (folder / "reference.json").write_text(
+        json.dumps([*reference, {**row, "model": "big", "gold_position": "0", "value": 0.5}])
+    )
+    RunDir(folder, "r1").seal("posbench experiment=table1")
+    page = write_gallery(many)
+    found = pd.read_csv(page.parent / "tables/table1.csv")
+    assert found["paper"].tolist() == list(places.values()) and found["ours"].tolist()[:3] == [
+        0.96,
+        0.9,
+        0.92,
+    ]
+    assert found["difference"].round(9).tolist()[:3] == [-0.01, 0.7, 0.02]
+    told = (page.parent / "tables/table1.md").read_text().splitlines()
+    assert told[0] == "| model | method |  | 0 | 1 | 2 | all |" and told[2].startswith(
+        "| tiny | scale_channel | paper % | 97.0 |"
+    )
+    tally = found["verdict"].value_counts()
+    assert f"Cells of the paper: {tally['agrees']} agree" in Page(page).words and tally["differs"] == 1
+    assert (page.parent / "tables/table1-scores.csv").is_file()
+
+
 def test_what_is_damaged_unfinished_or_failed_is_named_and_left_out(many):
     words = " ".join(Page(write_gallery(many)).words.split())
     for said in (
