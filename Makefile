@@ -4,8 +4,8 @@ VENV ?= .venv
 OLDEST := $(VENV)-oldest
 BIN := $(VENV)/bin
 PIP := -m pip --quiet --disable-pip-version-check install --constraint constraints.txt
-EXPERIMENTS = $(shell grep -L -e 'needs_weights: true' -e 'study: synthetic_training' experiments/*.yaml)
-TRAININGS = $(wildcard experiments/wu2025_*.yaml)
+TRAININGS = $(basename $(notdir $(shell grep -l 'study: synthetic_training' experiments/*.yaml)))
+FIGURES = $(BIN)/posbench figures $(if $(MODEL),model=$(MODEL)) $(ARGS)
 
 .DEFAULT_GOAL := help
 .PHONY: help setup run test test-oldest lint format figure figures trainings wheel clean
@@ -28,12 +28,12 @@ lint: setup ## style and types
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
 format: setup ## apply the style
 	$(BIN)/ruff check --fix . && $(BIN)/ruff format .
-figure: setup ## one table or figure of a paper: make figure NAME=yu2025_fig6
-	$(BIN)/posbench experiment=$(NAME) $(ARGS)
-figures: setup ## every table and figure that needs no weights and no training
-	@set -e; for file in $(EXPERIMENTS); do $(BIN)/posbench experiment=$$(basename $$file .yaml) $(ARGS); done
+figure: setup ## one table or figure of a paper: make figure NAME=yu2025_fig6 [MODEL=mistral7b]
+	@$(FIGURES) $(or $(NAME),$(error make figure NAME=yu2025_fig6))
+figures: setup ## every one that needs no weights and no training: make figures [PAPER=yu2025] [MODEL=mistral7b]
+	@$(FIGURES) $(if $(PAPER),paper=$(PAPER))
 trainings: setup ## the trainings of Wu et al. 2025 (hours): make trainings PRESET=paper
-	@set -e; for file in $(TRAININGS); do $(BIN)/posbench experiment=$$(basename $$file .yaml) study.preset=$(or $(PRESET),quick) study.trainings=outputs/trainings; done
+	@$(BIN)/posbench figures $(TRAININGS) --jobs 1 study.preset=$(or $(PRESET),quick) study.trainings=outputs/trainings $(ARGS)
 wheel: setup ## build the wheel
 	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .
 clean: ## remove the environments and build products; outputs/ stays

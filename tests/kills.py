@@ -147,9 +147,9 @@ class Kills:
         return sum(self.kill(number, count, rng) for number in range(count)), count
 
     def contents(self) -> dict[str, bytes]:
-        """Every file under the outputs but locks (empty). Left out: when a run started, the checksums of what
-        holds that time, and of a study of times all checksums and what ``timed`` names. DONE says whether all
-        checksums of its folder hold."""
+        """Every file under the outputs but locks (empty). Left out: when a run started, how long it took, the
+        checksums of what holds these, and of a study of times all checksums and what ``timed`` names. DONE
+        says whether all checksums of its folder hold."""
         found = {}
         for file in sorted(p for p in self.outputs.rglob("*") if p.is_file() and "lock" not in p.name):
             data = file.read_bytes()
@@ -162,14 +162,15 @@ class Kills:
                 data = repr([self._timeless(json.loads(line)) for line in lines]).encode()
             elif self.timed and file.suffix == ".pt":
                 data = repr(self._timeless(torch.load(file, weights_only=True))).encode()
-            elif file.name in ("provenance.json", "manifest.json", "report.html"):
-                data = re.sub(rb'.*("|&#34;)(started|provenance.json|sum)("|&#34;): .*', b"", data)
+            elif file.name in ("provenance.json", "status.json", "manifest.json", "report.html"):
+                moved = rb"started|seconds|provenance.json|status.json|sum"
+                data = re.sub(rb'.*("|&#34;)(' + moved + rb')("|&#34;): .*', b"", data)
             found[file.relative_to(self.outputs).as_posix()] = data
         return found
 
     def _timeless(self, data: Any) -> Any:
         if isinstance(data, dict):
-            left_out = "|".join((*self.timed, "started", "sum"))
+            left_out = "|".join((*self.timed, "started", "seconds", "sum"))
             return {k: self._timeless(v) for k, v in data.items() if not re.fullmatch(left_out, str(k))}
         if isinstance(data, list | tuple):
             return [self._timeless(each) for each in data]

@@ -14,6 +14,7 @@ from posbench.errors import UserError
 from posbench.files.atomic import write_bytes, write_text
 from posbench.files.markdown import markdown
 from posbench.model.families import support_table
+from posbench.report import experiments
 from posbench.report.collect import collect
 from posbench.report.folder import read_csv, read_json
 from posbench.report.gallery import as_markdown, shrink
@@ -134,4 +135,4 @@ def run(folder: Path) -> str:
     return "\n\n".join(part for part in parts if part)
 
 
-FROM_RUNS: dict[str, Callable[[Path], str]] = {"claims": claims, "run": run}
+FROM_RUNS: dict[str, Callable[[Path], str]] = {"claims": claims, "run": run, "experiments": experiments.page}

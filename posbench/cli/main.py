@@ -27,6 +27,7 @@ HELP = """posbench finds, explains and removes position bias in language models.
   posbench experiment=yu2025_fig6                  one table or figure of a paper
   posbench model=llama2_13b runtime=gpu runtime.device_map=auto     over all GPUs of this machine
 
+  posbench figures [NAMES] [paper=yu2025] [model=NAME] [--jobs N]   many experiments, side by side
   posbench ls [models|methods|tasks|searches|studies|runtimes|experiments|families] [--config-dir DIR]
   posbench fetch [OVERRIDES] [--dry-run]           list and download what a config needs
   posbench validate [OVERRIDES]                    compose and check configs, run nothing
@@ -34,7 +35,8 @@ HELP = """posbench finds, explains and removes position bias in language models.
   posbench report OUTPUTS [--out FOLDER]           of many runs: one gallery of all figures, PDFs and tables
   posbench rescore DIR                             score saved outputs again, without a model
   posbench show DIR [--wrong] [--all] [--id ID]    prompts, expected answers, replies and scores of a run
-  posbench docs families|claims|run|gallery [DIR]  documentation from code or from runs, as Markdown
+  posbench docs PAGE [DIR] [--out FILE]            a page of the documentation from code or runs, as Markdown:
+                                                   families, claims, run, experiments or gallery
   posbench lm_eval FLAGS                           lm-evaluation-harness under a method; its own flags
 
 Every key can be set as key=value; `--cfg job` prints the whole config, `--config-dir DIR` adds your own YAML
@@ -106,10 +108,18 @@ def _usage(name: str, verb: Callable[[list[str]], int]) -> str:
 
 def _verbs() -> dict[str, Callable[[list[str]], int]]:
     # Help and version do without the libraries that verbs need.
-    from posbench.cli import docs, lm_eval, verbs
+    from posbench.cli import docs, figures, lm_eval, verbs
 
-    each = verbs.ls, verbs.fetch, verbs.validate, verbs.report, verbs.rescore, verbs.show
-    return {**{verb.__name__: verb for verb in each}, "docs": docs.docs, "lm_eval": lm_eval.command}
+    each: tuple[Callable[[list[str]], int], ...] = (
+        verbs.ls,
+        verbs.fetch,
+        verbs.validate,
+        verbs.report,
+        verbs.rescore,
+        verbs.show,
+    )
+    each += docs.docs, figures.figures
+    return {**{verb.__name__: verb for verb in each}, "lm_eval": lm_eval.command}
 
 
 def _run(args: list[str]) -> int:

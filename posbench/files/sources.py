@@ -53,6 +53,7 @@ class Source:
     files: tuple[str, ...] = ()
     revision: str | None = None  # hub branch, tag or commit; None is the default branch
     sha256: str = ""  # checksum that a URL's content must have; empty: not known
+    about: str = ""  # what is known of size and licence without asking
 
 
 @dataclass(frozen=True)
@@ -196,7 +197,7 @@ def fetch(sources: Iterable[Source], *, dry_run: bool, console: Console) -> None
         UserError: A file is missing on this machine, or a source cannot be reached and is not in the cache.
     """
     sources = list(dict.fromkeys(sources))
-    table = Table("what", "from", "file", "size", "state", box=None, pad_edge=False)
+    table = Table("what", "from", "file", "size", "state", "about", box=None, pad_edge=False)
     commits: dict[Source, str] = {}
     wanted, problems, every = [], [], []
     for source in sources:
@@ -207,7 +208,7 @@ def fetch(sources: Iterable[Source], *, dry_run: bool, console: Console) -> None
             here = cached(source) if source.kind != "path" and error.__cause__ else None
             if here is None:
                 problems.append(error)
-                table.add_row(source.field.partition(".")[0], source.id, "", "", "missing")
+                table.add_row(source.field.partition(".")[0], source.id, "", "", "missing", source.about)
                 continue
             reason = type(error.__cause__).__name__
             said = f"{source.id}: not reachable ({reason}), but a complete copy is cached"
@@ -219,7 +220,9 @@ def fetch(sources: Iterable[Source], *, dry_run: bool, console: Console) -> None
             tokenizer = source.files == CHECKPOINT and any(fnmatch(file.name, part) for part in TOKENIZER)
             what = "tokenizer" if tokenizer else source.field.partition(".")[0]
             state = "missing" if not file.here else "here" if source.kind == "path" else "cached"
-            table.add_row(what, source.id, file.name, "?" if file.size is None else decimal(file.size), state)
+            size = "?" if file.size is None else decimal(file.size)
+            about = source.about if file == files[0] else ""
+            table.add_row(what, source.id, file.name, size, state, about)
         every += files
         here = cached(source)
         if here is None or (sha and here.name != sha):
@@ -234,7 +237,7 @@ def fetch(sources: Iterable[Source], *, dry_run: bool, console: Console) -> None
     if not wanted:
         console.print("nothing to download: everything this config needs is on this machine")
     elif dry_run:
-        console.print("--dry-run: nothing was downloaded")
+        console.print("nothing was downloaded")
     else:
         for source in wanted:
             _download(source)

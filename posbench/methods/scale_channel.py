@@ -55,7 +55,7 @@ class Prefix:
     def fork(self, model: PreTrainedModel, method: ScaleChannel) -> DynamicCache:
         """A cache with scaled keys in the method's layers; everything else is shared with this prefix."""
         cache = fork(self.cache)
-        for index in method.layer_indices if self.inputs else ():
+        for index in method.layer_indices if self.inputs and method.tokens != "last" else ():
             layer = cache.layers[index]
             # A sliding-window layer keeps the newest tokens only.
             newest = slice(-layer.keys.shape[-2], None)
@@ -135,6 +135,8 @@ class ScaleChannel(Method):
         factor: The multiplier s; 1 changes nothing.
         layers: First and last layer, inclusive and 0-based as in the paper's Table 4.
         last: Rows of the prompt with scaled attention: 1 (paper), n, or ``"all"`` (also None): Table 6.
+        tokens: Whose inputs are scaled: ``both`` (paper), those of the ``last`` rows and generated tokens
+            alone (their queries and own keys), or the keys of all ``earlier`` ones. The two halves are ours.
 
     Source: Yu et al. 2025, Eq. 2-3.
     Differs from source: the authors' program projects queries and keys a second time in every layer; this one
@@ -155,6 +157,7 @@ class ScaleChannel(Method):
     factor: Factor
     layers: tuple[int, int]
     last: Count | Literal["all"] | None = 1
+    tokens: Literal["both", "last", "earlier"] = "both"
 
     @classmethod
     def example(cls, lm: LM) -> Self:
@@ -222,7 +225,7 @@ class ScaleChannel(Method):
     def continue_with(self, model: PreTrainedModel, forward: Callable[..., Any], **inputs: Any) -> Any:
         """Run tokens whose queries and keys are scaled, on a cache whose keys are scaled already."""
         with ExitStack() as stack:
-            for layer in self.layer_indices:
+            for layer in self.layer_indices if self.tokens != "earlier" else ():
                 for handle in families.on_query_key_input(model, layer, self.scale):
                     stack.enter_context(handle)
             return forward(**inputs)

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,7 +25,7 @@ from posbench.files import sources
 from posbench.model import families, guard
 from posbench.model.encode import CHAT_TEMPLATES
 from posbench.model.lm import LM
-from posbench.schema import Count, Tokens, build
+from posbench.schema import Count, Positive, Tokens, build
 
 Kernel = Literal["auto", "sdpa", "eager", "flash_attention_2"]
 Dtype = Literal["auto", "float64", "float32", "bfloat16", "float16"]
@@ -58,6 +58,8 @@ class ModelConfig:
     allow_partial: bool = False
     stages: tuple[str, ...] = ("intervene", "evaluate", "report")  # stages that run when the user names none
     source: str = ""  # where the facts of this file come from
+    # of the published weights, about: parameters times bytes of their type
+    gigabytes: Positive | None = None
     # what the file brings for methods, tasks, searches and studies, by their names: every other key of the
     # file that holds a mapping
     blocks: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -69,6 +71,12 @@ class ModelConfig:
             raise UserError("model.chat_template", self.chat_template, " | ".join(names), hint)
         if self.allow_partial and not self.name.endswith(PARTIAL):
             object.__setattr__(self, "name", self.name + PARTIAL)
+
+    @property
+    def checkpoint(self) -> sources.Source:
+        """The files that it is loaded from."""
+        about = f"about {self.gigabytes:g} GB" if self.gigabytes else ""
+        return replace(sources.checkpoint(self.path, self.revision), about=about)
 
 
 def load(
@@ -138,7 +146,7 @@ def _load_checkpoint(
         hint = "set model.attention=sdpa, or install the extra posbench[flash]"
         raise UserError("model.attention", config.attention, allowed, hint)
     # From here on there is a folder on this machine, and nothing touches the network.
-    path = str(sources.local(sources.checkpoint(config.path, config.revision)))
+    path = str(sources.local(config.checkpoint))
     sources.shards(Path(path))
     with _explained(config, where):
         origin: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}

@@ -17,7 +17,7 @@ from posbench.methods.choice import MethodChoice, every
 from posbench.model.load import ModelConfig, with_blocks
 from posbench.pipeline.arguments import GROUPS, TOP
 from posbench.run.runtime import Runtime
-from posbench.schema import build, instantiate
+from posbench.schema import Positive, build, instantiate
 from posbench.search.base import Search
 from posbench.stats.reference import Reference
 from posbench.studies.base import Study
@@ -40,6 +40,7 @@ class Experiment:
     reference: Reference | None = None  # the paper's numbers
     claims: tuple[str, ...] = ()  # what the paper reads off the figure, where it prints no numbers
     needs_weights: bool = False  # whether it says nothing without a real checkpoint
+    minutes: Positive | None = None  # of one core that it takes as it stands, about
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,7 +134,7 @@ def check(
         with faults.collecting():
             made[name] = make()
     if "model" in made and ("study" not in made or not made["study"] or made["study"].needs_model):
-        source = sources.checkpoint(made["model"].path, made["model"].revision)
+        source = made["model"].checkpoint
         with faults.collecting():
             if source.kind == "path":
                 sources.listing(source)
@@ -183,7 +184,12 @@ def needs(raw: Mapping[str, Any]) -> tuple[Source, ...]:
         UserError: The model or the task is wrong.
     """
     model, task = _model(raw.get("model")), instantiate(raw.get("task"), Task, "task")  # type: ignore[type-abstract,arg-type]
-    return (sources.checkpoint(model.path, model.revision), *task.files())
+    return (model.checkpoint, *data_of(task))
+
+
+def data_of(task: Task) -> list[Source]:
+    """The files of a task, with what is known of them where their server is not reached."""
+    return [replace(source, about=f"{task.size}; {task.licence}") for source in task.files()]
 
 
 def _model(data: Any) -> ModelConfig:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -15,15 +16,16 @@ from rich.text import Text
 from posbench import paths
 from posbench.errors import UserError
 from posbench.files.digests import Content, changed, in_place
+from posbench.files.sources import Source, cached
 from posbench.measure.replies import encode_longest
 from posbench.model import families
 from posbench.model.guard import probe
 from posbench.pipeline.config import Config
-from posbench.pipeline.identity import identity, provenance, reads, run_name, threads, version_key
+from posbench.pipeline.identity import files, identity, provenance, reads, run_name, threads, version_key
 from posbench.pipeline.stages import evaluate, intervene, report, search, study
 from posbench.run.base import IncompleteRun, Run
 from posbench.run.claim import claim, find
-from posbench.run.folder import STATUS, RunDir
+from posbench.run.folder import STATUS, RunDir, run_id
 from posbench.tasks.base import EvaluationOnly
 
 STAGES: Mapping[str, Callable[[Config, Run], None]] = {
@@ -53,6 +55,7 @@ def execute(config: Config, *, command: str, console: Console) -> Path:
         UserError: Something the user can correct.
         IncompleteRun: Some rows failed and will be retried by the same command.
     """
+    started = time.monotonic()
     # First of all: a device that is not there, and weights to download, with the hub's own progress bars.
     _need_words(config)
     read = _read(config, console)
@@ -61,19 +64,17 @@ def execute(config: Config, *, command: str, console: Console) -> Path:
     if threads(config):
         torch.set_num_threads(threads(config) or 1)
     subject = config.study_name or config.task.name
-    suite = config.experiment.name if config.experiment else subject
-    key, name = version_key(config, who, read), run_name(config, who, read)
     parts = [config.model.name, subject, config.choice.name] if config.uses_model else [subject]
-    outputs, run = Path(config.runtime.outputs).expanduser(), prepared(config, who, read, console)
-    if find(outputs, suite, key, name) is None:
+    place, run = _place(config, who, read), prepared(config, who, read, console)
+    if find(*place) is None:
         preflight(config, run)
     console.rule(Text("  ".join(parts), style="bold"))
     facts = provenance(config, command, who, read)
-    with claim(outputs, suite, key, name, config.raw, facts) as out:
+    with claim(*place, config.raw, facts) as out:
         run.out, damaged = out, out.damaged()
         if out.status()["state"] == MIXED:
             raise UserError("run folder", str(out.path), "rows from one content of each file", "remove it")
-        if out.done and not damaged and all(out.stage(stage).get("done") for stage in config.stages):
+        if not damaged and _ended(out, config):
             console.print("finished before: nothing is computed again")
             report.show(out.path, console)
             return out.path
@@ -89,12 +90,49 @@ def execute(config: Config, *, command: str, console: Console) -> Path:
             state = "incomplete" if isinstance(error, IncompleteRun) else "failed"
             state = MIXED if out.status()["state"] == MIXED else state
             with suppress(OSError):  # a full disk, of which the error itself tells
-                out.finish(state, f"{type(error).__name__}: {error}")
+                out.finish(state, f"{type(error).__name__}: {error}", time.monotonic() - started)
             raise
-        out.finish("done")
+        out.finish("done", seconds=time.monotonic() - started)
         if "report" not in config.stages:
             report.show(out.path, console)
         return out.path
+
+
+def finished(config: Config) -> Path | None:
+    """The folder of a run that :func:`execute` would show and not compute again; None for any other. Makes
+    nothing.
+
+    Raises:
+        UserError: A file that takes part cannot be read, or the outputs cannot.
+    """
+    read = reads(config)
+    place = _place(config, identity(config, read), read)
+    folder = find(*place)
+    out = RunDir(folder, run_id(*place[2:])) if folder else None
+    return folder if out and _ended(out, config) and not out.damaged() else None
+
+
+def absent(config: Config) -> list[Source]:
+    """What a run would download first; empty if all of it is here.
+
+    Raises:
+        UserError: Model and task do not go together.
+    """
+    _need_words(config)
+    return [source for source in files(config) if source.kind != "path" and cached(source) is None]
+
+
+def _place(
+    config: Config, who: Mapping[str, Any], read: Sequence[Content]
+) -> tuple[Path, str, dict[str, Any], str]:
+    """Outputs, suite, version key and name: what :func:`posbench.run.claim.find` asks for."""
+    suite = config.experiment.name if config.experiment else config.study_name or config.task.name
+    outputs = Path(config.runtime.outputs).expanduser()
+    return outputs, suite, version_key(config, who, read), run_name(config, who, read)
+
+
+def _ended(out: RunDir, config: Config) -> bool:
+    return out.done and all(out.stage(stage).get("done") for stage in config.stages)
 
 
 def _need_words(config: Config) -> None:

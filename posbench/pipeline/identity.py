@@ -19,7 +19,7 @@ from posbench.files.atomic import digest
 from posbench.files.digests import Content, contents, in_place, keys
 from posbench.files.hardware import hardware
 from posbench.model.load import torch_device
-from posbench.pipeline.config import Config
+from posbench.pipeline.config import Config, data_of
 from posbench.tasks import Task
 
 NUMBERS = "tasks stats theory model methods perturbations measure run search studies embedded"
@@ -29,24 +29,29 @@ READ = (".py", ".json", ".yaml", ".jinja")
 """What the package computes with: code, and the tables, shapes and chat templates beside it."""
 
 
-def reads(config: Config) -> list[Content]:
-    """What the files that take part in a run hold: checkpoint, data, and what method, search and study read.
-
-    Raises:
-        UserError: One is missing, or cannot be read or downloaded.
-    """
+def files(config: Config) -> list[sources.Source]:
+    """The files that take part in a run: checkpoint, data, and what method, search and study read."""
     asked: list[sources.Source] = []
     if config.uses_model:
-        asked = [sources.checkpoint(config.model.path, config.model.revision), *config.choice.files()]
+        asked = [config.model.checkpoint, *config.choice.files()]
         asked += [file for choice in config.every.values() for file in choice.files()]
-    asked += config.task.files() if config.uses_task else ()
+    asked += data_of(config.task) if config.uses_task else ()
     asked += config.search.files() if "search" in config.stages else ()
     if config.study:
         # Verdicts rest on the papers' tables.
         tables = paths.EXPERIMENTS / "reference"
         asked += config.study.files()
         asked.append(sources.Source(kind="path", id=str(tables), field="study.reference", files=("*.csv",)))
-    return contents(asked)
+    return asked
+
+
+def reads(config: Config) -> list[Content]:
+    """What these files hold.
+
+    Raises:
+        UserError: One is missing, or cannot be read or downloaded.
+    """
+    return contents(files(config))
 
 
 def identity(config: Config, read: Sequence[Content]) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from posbench.plots.scores import accuracy_by_position, by_subset
 from posbench.plots.section import Section
 from posbench.report import failures, tables
 from posbench.report.folder import CAPTIONS, need_folder, read_csv, read_json, read_text, study_tables
-from posbench.report.paper import beside
+from posbench.report.paper import beside, reference_text
 from posbench.report.text import applied, headline, shortened, verdicts
 from posbench.run.folder import opened
 from posbench.schema import instantiate
@@ -65,6 +65,8 @@ def read_run(folder: Path) -> tuple[str, list[Section]]:
     sections = _study(folder, config)
     if metrics is not None:
         sections += _scores(folder, metrics, subsets)
+    elif not sections and (told := read_json(folder / "experiment.json")):
+        sections.append(Section(str(told["title"]), reference_text(told, [], pd.DataFrame())))
     if subsets is not None:
         drawn = {"subsets": (by_subset(subsets), "Every subset, and below the line every average.")}
         sections.append(Section("By subset", "", *tables.subset_table(subsets), drawn))

@@ -32,9 +32,7 @@ def summarise(jobs: Sequence[dict[str, Any]], console: Console) -> Path | None:
     Of each job: its ``overrides`` (``key=value``), run ``folder`` (None if it failed), exit ``status``.
     Returns the folder, or None when no job finished.
     """
-    settings = [dict(o.split("=", 1) for o in job["overrides"] if "=" in o) for job in jobs]
-    keys = dict.fromkeys(key for setting in settings for key in setting)
-    varied = [key for key in keys if len({setting.get(key) for setting in settings}) > 1]
+    settings, varied = _varied([job["overrides"] for job in jobs])
     # Model, method and task are columns of every table already.
     axes, finished = [key for key in varied if key not in COLUMNS], []
     for setting, job in zip(settings, jobs, strict=True):
@@ -46,8 +44,7 @@ def summarise(jobs: Sequence[dict[str, Any]], console: Console) -> Path | None:
     if not finished:
         return None
     runs = [path for _, path in finished]
-    name = "_".join(varied).replace(".", "-").replace("/", "-") or "runs"
-    folder = runs[0].parent / f"sweep__{name}__{digest([str(run) for run in runs])}"
+    folder = _place(varied, runs)
     folder.mkdir(parents=True, exist_ok=True)
     for run in runs:
         checked(run)  # the first of many may have finished days ago
@@ -65,6 +62,24 @@ def summarise(jobs: Sequence[dict[str, Any]], console: Console) -> Path | None:
     _show(folder, console)
     RunDir(folder).seal(str(RunDir(runs[0]).facts(PROVENANCE).get("command", "")))
     return folder
+
+
+def finished(overrides: Sequence[Sequence[str]], runs: Sequence[Path]) -> Path | None:
+    """The folder that :func:`summarise` left for these runs, by their overrides; None unless it is whole."""
+    folder = _place(_varied(overrides)[1], runs)
+    return folder if RunDir(folder).done and not RunDir(folder).damaged() else None
+
+
+def _varied(overrides: Sequence[Sequence[str]]) -> tuple[list[dict[str, str]], list[str]]:
+    """The settings of every job, and the keys that are not alike in all of them."""
+    settings = [dict(o.split("=", 1) for o in each if "=" in o) for each in overrides]
+    keys = dict.fromkeys(key for setting in settings for key in setting)
+    return settings, [key for key in keys if len({setting.get(key) for setting in settings}) > 1]
+
+
+def _place(varied: Sequence[str], runs: Sequence[Path]) -> Path:
+    name = "_".join(varied).replace(".", "-").replace("/", "-") or "runs"
+    return runs[0].parent / f"sweep__{name}__{digest([str(run) for run in runs])}"
 
 
 def _show(folder: Path, console: Console) -> None:

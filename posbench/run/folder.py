@@ -103,9 +103,12 @@ class RunDir:
         files = {name: self._sum(name) for name in wrote if not name.endswith(ROWS) and name != STATUS}
         self.mark(stage, done=True, files=self.stage(stage).get("files", {}) | files)
 
-    def finish(self, state: str, error: str | None = None) -> None:
-        """Record how the run ended; ``done`` also writes the manifest, and DONE last."""
-        self.write_facts(STATUS, self.status() | {"state": state, "error": error})
+    def finish(self, state: str, error: str | None = None, seconds: float = 0.0) -> None:
+        """Record how the run ended, and add what it took to ``seconds``, the wall time of all sessions but
+        killed ones; ``done`` also writes the manifest, and DONE last."""
+        facts = self.status()
+        spent = {"seconds": round(facts.get("seconds", 0) + seconds, 1)}
+        self.write_facts(STATUS, facts | {"state": state, "error": error} | spent)
         if state == "done":
             self.seal(str(self.facts(PROVENANCE).get("command", "")))
 
@@ -165,7 +168,8 @@ class RunDir:
         """Make an unfinished, extended or damaged run ready for stages: what is damaged goes, rows but the
         whole ones later; all that can be is made again by the stages, config and provenance here."""
         damaged, known = self.damaged(), self.facts(MANIFEST).get("files", {})
-        before, search = self.status()["stages"], self.stage("search")
+        status = self.status()
+        before, search = status["stages"], self.stage("search")
         again = [name for name in before if not name.endswith(ROWS)] if damaged else stages
         kept = {name: facts for name, facts in before.items() if name not in again}
         # Rows that no other stage marked are the search's: it repeats from those that are whole.
@@ -174,7 +178,8 @@ class RunDir:
             kept["search"] = search
         text = yaml.safe_dump(plain(config), sort_keys=False)
         kept["config"] = {"files": {CONFIG: hashlib.sha256(text.encode()).hexdigest()}}
-        self.write_facts(STATUS, {"state": "running", "error": None, "stages": kept})
+        told = {"state": "running", "error": None, "stages": kept, "seconds": status.get("seconds", 0)}
+        self.write_facts(STATUS, told)
         for name in damaged:
             file = self.path / name
             if known and name not in (*known, "DONE", MANIFEST) and file.is_file():

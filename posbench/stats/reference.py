@@ -89,7 +89,7 @@ class Reference:
     def rows(self) -> list[dict[str, Any]]:
         """The paper's rows in our names: model, method, task, gold_position, metric, value (0..1), source,
         margin, and n where the paper states it.
-        Raises `UserError` where the file is missing or lacks the task or a name that is mapped."""
+        Raises `UserError` where the file, the task, a mapped name or a number of it is missing."""
         printed = table(self.file, "model", "method", "task", "position", "metric", "value")
         tasks = {self.paper_task: self.task, **self.further_tasks}
         for column, names in {"task": tasks, "method": self.methods, "metric": self.metrics}.items():
@@ -103,8 +103,12 @@ class Reference:
             for name in set(mapped) - set(there):
                 hint = f"write it as {self.file} does"
                 raise UserError(f"experiment.reference.{key}", name, ", ".join(dict.fromkeys(there)), hint)
-        filled = printed[~printed["value"].isin(["—", "-", ""])]  # the paper leaves some cells blank
+        filled = printed[~printed["value"].isin(["—", "-", "/", ""])]  # cells that the papers leave blank
         task, place = filled["task"].map(tasks).str.partition("/"), filled["position"].replace("", "all")
+        number = pd.to_numeric(filled["value"], errors="coerce")
+        for text in filled.loc[number.isna(), "value"]:
+            hint = f"correct {self.file}, or leave the cell blank"
+            raise UserError("experiment.reference.file", text, "numbers in the column value", hint)
         percent = self.percent | filled["metric"].str.endswith("(%)")
         columns = {
             "model": filled["model"].replace(self.models),
@@ -112,7 +116,7 @@ class Reference:
             "task": task[0],
             "gold_position": task[2].where(task[2] != "", place.replace(self.positions)),
             "metric": filled["metric"].map(self.metrics),
-            "value": filled["value"].astype(float) / np.where(percent, 100, 1),
+            "value": number / np.where(percent, 100, 1),
         }
         rows = pd.DataFrame(columns).assign(source=self.source, margin=self.margin).to_dict("records")
         sizes = filled["task"].map(self.n)

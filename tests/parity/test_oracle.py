@@ -26,9 +26,11 @@ def rotated(x: Tensor, positions: Tensor, theta: float) -> Tensor:
 
 
 @torch.no_grad()
-def recompute(model, ids, mask, *, first_row, channels, factor, layers, scale_keys=True, scale_values=False):
+def recompute(
+    model, ids, mask, *, first_row, channels, factor, layers, scale_keys=True, scale_values=False, own=True
+):
     """Logits [B, T, V] where rows from ``first_row`` on attend with scaled queries to scaled keys of all
-    positions."""
+    positions; ``scale_keys`` is about keys of earlier rows, ``own`` about queries and keys of these rows."""
     config, total = model.config, ids.shape[1]
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
     heads, groups = config.num_attention_heads, config.num_key_value_heads
@@ -62,7 +64,10 @@ def recompute(model, ids, mask, *, first_row, channels, factor, layers, scale_ke
 
         z = attend(h, h, h)
         if layers[0] <= index <= layers[1]:
-            changed = attend(scaled, scaled if scale_keys else h, scaled if scale_values else h)
+            parts = [scaled[:, :first_row] if scale_keys else h[:, :first_row]]
+            parts.append(scaled[:, first_row:] if own else h[:, first_row:])
+            keys, source = torch.cat(parts, dim=1), scaled if own else h
+            changed = attend(source, keys, scaled if scale_values else h)
             z = torch.cat([z[:, :first_row], changed[:, first_row:]], dim=1)
         x = x + attention.o_proj(z)
         x = x + layer.mlp(layer.post_attention_layernorm(x))
@@ -121,8 +126,23 @@ def test_prefill_and_cached_decoding_equal_the_recomputation(name, last, padded)
         assert (oracle - untouched)[:, PROMPT - 1 :].abs().max() > 0.01, "the setting has no effect to test"
 
 
+@pytest.mark.parametrize("tokens", ["last", "earlier"])
+def test_half_of_the_method_equals_its_recomputation(tokens):
+    model = build("llama-gqa")
+    ids, mask = prompts(padded=True)
+    settings = dict(channels=(5,), factor=-1.0, layers=(1, 2))
+    method = ScaleChannel(channel=5, factor=-1.0, layers=(1, 2), tokens=tokens)
+    _, steps, sequences = run_posbench(model, method, ids, mask)
+    long_mask = torch.cat([mask, torch.ones(len(ids), STEPS, dtype=torch.long)], dim=1)
+    half = dict(scale_keys=tokens == "earlier", own=tokens == "last")
+    oracle = recompute(model, sequences, long_mask, first_row=PROMPT - 1, **settings, **half)
+    assert (steps - oracle[:, PROMPT - 1 : -1]).abs().max() < TIGHT
+    both = recompute(model, sequences, long_mask, first_row=PROMPT - 1, **settings)
+    assert (both - oracle)[:, PROMPT - 1].abs().max() > 100 * TIGHT
+
+
 @pytest.mark.parametrize(
-    "wrong", [dict(scale_keys=False), dict(scale_values=True), dict(layers=(0, 1))], ids=str
+    "wrong", [dict(scale_keys=False), dict(own=False), dict(scale_values=True), dict(layers=(0, 1))], ids=str
 )
 def test_the_recomputation_tells_wrong_interventions_apart(wrong):
     model = build("llama-gqa")

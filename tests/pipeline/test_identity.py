@@ -142,6 +142,7 @@ READ: dict[str, tuple[bool, list[str]]] = {
     "search.data": (False, ["search=router", "method=moice", "stages=[search]"]),
     "study.text": (False, ["study=score_map"]),
     "study.trainings": (False, ["study=synthetic_results"]),
+    "study.published": (False, ["study=synthetic_results", "study.trainings=tests"]),
 }
 
 
@@ -149,7 +150,8 @@ READ: dict[str, tuple[bool, list[str]]] = {
 def test_what_a_file_holds_is_part_of_a_run(field: str, tmp_path: Path) -> None:
     starts_a_version, args = READ[field]
     given = tmp_path / "given"
-    file = given / "training/rows.jsonl" if field == "study.trainings" else given
+    inside = {"study.trainings": "training/rows.jsonl", "study.published": "gaps.csv"}
+    file = given / inside[field] if field in inside else given
     file.parent.mkdir(parents=True, exist_ok=True)
     base = BASE if not field.startswith(("study", "search")) else []
     config, keys = config_of(*base, *args, f"{field}={given}"), []

@@ -226,6 +226,16 @@ def test_first_candidate_is_equation_8():
     assert GeneticSearch(points=1).decode((0, 3), 5) == (1.3,) * 5
 
 
+def test_the_defaults_are_tables_9_and_12_of_the_paper():
+    search, wanted = GeneticSearch(), {"population": 32, "parents": 12, "generations": 20, "mutations": 16}
+    wanted |= {"crossovers": 4, "crossover_tries": 4, "reach_x": 2, "reach_y": 0.2}
+    assert {name: getattr(search, name) for name in wanted} == wanted
+    points = [search.control_points((place, y))[0] for place in range(32) for y in range(11)]
+    assert [x for x, _ in points[::11]] == list(range(32))
+    assert [y for _, y in points[:11]] == pytest.approx([1 + tenth / 10 for tenth in range(11)])
+    assert (search.low, search.high, search._places(32)) == (1.0, 2.0, 31)
+
+
 def test_sizes_of_a_generation():
     evolution = Evolution(GeneticSearch(), LAYERS)
     scores = scores_of(evolution.search)

@@ -1,12 +1,13 @@
 """The papers' numbers arrive in our names, and a name that the table lacks is refused."""
 
+import csv
 from dataclasses import replace
 
 import pytest
 import yaml
 
 from posbench import paths
-from posbench.errors import UserError
+from posbench.errors import UserError, choices
 from posbench.schema import build
 from posbench.stats.reference import Reference, table
 from posbench.tasks import KVRetrieval
@@ -32,7 +33,8 @@ def test_rows_of_table_1(reference):
     assert cells["llama2_7b", "scale_channel", "all"] == pytest.approx(0.638)
     assert cells["vicuna_7b_16k", "none", "0%"] == pytest.approx(0.984)
     assert cells["llama2_13b", "scale_channel", "all"] == pytest.approx(0.539)
-    assert len(cells) == 8 * 2 * 6
+    assert cells["vicuna_7b_16k", "ms_poe", "25%"] == pytest.approx(0.368)
+    assert len(cells) == 8 * 3 * 6 - 6  # Ms-PoE does not apply to MPT
     assert {r["metric"] for r in reference.rows()} == {"accuracy"}
 
 
@@ -106,7 +108,7 @@ def test_a_cell_stands_beside_its_own_model_setting_and_positions():
     # Typed off Table 1 of LPES. 60 % of 150 pairs is index floor(0.6 * 149) = 89.
     assert cells["qwen2_5_7b", "layer_scaling", "89"] == pytest.approx(0.94)
     assert cells["qwen2_5_7b", "none", "all"] == pytest.approx(0.95)
-    assert {model for model, _, _ in cells} == {"qwen2_5_7b"} and len(cells) == 3 * 7
+    assert {model for model, _, _ in cells} == {"qwen2_5_7b"} and len(cells) == 5 * 7  # no Ms-PoE
     rows, _ = reference.beside(KVRetrieval(pairs=50, positions=SIX), "vicuna_7b")
     assert {row["model"] for row in rows} == {"vicuna_7b", "stablebeluga_7b"}
     # Five positions are not the six that the paper's average is over.
@@ -118,6 +120,61 @@ def test_a_cell_stands_beside_its_own_model_setting_and_positions():
     assert reference.beside(compact, "tiny") == ([], f"{told} not apply to it.")
     told = "This run has task=kv_retrieval (paper nq_multidoc): the paper's numbers do not apply to it."
     assert _of("lpes_table11").beside(compact, "tiny") == ([], told)
+
+
+WITH_TABLE = [
+    name
+    for name in choices(paths.EXPERIMENTS)
+    if "  reference:\n" in (paths.EXPERIMENTS / f"{name}.yaml").read_text()
+]
+
+
+@pytest.mark.parametrize("name", WITH_TABLE)
+def test_every_cell_of_an_experiment_is_that_of_its_table(name):
+    """Each row of the CSV that names a mapped task, method and metric, and holds a number, comes out once."""
+    found, given = _of(name), dict[str, list[float]]()
+    assert (
+        found.source.split(" (")[0].split(", ")[1]
+        in yaml.safe_load((paths.EXPERIMENTS / f"{name}.yaml").read_text())["experiment"]["covers"]
+    )
+    with open(paths.EXPERIMENTS / "reference" / found.file, encoding="utf-8", newline="") as file:
+        for row in csv.DictReader(file):
+            task = {found.paper_task: found.task, **found.further_tasks}.get(row["task"])
+            mapped = task and row["method"] in found.methods and row["metric"] in found.metrics
+            if mapped and row["value"] not in ("—", "-", "/"):
+                percent = found.percent or row["metric"].endswith("(%)")
+                place = found.positions.get(row["position"], row["position"]) or "all"
+                place = task.split("/")[1] if "/" in task else place
+                names = found.models.get(row["model"], row["model"]), found.methods[row["method"]]
+                key = "|".join([*names, task.split("/")[0], place, found.metrics[row["metric"]]])
+                given.setdefault(key, []).append(float(row["value"]) / (100 if percent else 1))
+    told = dict[str, list[float]]()
+    for row in found.rows():
+        columns = ("model", "method", "task", "gold_position", "metric")
+        told.setdefault("|".join(row[column] for column in columns), []).append(row["value"])
+    assert told == given and all(len(values) == 1 for values in told.values())
+
+
+def test_the_ratios_of_time_follow_from_the_papers_tables():
+    yu, lpes = (table(f"{paper}_table5_latency.csv") for paper in ("yu2025", "lpes"))
+    spent = {(row.method, row.task): float(row.value) for row in yu.itertuples()}
+    base, found = {task: v for (m, task), v in spent.items() if m == "FlashAttention-2"}, set()
+    for method, ours in (("Ms-PoE", "ms_poe"), ("Ours", "scale_channel")):
+        ends = sorted(spent[method, task] / base[task] for task in base)
+        found.add((ours, " to ".join(f"{end:.2f}" for end in ends)))
+    once = {row.method: float(row.value) for row in lpes.itertuples()}
+    names = {"": "attention_buckets", "Ms-PoE": "ms_poe", "MoICE": "moice", "LPES (Ours)": "layer_scaling"}
+    found |= {(ours, f"{once[method] / once['Baseline']:.2f}") for method, ours in names.items()}
+    assert {(row.method, row.ratio) for row in table("latency.csv").itertuples()} == found
+
+
+@pytest.mark.parametrize("value", ["many", "1.2.3"])
+def test_a_cell_that_is_no_number_is_told(value, reference, tmp_path):
+    file = tmp_path / "table.csv"
+    text = (paths.EXPERIMENTS / "reference" / reference.file).read_text()
+    file.write_text(text.replace("77.6", value))
+    with pytest.raises(UserError, match=rf"{value}.*numbers in the column value"):
+        replace(reference, file=str(file)).rows()
 
 
 @pytest.mark.parametrize(

@@ -262,3 +262,13 @@ def test_the_defaults_of_the_yaml_are_those_of_the_class() -> None:
     given = OmegaConf.to_container(OmegaConf.load(paths.CONF / "task/leval_closed.yaml"), resolve=True)
     assert isinstance(given, dict) and given.pop("_target_") == "posbench.tasks.leval_closed.LEvalClosed"
     assert build(LEvalClosed, {str(k): v for k, v in given.items()}, "task") == LEvalClosed()
+
+
+def test_the_defaults_are_the_exams_of_table_13_of_lpes() -> None:
+    """Three of multiple choice and one of true and false, a right answer counts 1 and a wrong one 0."""
+    task, told = LEvalClosed(), {"sci_fi_loyalty": ("true", "false")}
+    assert task.subsets == ("coursera", "quality", "tpo", "sci_fi")
+    for subset in (*task.subsets[:3], "sci_fi_loyalty"):
+        gold, wrong = told.get(subset, ("B", "C"))
+        asked = Example(id="q", prompt="", answers=(gold,), subset=subset)
+        assert [task.score(asked, reply)["score"] for reply in (gold, wrong)] == [1, 0]

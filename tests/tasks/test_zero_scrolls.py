@@ -200,6 +200,18 @@ def test_summaries_take_the_best_of_each_rouge() -> None:
     assert (mixed["rouge1"], mixed["rouge2"]) == pytest.approx((1, 2 / 3))
 
 
+def test_the_defaults_are_the_data_sets_of_table_14_of_lpes() -> None:
+    """Four scored by ROUGE, two by F1, one by exponential similarity: 30 % and 50 % are two tenths apart."""
+    task, half = ZeroSCROLLS(), {"space_digest": ("50%", "30%", 0.25), "qasper": ("blue sea", "blue", 2 / 3)}
+    summaries = {"gov_report", "summ_screen_fd", "qmsum", "squality"}
+    assert set(task.subsets) == summaries | {"qasper", "narrative_qa", "space_digest"}
+    for subset in task.subsets:
+        gold, reply, score = half.get(subset, half["qasper"])
+        found = task.score(Example(id="q", prompt="", answers=(gold,), subset=subset), reply)
+        assert ("rouge1" in found) == (subset in summaries)
+        assert subset in summaries or found["score"] == pytest.approx(score)
+
+
 def test_the_two_readings_of_a_rouge_total() -> None:
     """Replies with ROUGE (1, 1, 1) and (1, 0, 1/3) against mean ROUGEs of 1, 1/2, 2/3."""
     task = ZeroSCROLLS()

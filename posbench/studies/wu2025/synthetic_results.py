@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from posbench.studies.wu2025.synthetic_claims import thresholds
 from posbench.studies.wu2025.synthetic_training import Trained
 from posbench.studies.wu2025.training import FACTS, ROWS, trainings
 
+PUBLISHED = ("gaps", "sinks")
 FILES = [f"wu2025_fig{number}.csv" for number in (*range(2, 9), *range(13, 19))]
 MEANINGS = {
     "agrees": f"the 90 % interval of ours minus the paper's (test sequences) lies within {tables.NEAR} of 0",
@@ -30,30 +32,54 @@ class SyntheticResults(Trained):
     """Trained attention networks and the cells of Wu et al. 2025."""
 
     trainings: str = "outputs/trainings"  # what ``study=synthetic_training study.trainings=DIR`` wrote
+    published: str | None = None  # folder of an earlier run of this study, whose trainings count, too
 
     def files(self) -> tuple[Source, ...]:
         """See :meth:`Study.files`."""
         measured = (f"*/{ROWS}", f"*/{FACTS}")
-        return (Source(kind="path", id=self.trainings, field="study.trainings", files=measured),)
+        new = Source(kind="path", id=self.trainings, field="study.trainings", files=measured)
+        if not self.published:
+            return (new,)
+        csvs = tuple(f"{name}.csv" for name in PUBLISHED)
+        return new, Source(kind="path", id=self.published, field="study.published", files=csvs)
 
     def check(self, run: Run) -> None:
         """See :meth:`Study.check`."""
-        if not trainings(Path(self.trainings).expanduser()):
+        self.together()
+
+    def together(self) -> dict[str, pd.DataFrame]:
+        """The tables ``gaps`` and ``sinks`` of the trainings, with those of the earlier run."""
+        new = trainings(Path(self.trainings).expanduser())
+        if not new:
             allowed = "a folder of trainings, one of them with a measured iteration"
             hint = "posbench study=synthetic_training study.trainings=DIR"
             raise UserError("study.trainings", self.trainings, allowed, hint)
+        found = tables.tabulated(new, [])
+        for name in PUBLISHED if self.published else ():
+            old, file = pd.DataFrame(), Path(self.published or "").expanduser() / f"{name}.csv"
+            with suppress(OSError, ValueError):  # pandas tells a malformed CSV by a ValueError
+                old = pd.read_csv(file, keep_default_na=False)
+            if list(old) != list(found[name]):
+                allowed = "a folder with gaps.csv and sinks.csv of an earlier run of this study"
+                raise UserError("study.published", self.published, allowed, f"look at {file}")
+            found[name] = tables.combined(found[name], old)
+        return found
 
     def measure(self, run: Run) -> dict[str, pd.DataFrame]:
         """The tables of :class:`Trained`, ``networks``, ``verdicts``, ``misses`` and ``thresholds``."""
-        found = tables.tabulated(trainings(Path(self.trainings).expanduser()), FILES)
-        cells, printed = found["paper_cells"], sum(len(tables.printed_cells(file)) for file in FILES)
+        found = self.together()
+        cells = found["paper_cells"] = tables.paper_cells(found["gaps"], FILES)
+        printed = sum(len(tables.printed_cells(file)) for file in FILES)
         found |= {"networks": _networks(cells), "verdicts": _verdicts(cells, printed)}
-        found["misses"] = _misses(cells)
-        return found | {"thresholds": thresholds(found["gaps"])}
+        found["causal_without_pe"] = _networks(cells[tables.causal_without_pe(cells)])
+        return found | {"misses": _misses(cells), "thresholds": thresholds(found["gaps"])}
 
 
 def _networks(cells: pd.DataFrame) -> pd.DataFrame:
-    """A row per condition: the three gaps, ours with 95 % over test sequences and the paper's cell."""
+    """A row per condition: the three gaps, ours with 95 % over test sequences and the paper's cell.
+
+    Accuracy on new classes is the mean over the first, middle and last item.
+    """
     rows = []
     for _, each in cells.groupby(["figure", *tables.SETTINGS], sort=False):
         one, texts = each.iloc[0], {}
@@ -65,7 +91,8 @@ def _networks(cells: pd.DataFrame) -> pd.DataFrame:
         row = {"figure": one["figure"], "network": tables.label(one) + fixed, "bias of the data": one["bias"]}
         row["std"] = "1/sqrt(D)" if one["scale"] == "paper" else "1/D"
         row["iterations x seeds"] = f"{one['iteration']:,} x {one['seeds']}"
-        rows.append(row | {"loss": f"{one['train_loss']:.2f}"} | texts)
+        row |= {"loss": f"{one['train_loss']:.2f}", "accuracy": f"{one['train_accuracy']:.2f}"}
+        rows.append(row | {"accuracy on new classes": f"{one['novel']:.2f}"} | texts)
     return pd.DataFrame(rows)
 
 

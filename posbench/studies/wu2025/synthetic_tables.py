@@ -51,6 +51,16 @@ def tabulated(measured: Measured, files: Sequence[str]) -> dict[str, pd.DataFram
     return {"gaps": table, "sinks": pd.DataFrame(sinks), "paper_cells": paper_cells(table, files)}
 
 
+def combined(*tables: pd.DataFrame) -> pd.DataFrame:
+    """Rows of `tabulated` tables together: a training that is in several stands once, where it is longest."""
+    key = [*SETTINGS, "seed"]
+    rows = pd.concat(tables, keys=range(len(tables)), names=["table"]).reset_index("table")
+    ends = rows.groupby([*key, "table"])["iteration"].transform("max")
+    rows = rows[ends == ends.groupby([rows[name] for name in key]).transform("max")]
+    rows = rows[rows["table"] == rows.groupby(key)["table"].transform("min")]
+    return rows.drop(columns="table").sort_values(key, kind="stable", ignore_index=True)
+
+
 def at_end(frame: pd.DataFrame) -> pd.DataFrame:
     """Rows at the iteration with most training behind it: no single seed that is ahead speaks for all."""
     work = frame.groupby([*SETTINGS, "iteration"])["seed"].transform("nunique") * frame["iteration"]
@@ -58,9 +68,14 @@ def at_end(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def over_seeds(gaps: pd.DataFrame) -> pd.DataFrame:
-    """Mean over the seeds of each condition, iteration and pair; the interval is of the test sequences."""
+    """Mean over the seeds of each condition, iteration and pair; the interval is of the test sequences.
+
+    ``novel``: accuracy on new classes, mean of the first, middle and last item.
+    """
     rows = gaps.assign(spread=gaps["gap"], variance=((gaps["ci_high"] - gaps["ci_low"]) / 2) ** 2)
+    rows["novel"] = rows[["novel_first", "novel_middle", "novel_last"]].mean(axis=1)
     how = dict(gap="mean", variance="sum", seed="nunique", spread="std", train_loss="mean", n="sum")
+    how |= dict(train_accuracy="mean", novel="mean")
     table = rows.groupby([*SETTINGS, "iteration", "pair"], sort=False).agg(how).reset_index()
     half = np.sqrt(table.pop("variance")) / table["seed"]
     table = table.assign(ci_low=table["gap"] - half, ci_high=table["gap"] + half)
@@ -82,7 +97,8 @@ def paper_cells(gaps: pd.DataFrame, files: Sequence[str]) -> pd.DataFrame:
     where the training loss is above `CHANCE`. A cell that was trained with both scales is ``counted`` once,
     with the paper's; ``near_zero`` are the paper's gaps with which a gap of 0 would agree.
     """
-    ours = ["paper", "gap", "ci_low", "ci_high", "iteration", "seeds", "spread", "train_loss", "difference"]
+    ours = ["paper", "gap", "ci_low", "ci_high", "iteration", "seeds", "spread", "train_loss"]
+    ours += ["train_accuracy", "novel", "difference"]
     columns = ["figure", *SETTINGS, "pair", *ours, "counted", "near_zero", "verdict"]
     if not files:
         return pd.DataFrame(columns=columns)
@@ -102,6 +118,12 @@ def paper_cells(gaps: pd.DataFrame, files: Sequence[str]) -> pd.DataFrame:
         for row in both.itertuples()
     ]
     return both[columns].reset_index(drop=True)
+
+
+def causal_without_pe(rows: pd.DataFrame) -> pd.Series[bool]:
+    """Which rows are of a causal mask without PE at depth 2 with residual connections."""
+    network = {"vocabulary": "gaussian", "mask": "causal", "pe": "none", "depth": 2, "residual": True}
+    return (rows[list(network)] == pd.Series(network)).all(axis=1)
 
 
 def label(row: Mapping[str, Any], between: str = ", ") -> str:
@@ -144,7 +166,12 @@ def figures(gaps: pd.DataFrame, sinks: pd.DataFrame, cells: pd.DataFrame) -> Dra
         )
         out[f"gaps_{name}"] = gaps_figure(rows, cells), caption
         if rows["iteration"].nunique() > 1:
-            out[f"curves_{name}"] = curves_figure(rows), f"The same gaps over the training ({what})."
+            caption = f"The same gaps over the training ({what}); diamonds: the paper."
+            out[f"curves_{name}"] = curves_figure(rows, cells), caption
+    rows = gaps[causal_without_pe(gaps)]
+    if rows["bias"].nunique() > 1:
+        caption = "The causal mask without PE at depth 2, by bias and std of the data; diamonds: the paper."
+        out["causal_without_pe"] = curves_figure(rows, cells, by_data=True), caption
     plain = sinks[(sinks["bias"] == "none") & (sinks["vocabulary"] == "gaussian") & (sinks["pe"] == "none")]
     plain = plain[~plain["residual"]]
     caption = "After training without PE and residual connections: share of heads and sequences in which a "
@@ -202,24 +229,34 @@ def _by_condition(frame: pd.DataFrame, draw: Callable[[Axes, Row, pd.DataFrame],
     for number, (axes, (key, rows)) in enumerate(zip(panels.flat, groups, strict=False)):
         draw(axes, dict(zip(SETTINGS, key, strict=True)), rows)
         if number % columns:
-            axes.label_outer(remove_inner_ticks=False)
+            axes.set_ylabel("")
+            axes.tick_params(labelleft=False)
     plot.legend_below(figure, panels[0, 0])
     return figure
 
 
 @plot.styled
-def curves_figure(gaps: pd.DataFrame) -> Figure:
-    """Gaps over the iterations, a panel per condition, a line per pair and seed."""
+def curves_figure(gaps: pd.DataFrame, cells: pd.DataFrame, by_data: bool = False) -> Figure:
+    """Gaps over the iterations, a line per pair and seed, the paper's at its end; a panel per condition.
+
+    Its title is the network, or with ``by_data`` the data.
+    """
+    printed = gaps.merge(cells[[*SETTINGS, "pair", "paper"]], "left", [*SETTINGS, "pair"])
 
     def draw(axes: Axes, condition: Row, rows: pd.DataFrame) -> None:
-        _policies(axes, gaps["gap"].abs().max())
+        _policies(axes, np.nanmax(printed[["gap", "paper"]].abs()))
         for (pair, seed), line in rows.sort_values("iteration").groupby(["pair", "seed"]):
             style = {**plot.line_style(PAIR_NAMES.index(pair)), "markersize": 2.2, "linewidth": 0.9}
             name = pair.replace("-", " - ") if seed == rows["seed"].min() else None
             axes.plot(line["iteration"] / 1000, line["gap"], label=name, **style)
-        axes.set(xlabel="iterations (thousands)", xlim=(0, None), title=label(condition))
+            own = {"color": style["color"], "markerfacecolor": "white", "markersize": 4, "zorder": 4}
+            axes.plot([100], line["paper"].iloc[:1], "D", clip_on=False, **own)
+        title = f"bias: {condition['bias']}" + (scaled(condition) or ", std 1/sqrt(D)")
+        title = title if by_data else label(condition)
+        axes.set(xlabel="iterations (thousands)", xscale="log", xlim=(0.9, 115), title=title)
+        axes.set_xticks([1, 10, 100], ["1", "10", "100"])
 
-    return _by_condition(gaps, draw)
+    return _by_condition(printed, draw)
 
 
 @plot.styled

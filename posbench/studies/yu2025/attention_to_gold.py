@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Annotated, Any, Literal, get_args
 
 import numpy as np
 import pandas as pd
+from annotated_types import MinLen
 from matplotlib.colors import PowerNorm
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
@@ -31,6 +32,7 @@ from posbench.studies.prompts import Prompts, gold
 from posbench.tasks import Example, Task
 
 Integers = NDArray[np.int64]
+View = Literal["maps", "heads", "head_maps", "gold", "lengths"]
 
 SHUFFLES = 1000
 HEAD_EXAMPLES = 20  # of each gold position, behind the maps of single heads
@@ -79,6 +81,8 @@ class AttentionToGold(Study):
     # Lower end of the score's interval that a retrieval-related layer or head must pass: 0.2, say, leaves out
     # those that find the gold item at the two ends of the prompt alone.
     least: float = 0.0
+    # Figures to draw: layers (2a, 2b, 12), scores of heads, heads of one layer (13), curves, lengths (2c).
+    show: Annotated[tuple[View, ...], MinLen(1)] = get_args(View)
 
     def check(self, run: Run) -> None:
         """See :meth:`Study.check`."""
@@ -168,16 +172,16 @@ class AttentionToGold(Study):
         by_head = f"The heads of layer {head_maps['layer'].iloc[0]}, drawn as the layers are."
         curve = f"Attention to the gold item (mean of layers {used}) and score, same examples (95 %)."
         names = {head: f"head {head}" for head in head_maps["head"]}
-        drawn = {
-            "maps": (map_panels(own, "layer", titles), maps),
-            "heads": (head_figure(tables["heads"]), heads),
-            "head_maps": (map_panels(head_maps, "head", names), by_head),
-            "gold": (curve_figure(lengths[lengths["items"] == items]), curve),
+        same = f"The same for several numbers of items; layers ({used}) as found with {items}."
+        ways: dict[str, Callable[[], tuple[Figure, str]]] = {
+            "maps": lambda: (map_panels(own, "layer", titles), maps),
+            "heads": lambda: (head_figure(tables["heads"]), heads),
+            "head_maps": lambda: (map_panels(head_maps, "head", names), by_head),
+            "gold": lambda: (curve_figure(lengths[lengths["items"] == items]), curve),
+            "lengths": lambda: (curve_figure(lengths), same),
         }
-        if lengths["items"].nunique() > 1:
-            same = f"The same for several numbers of items; layers ({used}) as found with {items}."
-            drawn["lengths"] = curve_figure(lengths), same
-        return drawn
+        several = lengths["items"].nunique() > 1
+        return {n: draw() for n, draw in ways.items() if n in self.show and (several or n != "lengths")}
 
     def findings(self, tables: Tables) -> Sequence[Finding]:
         """Claim C1: layers and heads that follow the gold item, the U shape, accuracy, and length."""

@@ -55,6 +55,7 @@ class ChannelSubtraction(Study):
     layers: tuple[int, int] | None = None  # changed and averaged; None: see retrieval_layers
     site: Site = "attention_input"  # each layer alone; ``residual`` adds up; the paper does not say
     controls: Count = 3  # random channels, from which the same amount is taken
+    opposite: bool = False  # also the same amount towards the end (control)
     examples: Count = 100
     seed: Seed = 0  # of the random channels
 
@@ -75,7 +76,7 @@ class ChannelSubtraction(Study):
         return [e for e in there if gold(e) == nearest][: self.examples]
 
     def _item(self, example: Example, where: str) -> int:
-        return gold(example) if where == "gold" else round(self.other * (len(example.items) - 1))
+        return gold(example) if where.startswith("gold") else round(self.other * (len(example.items) - 1))
 
     def measure(self, run: Run) -> dict[str, pd.DataFrame]:
         """Tables ``items`` (channel and attention of each item, score as item -1), amounts and effects."""
@@ -89,6 +90,9 @@ class ChannelSubtraction(Study):
         for where in WHERE:
             for changed in channels:
                 measured |= self._under(prompts, where, channels[0], changed, values)
+            if self.opposite:
+                back = {layer: -value for layer, value in values.items()}
+                measured |= self._under(prompts, f"{where}_opposite", channels[0], channels[0], back)
         frame = _frame(prompts, measured, slice(first, last + 1))
         at |= {"layer_first": first, "layer_last": last, "tested_channel": channels[0]}
         amounts = pd.DataFrame(values.items(), columns=["layer", "subtracted"])
@@ -139,7 +143,10 @@ class ChannelSubtraction(Study):
         layers = shared.named(first["layer_first"], first["layer_last"])
         amounts = [f"{row.subtracted:.3g} in layer {row.layer}" for row in tables["amounts"].itertuples()]
         note = f"channel {first['tested_channel']}, subtracted: {', '.join(amounts)}"
-        return shared.judged(tables["effects"], "channel_subtraction", note, layers=layers)
+        studies, effects = ["channel_subtraction"], tables["effects"]
+        if "gold_opposite" in set(effects["effect"]):
+            studies.append("channel_subtraction_opposite")
+        return [found for study in studies for found in shared.judged(effects, study, note, layers=layers)]
 
 
 def _frame(prompts: Prompts, measured: Measured, layers: slice) -> pd.DataFrame:
@@ -181,6 +188,9 @@ def _effects(frame: pd.DataFrame, at: Mapping[str, int], resamples: int) -> pd.D
             f"{where}_over_control": shared.minus(groups, after, control, resamples),
             f"{where}_score": shared.minus(scores, after, before, resamples),
         }
+        if (opposite := (f"{where}_opposite", at[where])) in groups:
+            out[f"{where}_opposite"] = shared.minus(groups, opposite, before, resamples)
+            out[f"{where}_over_opposite"] = shared.minus(groups, after, opposite, resamples)
     return shared.effects_table(out)
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,6 +11,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from posbench.errors import UserError
 from posbench.files.atomic import Row
 from posbench.methods.scale_channel import check_layers, share
 from posbench.perturbations.crop_mask import crop_mask
@@ -34,6 +35,11 @@ LABELS = {
     "pe_to_end": "PE to end",
     "crop_other": "crop another (control)",
 }
+CROSSED = {
+    "crop_pe_to_beginning": "crop mask and PE to beginning",
+    "crop_pe_to_end": "crop mask and PE to end",
+    "pe_to_end_other": "PE of another to end (control)",
+}
 MOVES = ("pe_to_beginning", "pe_to_end")
 
 
@@ -44,7 +50,7 @@ class CropMask(Study):
     Position ids are moved in all layers (:mod:`posbench.perturbations.move_positions`), but not in models
     without rotary embedding.
 
-    Source: Yu et al. 2025, Section 2.2, Appendix D.3, Figures 3, 8 and 9. The control is ours.
+    Source: Yu et al. 2025, Section 2.2, Appendix D.3, Figures 3, 8 and 9. Controls and ``crossed`` are ours.
     """
 
     # First and last layer with a cropped mask; None: the paper's 2 to 8 of 32, counted from 1 (D.3: 1 to 8),
@@ -52,14 +58,18 @@ class CropMask(Study):
     layers: tuple[int, int] | None = None
     retrieval: tuple[int, int] | None = None  # averaged; None: see retrieval_layers
     keep_first: bool = True  # whether the cropped item sees the prompt's first token (Appendix D.3: yes)
+    crossed: bool = False  # also mask and position ids together, and moved ids of another item (control)
     examples: Count = 100  # of each gold position at most
-    seed: Seed = 0  # of the control's items
+    seed: Seed = 0  # of the controls' items
 
     def check(self, run: Run) -> None:
         """See :meth:`Study.check`."""
         check_layers(run.lm, "study.layers", self.layers)
         check_layers(run.lm, "study.retrieval", self.retrieval)
         shared.check_prompts(run)
+        if self.crossed and not can_move(run.lm):
+            allowed = f"false here: {shared.NO_ROPE}"
+            raise UserError("study.crossed", True, allowed, "set study.crossed=false, or take model=tiny")
         nothing = [1], [(0, 0)]
         moved = move_positions(run.lm, *nothing, nothing[1]) if can_move(run.lm) else nullcontext()
         with run.trial().applied(run.lm), crop_mask(run.lm, *nothing, []), moved:
@@ -70,7 +80,8 @@ class CropMask(Study):
         prompts = Prompts.of(run, self.examples)
         measured: dict[str, dict[str, Row]] = {}
         retrieval = cropped = (0, 0)
-        for variant in [v for v in LABELS if v not in MOVES or can_move(run.lm)]:
+        variants = [*LABELS, *(CROSSED if self.crossed else ())]
+        for variant in [v for v in variants if "pe_to" not in v or can_move(run.lm)]:
             block = self._block(prompts, variant, cropped)
             measured[variant] = prompts.under(variant, block, shared.gold_attention)
             if variant == UNMODIFIED:
@@ -89,32 +100,47 @@ class CropMask(Study):
 
     def _block(self, prompts: Prompts, variant: str, cropped: Range) -> Block:
         """What a variant does to a batch."""
+        lm, layers = prompts.run.lm, range(cropped[0], cropped[1] + 1)
+        other = lambda e: shared.other_item(e, "crop_mask", self.seed)  # noqa: E731
+        end = 0 if variant.endswith("beginning") else -1
 
-        def block(batch: Sequence[Example]) -> AbstractContextManager[object]:
-            if variant == UNMODIFIED:
-                return nullcontext()
-            lm, lengths = prompts.run.lm, prompts.lengths(batch)
-            if variant in MOVES:
-                target = prompts.spans(batch, lambda e: 0 if variant == MOVES[0] else -1)
-                return move_positions(lm, lengths, prompts.spans(batch, gold), target)
-            other = lambda e: shared.other_item(e, "crop_mask", self.seed)  # noqa: E731
-            spans = prompts.spans(batch, gold if variant == "crop" else other)
-            layers = range(cropped[0], cropped[1] + 1)
-            return crop_mask(lm, lengths, spans, layers, keep_first=self.keep_first)
+        @contextmanager
+        def block(batch: Sequence[Example]) -> Iterator[None]:
+            lengths = prompts.lengths(batch)
+            spans = prompts.spans(batch, other if variant.endswith("other") else gold)
+            with ExitStack() as stack:
+                if variant.startswith("crop"):
+                    stack.enter_context(crop_mask(lm, lengths, spans, layers, keep_first=self.keep_first))
+                if "pe_to" in variant:
+                    target = prompts.spans(batch, lambda e: end)
+                    stack.enter_context(move_positions(lm, lengths, spans, target))
+                yield
 
         return block
 
     def figures(self, tables: Tables) -> Drawn:
         """See :meth:`Study.figures`."""
         caption = "Score and attention (95 %); change of attention by layer (shaded: with a cropped mask)."
-        return {"crop_mask": (crop_figure(tables["crop_mask"], tables["crop_mask_layers"]), caption)}
+        drawn = {"crop_mask": (crop_figure(tables["crop_mask"], tables["crop_mask_layers"]), caption)}
+        if _is_crossed(tables):
+            metric = next(m for m in tables["crop_mask"]["measure"] if m != "attention")
+            caption = "Change at the inner gold positions (95 %); lines: what the first and last one have."
+            drawn["crop_mask_crossed"] = crossed_figure(tables["crop_mask_effects"], metric), caption
+        return drawn
 
     def findings(self, tables: Tables) -> Sequence[Finding]:
         """Claim C2: hidden states carry positional information of their own."""
         table = tables["crop_mask"].iloc[0]
         where = shared.named(table["retrieval_first"], table["retrieval_last"])
         note = f"mask cropped in {shared.named(table['crop_first'], table['crop_last'])}"
-        return shared.judged(tables["crop_mask_effects"], "crop_mask", note, layers=where)
+        studies = ("crop_mask", *(("crop_mask_crossed",) if _is_crossed(tables) else ()))
+        effects = tables["crop_mask_effects"]
+        return [found for study in studies for found in shared.judged(effects, study, note, layers=where)]
+
+
+def _is_crossed(tables: Tables) -> bool:
+    """Whether the run put mask and position ids together."""
+    return "crop_pe_to_end_attention" in set(tables["crop_mask_effects"]["effect"])
 
 
 def _by_position(frame: pd.DataFrame, metric: str) -> pd.DataFrame:
@@ -165,7 +191,7 @@ def _effects(frame: pd.DataFrame, resamples: int) -> pd.DataFrame:
         rows = frame[(frame["variant"] == variant) & frame["gold_position"].isin(where)]
         return shared.group(rows, measure)
 
-    here = [v for v in LABELS if v in set(frame["variant"])]
+    here = list(frame["variant"].unique())
     attention, scores = ({v: group(v, measure, inner) for v in here} for measure in ("attention", "score"))
     first = {"first": group(UNMODIFIED, "attention", positions[:1])}
     ratio = lambda m: m["crop"] / m["first"]  # noqa: E731
@@ -184,7 +210,37 @@ def _effects(frame: pd.DataFrame, resamples: int) -> pd.DataFrame:
         for measure in ("attention", "score"):
             groups = {v: group(v, measure, late) for v in (UNMODIFIED, MOVES[0])}
             out[f"beginning_late_{measure}"] = shared.minus(groups, UNMODIFIED, MOVES[0], resamples)
+    if "crop_pe_to_end" in here:
+        out |= _crossed(group, positions, inner, resamples)
     return shared.effects_table(out)
+
+
+def _crossed(
+    group: Callable[[str, str, Iterable[int]], bootstrap.Group],
+    positions: Sequence[int],
+    inner: Iterable[int],
+    resamples: int,
+) -> dict[str, bootstrap.Estimate]:
+    """Mask and position ids together at the inner positions, and the unmodified model's ends over them."""
+    both, out = "crop_pe_to_end", dict[str, bootstrap.Estimate]()
+    contrasts = {
+        "mask_beyond_ids": (both, "pe_to_end"),
+        "ids_beyond_mask": (both, "crop"),
+        "end_over_other": ("pe_to_end", "pe_to_end_other"),
+        "first_over_inner": ("first", UNMODIFIED),
+        "last_over_inner": ("last", UNMODIFIED),
+        "last_over_end": ("last", "pe_to_end"),
+    }
+    for measure in ("attention", "score"):
+        at = {v: group(v, measure, inner) for v in (UNMODIFIED, "crop", both, "pe_to_end", "pe_to_end_other")}
+        at["first"] = group(UNMODIFIED, measure, positions[:1])
+        at["last"] = group(UNMODIFIED, measure, positions[-1:])
+        for name, (one, other) in contrasts.items():
+            out[f"{name}_{measure}"] = shared.minus(at, one, other, resamples)
+        if measure == "attention":
+            level = lambda m: m["pe_to_end"] / m["last"]  # noqa: E731
+            out["end_level"] = bootstrap.statistic(at, level, resamples=resamples)
+    return out
 
 
 def attention_panel(axes: Axes, table: pd.DataFrame) -> None:
@@ -211,4 +267,26 @@ def crop_figure(table: pd.DataFrame, layers: pd.DataFrame) -> Figure:
     right.locator_params("x", integer=True)
     right.ticklabel_format(axis="y", scilimits=(-3, 3))
     plot.legend_below(figure, left)
+    return figure
+
+
+@plot.styled
+def crossed_figure(effects: pd.DataFrame, metric: str) -> Figure:
+    """Change of attention and score under each variant; lines where the unmodified model's ends stand."""
+    rows, labels = effects.set_index("effect"), LABELS | CROSSED
+    figure, panels = plot.new_figure(plot.PAGE, 2.4, 1, 2, sharey=True)
+    shown = sorted((v for v in labels if v != UNMODIFIED), key=lambda v: v.endswith("other"))
+    names = {"attention": "attention per token", "score": metric.replace("_", " ")}
+    for axes, (measure, name) in zip(panels, names.items(), strict=True):
+        axes.axvline(0, color="black", linewidth=0.6)
+        for number, end in enumerate(("first", "last")):
+            at = 100 * rows.loc[f"{end}_over_inner_{measure}", "value"]
+            style = {"linestyle": ("--", ":")[number], "color": plot.COLOURS[number + 1]}
+            axes.axvline(at, **style, label=f"unmodified, gold item {end}")
+        found = rows.loc[[f"{variant}_{measure}" for variant in shown]]
+        plot.percent_bars(axes, range(len(shown)), found, upright=False, fmt="o", markersize=3, color="black")
+        axes.set_xlabel(f"change of {name} (points)")
+    panels[0].set_yticks(range(len(shown)), [labels[v] for v in shown])
+    panels[0].invert_yaxis()
+    plot.legend_below(figure, panels[0])
     return figure

@@ -8,12 +8,14 @@ import pytest
 from posbench import paths
 from posbench.files.markdown import markdown
 from posbench.studies.wu2025.synthetic_claims import findings, thresholds
-from posbench.studies.wu2025.synthetic_results import FILES, _misses, _verdicts
+from posbench.studies.wu2025.synthetic_results import FILES, _misses, _networks, _verdicts
 from posbench.studies.wu2025.synthetic_tables import (
     CELL,
     PAIR_NAMES,
     SETTINGS,
     at_end,
+    causal_without_pe,
+    combined,
     over_seeds,
     paper_cells,
     printed_cells,
@@ -88,6 +90,23 @@ def test_claims_can_fail() -> None:
     assert lost == "contradicted"
 
 
+def test_a_training_in_two_tables_counts_once() -> None:
+    old = pd.concat([made(0.1, 0, 0), made(0.1, 0, 0, seed=1, iteration=2000), made(0.1, 0, 0, bias="last")])
+    new = pd.concat(
+        [made(0.2, 0, 0), made(0.2, 0, 0, iteration=9000), made(0.3, 0, 0, seed=1, iteration=1000)]
+    )
+    both = combined(new, old)
+    found = both[both["pair"] == "first-middle"].set_index(["bias", "seed", "iteration"])["gap"]
+    # Seed 0 goes on in the new table, seed 1 has got further in the old one, the other bias is there alone.
+    assert found.to_dict() == {
+        ("first+last", 0, 8000): 0.2,
+        ("first+last", 0, 9000): 0.2,
+        ("first+last", 1, 2000): 0.1,
+        ("last", 0, 8000): 0.1,
+    }
+    pd.testing.assert_frame_equal(combined(both, both), both)
+
+
 def test_means_over_seeds_at_the_last_iteration() -> None:
     gaps = pd.concat([made(0.9, 0, 0, iteration=4000), made(0.2, 0, -0.2), made(0.3, 0, -0.1, seed=1)])
     at = over_seeds(at_end(gaps)).set_index("pair").loc["first-middle"]
@@ -154,6 +173,9 @@ def test_the_committed_page_counts_every_cell_once() -> None:
     assert markdown(list(told), told.to_numpy().tolist()) in page
     misses = _misses(cells)
     assert markdown(list(misses), misses.to_numpy().tolist()) in page
+    compared = _networks(cells[causal_without_pe(cells)])
+    assert markdown(list(compared), compared.to_numpy().tolist()) in page.replace("**", "")
+    assert set(compared["network"]) == {"no PE, causal, depth 2"} and len(compared) >= 8
 
 
 def test_thresholds_can_fail() -> None:

@@ -11,7 +11,9 @@ import pytest
 import yaml
 
 from posbench import paths
+from posbench.errors import UserError
 from posbench.files.atomic import write_csv
+from posbench.studies.wu2025.synthetic_results import SyntheticResults
 from posbench.studies.wu2025.synthetic_tables import SETTINGS, printed_cells, tabulated
 from posbench.studies.wu2025.synthetic_training import SyntheticTraining
 from posbench.studies.wu2025.training import Condition, Ensemble, train
@@ -151,6 +153,40 @@ def test_results_of_a_folder(posbench: Callable[..., Result], outputs: Path, tmp
     train(Condition(pe="rope", **small), [0], 3, tmp_path / "trainings", hardware="here")
     assert posbench(*args).status == 0
     assert sorted(len(pd.read_csv(run / "gaps.csv")) for run in run_folders(outputs)) == [6, 9]
+
+
+def test_an_earlier_run_counts_where_its_trainings_are_longer(tmp_path: Path) -> None:
+    small = {"residual": True, "bias": (0, 7), "batch": 4, "sequences": 20}
+    roots, earlier = {name: tmp_path / name for name in ("old", "new")}, tmp_path / "earlier"
+    for name, pe, iterations in (
+        ("old", "none", 4),
+        ("old", "rope", 2),
+        ("new", "none", 3),
+        ("new", "rope", 3),
+    ):
+        train(Condition(pe=pe, **small), [0], iterations, roots[name], hardware=name)
+    train(Condition(pe="sin", **small), [0], 2, roots["old"], hardware="old")
+    alone = SyntheticResults(trainings=str(roots["old"])).together()
+    earlier.mkdir()
+    for name in ("gaps", "sinks"):
+        write_csv(earlier / f"{name}.csv", alone[name])
+    study = SyntheticResults(trainings=str(roots["new"]), published=str(earlier))
+    gaps, sinks = (study.together()[name] for name in ("gaps", "sinks"))
+    # The longer training stands alone, with its own hardware; one that only the earlier run has stands, too.
+    ends = gaps.groupby("pe")[["hardware", "iteration"]].agg(lambda column: [*column.unique()])
+    assert ends.loc["none"].tolist() == [["old"], [4]] and ends.loc["rope"].tolist() == [["new"], [3]]
+    assert ends.loc["sin"].tolist() == [["old"], [2]] and len(gaps) == 3 * 3
+    assert sinks.groupby("pe")["iteration"].unique().map(list).to_dict() == {
+        "none": [4],
+        "rope": [3],
+        "sin": [2],
+    }
+    both = [table[table["pe"] == "sin"].reset_index(drop=True) for table in (gaps, alone["gaps"])]
+    pd.testing.assert_frame_equal(*both)
+    for text in ("a,b\n1,2\n", "\0\0", None):
+        (earlier / "gaps.csv").unlink() if text is None else (earlier / "gaps.csv").write_text(text)
+        with pytest.raises(UserError, match=r"study\.published"):
+            study.together()
 
 
 def test_results_of_no_folder(posbench: Callable[..., Result], outputs: Path, tmp_path: Path) -> None:

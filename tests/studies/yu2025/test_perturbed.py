@@ -17,6 +17,7 @@ from posbench.methods.scale_channel import share
 from posbench.model.load import ModelConfig, load
 from posbench.stats import bootstrap
 from posbench.studies import prompts as shared
+from posbench.studies.yu2025.crop_mask import crossed_figure
 from posbench.tasks import KVRetrieval
 from tests.conftest import Result, run_folders
 from tests.parity import plain
@@ -111,10 +112,17 @@ def test_crop_mask_equals_full_attention_written_out(
     posbench: Callable[..., Result], outputs: Path, overrides: list[str], lm
 ) -> None:
     result = posbench(
-        "study=crop_mask", "study.layers=[0,1]", "study.retrieval=[2,3]", "stages=[study]", *overrides
+        "experiment=yu2025_mechanism_mask",
+        "study.layers=[0,1]",
+        "study.retrieval=[2,3]",
+        "stages=[study]",
+        *overrides,
     )
     assert result.status == 0, result.err
     found = tables(outputs)
+    (left, right) = crossed_figure(found["crop_mask_effects"], "accuracy").axes
+    assert len(left.get_yticks()) == 7 and left.get_ylim()[0] > left.get_ylim()[1], "the first on top"
+    assert "accuracy" in right.get_xlabel()
     got = found["crop_mask"].set_index(["variant", "gold_position", "measure"])
     layers = found["crop_mask_layers"].set_index(["variant", "layer"])["attention"]
     task = KVRetrieval(**TASK)
@@ -123,6 +131,12 @@ def test_crop_mask_equals_full_attention_written_out(
         "crop": lambda items, gold: dict(crop=items[gold], crop_layers=(0, 1)),
         "pe_to_beginning": lambda items, gold: dict(move=(items[gold], items[0])),
         "pe_to_end": lambda items, gold: dict(move=(items[gold], items[-1])),
+        "crop_pe_to_beginning": lambda items, gold: dict(
+            crop=items[gold], crop_layers=(0, 1), move=(items[gold], items[0])
+        ),
+        "crop_pe_to_end": lambda items, gold: dict(
+            crop=items[gold], crop_layers=(0, 1), move=(items[gold], items[-1])
+        ),
     }
     seen = {}
     for variant, setting in variants.items():
@@ -140,7 +154,7 @@ def test_crop_mask_equals_full_attention_written_out(
             seen[variant, position] = attention[2:].mean()
             if position == 3:
                 assert np.allclose(layers[variant], attention, atol=1e-6), "of three positions, the inner one"
-    for variant in ("crop", "pe_to_beginning", "pe_to_end"):
+    for variant in list(variants)[1:]:
         assert abs(seen[variant, 3] - seen["none", 3]) > 1e-4
         change = got.loc[(variant, 3, "attention"), "change"]
         assert change == pytest.approx(seen[variant, 3] - seen["none", 3], abs=1e-6)
@@ -148,7 +162,18 @@ def test_crop_mask_equals_full_attention_written_out(
     assert effects["crop_level"] == pytest.approx(seen["crop", 3] / seen["none", 0], rel=1e-4)
     larger = max(seen["pe_to_beginning", 3], seen["pe_to_end", 3])
     assert effects["crop_over_moves"] == pytest.approx(seen["crop", 3] - larger, abs=1e-6)
-    assert (layers["crop_other"] - layers["none"]).abs().max() > 1e-6, "the control does something"
+    both = seen["crop_pe_to_end", 3]
+    assert effects["mask_beyond_ids_attention"] == pytest.approx(both - seen["pe_to_end", 3], abs=1e-6)
+    assert effects["ids_beyond_mask_attention"] == pytest.approx(both - seen["crop", 3], abs=1e-6)
+    assert effects["last_over_inner_attention"] == pytest.approx(seen["none", 7] - seen["none", 3], abs=1e-6)
+    assert effects["end_level"] == pytest.approx(seen["pe_to_end", 3] / seen["none", 7], rel=1e-4)
+    for control in ("crop_other", "pe_to_end_other"):
+        assert (layers[control] - layers["none"]).abs().max() > 1e-6, "the control does something"
+
+
+def test_a_model_without_rotation_has_no_position_ids_to_cross(posbench: Callable[..., Result]) -> None:
+    result = posbench("study=crop_mask", "study.crossed=true", "model=tiny_nope")
+    assert result.status == 2 and "study.crossed = True" in result.err and result.err.count("\n") == 1
 
 
 def test_hidden_perturbation_equals_spans_run_alone_and_position_ids_by_hand(
@@ -216,7 +241,7 @@ def test_channel_subtraction_equals_hooks_on_the_norms(
 ) -> None:
     channel, gold, other = 5, 3, 5
     study = [
-        "study=channel_subtraction",
+        "experiment=yu2025_mechanism_channel",
         f"study.channel={channel}",
         "study.layers=[1,2]",
         "study.controls=1",
@@ -269,8 +294,10 @@ def test_channel_subtraction_equals_hooks_on_the_norms(
         assert np.allclose(items[where, "channel"], states.mean(0), atol=1e-4)
         assert np.allclose(items[where, "attention"], weights, atol=1e-5)
         assert abs(weights[item] - plain_weights[item]) > 1e-4
-        rise = found["effects"].set_index("effect").loc[f"{where}_rise", "value"]
-        assert rise == pytest.approx(weights[item] - plain_weights[item], abs=1e-5)
+        effects = found["effects"].set_index("effect")["value"]
+        assert effects[f"{where}_rise"] == pytest.approx(weights[item] - plain_weights[item], abs=1e-5)
+        _, back = hooked({layer: -amount for layer, amount in amounts.items()}, item)
+        assert effects[f"{where}_over_opposite"] == pytest.approx(weights[item] - back[item], abs=1e-5)
 
 
 @pytest.mark.parametrize("study", ["crop_mask", "hidden_perturbation"])

@@ -1,0 +1,95 @@
+"""Every experiment runs from its command to its report, with all that costs time made small."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from posbench import paths
+from posbench.errors import choices
+from posbench.pipeline.arguments import _spell
+from posbench.report.experiments import experiments
+from tests.cli import test_kills, test_tasks
+from tests.cli.task_files import TASKS
+from tests.conftest import Result, run_folders
+
+reader = test_tasks.reader
+SAMPLE = ("wu2025_fig16", "yu2025_table2")
+OWN = ("study.show=", "study.methods=", "study.items=")  # of an experiment, whatever the size
+EVERY = experiments()
+BRED = [
+    setting for setting in test_kills.BRED if setting.startswith(("search.", "task.calibration_examples"))
+]
+
+
+def _search(settings: list[str]) -> list[str]:
+    return [setting for setting in settings if setting.startswith(("search.", "task.calibration_examples"))]
+
+
+SEARCH = {
+    "genetic": [
+        *_search(test_kills.BRED),
+        "search.step_x=0.25",
+    ],  # two layers have no four places in whole ones
+    "gradient": _search(test_kills.GRADIENT),
+    "channel": _search(test_kills.CHANNEL),
+}
+NETWORK = {"width": 8, "classes": 16, "labels": 4, "batch": 4, "sequences": 40}
+TRAINED = [f"study.common.{key}={value}" for key, value in NETWORK.items()]
+TRAINED += ["study.seeds=1", "study.iterations=6", "study.processes=1"]
+CONSTANTS = {"scale_channel": test_tasks.METHOD}
+
+
+def _study(name: str) -> list[str]:
+    """What the kills make a study small with; an experiment keeps its own figures and networks."""
+    if name == "synthetic_training":
+        return TRAINED
+    job = test_kills.JOBS[name]
+    kept = [s for s in job.settings[1:] if not s.startswith(OWN)]
+    return kept + ([f"model={job.model}", "runtime.threads=1"] if job.model else [])
+
+
+def shrunken(name: str, reader: Path, files: Path) -> list[str]:
+    """The command line of an experiment at the first point of its grid, small."""
+    data = EVERY[name]
+    chosen = {k: v for part in data["defaults"] if isinstance(part, dict) for k, v in part.items()}
+    told = {key.removeprefix("override "): value for key, value in chosen.items()}
+    point: dict[str, Any] = {key: values[0] for key, values in data["experiment"].get("grid", {}).items()}
+    args = [f"experiment={name}", "runtime.device=cpu", "runtime.resamples=100"]
+    if "study" in told:
+        small = _study(told["study"])
+        point.pop("model", None)
+    elif data["experiment"].get("needs_weights"):
+        task = point.get("task", told.get("task", "kv_retrieval"))
+        small = ["model=hf", "model.name=bytes", f"model.path={reader}", "task.max_new_tokens=4"]
+        small += TASKS[task][0](files)
+        small += SEARCH.get(told.get("search", ""), []) + CONSTANTS.get(
+            told.get("method", "scale_channel"), []
+        )
+        point.pop("model", None)
+    else:
+        small = [*test_kills.FEW, *SEARCH[told.get("search", "channel")]]
+        small += [] if "model" in point else ["model=tiny"]
+    typed = {setting.split("=")[0] for setting in small}
+    return [*args, *(f"{key}={_spell(value)}" for key, value in point.items() if key not in typed), *small]
+
+
+SLOW = [pytest.param(n, marks=pytest.mark.slow) for n in choices(paths.EXPERIMENTS) if n not in SAMPLE]
+
+
+@pytest.mark.parametrize("name", [*SAMPLE, *SLOW])
+def test_an_experiment_runs_shrunken(
+    name: str, reader: Path, tmp_path: Path, outputs: Path, posbench: Callable[..., Result]
+) -> None:
+    (tmp_path / "files").mkdir()
+    result = posbench(*shrunken(name, reader, tmp_path / "files"))
+    assert result.status == 0, result.err
+    (folder,) = run_folders(outputs)
+    assert (folder / "DONE").is_file() and (folder / "report.html").is_file()
+    data = EVERY[name]["experiment"]
+    assert folder.parents[1].name == name
+    page = (folder / "report.html").read_text()
+    assert data["title"].split(":")[0] in page, "the page says what it regenerates"

@@ -1,0 +1,116 @@
+"""The list of all captions, the experiments that cover them, and the page that is made of both."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+
+from posbench import paths
+from posbench.errors import UserError
+from posbench.files.atomic import write_csv
+from posbench.report import experiments
+from posbench.report.experiments import PAPERS, captions, covering, newest, page
+from posbench.run.folder import RunDir
+from posbench.stats.findings import COLUMNS
+
+TABLES_AND_FIGURES = {"yu2025": (6, 14), "lpes": (17, 6), "wu2025": (1, 18), "behind_rope": (0, 16)}
+"""Counted in the papers: they number their tables and figures from 1 without a gap."""
+README = paths.EXPERIMENTS / "README.md"
+
+
+def test_every_table_and_figure_of_the_papers_is_listed_once() -> None:
+    listed = [tuple(row) for row in captions()[["paper", "item"]].to_numpy()]
+    wanted = {
+        (paper, f"{kind} {number}")
+        for paper, counts in TABLES_AND_FIGURES.items()
+        for kind, count in zip(("Table", "Figure"), counts, strict=True)
+        for number in range(1, count + 1)
+    }
+    assert set(listed) == wanted and len(listed) == len(wanted) == 78
+    assert set(PAPERS) == set(TABLES_AND_FIGURES) and (captions()["shows"] != "").all()
+
+
+def test_each_has_an_experiment_or_a_reason_and_no_experiment_covers_another() -> None:
+    every, listed = experiments.experiments(), captions()
+    for row in listed.to_dict("records"):
+        names = covering(every, row["paper"], row["item"])
+        assert bool(names) != bool(row["reason"]), (row["paper"], row["item"], names)
+    known = set(zip(listed["paper"], listed["item"], strict=True))
+    covers = {
+        (e["paper"], item)
+        for d in every.values()
+        if (e := d["experiment"]).get("paper")
+        for item in e["covers"]
+    }
+    assert covers <= known, covers - known
+
+
+def _told(text: str) -> list[list[str]]:
+    """What the page says whatever ran: headings, counts, and of a line item, words, experiment, weights."""
+    lines = [
+        line
+        for line in text.splitlines()
+        if line.startswith(("|", "## ")) or line.endswith(" without an experiment.")
+    ]
+    return [[cell.strip() for cell in line.strip("| ").split(" | ")][:4] for line in lines]
+
+
+def test_the_readme_lists_every_caption(tmp_path: Path) -> None:
+    """Made of runs that no test repeats, but its captions and experiments are those of today."""
+    text = README.read_text(encoding="utf-8")
+    assert _told(text) == _told(page(tmp_path)), (
+        "posbench docs experiments outputs --out experiments/README.md"
+    )
+
+
+def _run(folder: Path, seconds: float | None, *verdicts: str, model: str = "tiny") -> Path:
+    """A finished run that says no more than the page reads."""
+    run = RunDir(folder, "x")
+    folder.mkdir(parents=True)
+    run.write_facts("provenance.json", {"command": f"posbench experiment={model} runtime.outputs=/tmp/x"})
+    facts = {"state": "done", "stages": {}} | ({} if seconds is None else {"seconds": seconds})
+    run.write_facts("status.json", facts)
+    (folder / "config.yaml").write_text("{}")
+    one: dict[str, Any] = dict.fromkeys(COLUMNS, 0.0) | {"model": model, "claim": "c", "statistic": "s"}
+    rows = [one | {"kind": "paper", "verdict": verdict} for verdict in verdicts]
+    write_csv(folder / "findings.csv", pd.DataFrame([*rows, one | {"kind": "control", "verdict": "holds"}]))
+    run.seal("")
+    return folder
+
+
+def test_of_a_sweep_times_and_verdicts_of_all_jobs_count(tmp_path: Path) -> None:
+    version = tmp_path / "fig6/v001"
+    jobs = [_run(version / "a", 60, "holds"), _run(version / "b", 75, "contradicted", "holds", model="b")]
+    sweep = version / "sweep__model__x"
+    sweep.mkdir()
+    (sweep / "summary.csv").write_text("")
+    listed = [{"folder": f"elsewhere/fig6/v001/{job.name}"} for job in jobs]
+    RunDir(sweep).write_json("jobs.json", listed)
+    RunDir(sweep).seal("")
+    _run(version / "later", None, "holds")
+    found = newest(tmp_path, "fig6")
+    assert found is not None and found.minutes == "2.2" and found.status == "2 hold, 1 contradicted"
+    assert found.command == "posbench experiment=tiny"
+    # A job failed, so the sweep is not finished: the newest run stands in, whose time is not known.
+    RunDir(sweep).write_json("jobs.json", [*listed, {"folder": None}])
+    alone = newest(tmp_path, "fig6")
+    assert alone is not None and (alone.folder.name, alone.minutes, alone.status) == ("later", "", "1 holds")
+    assert newest(tmp_path, "fig7") is None
+
+
+def test_the_page_shows_the_newest_run_of_an_experiment(tmp_path: Path) -> None:
+    assert "| not run |" in page(tmp_path) and "training: hours" in page(tmp_path)
+    _run(tmp_path / "yu2025_fig7/v001/a", 90, "holds", "holds")
+    (line,) = (line for line in page(tmp_path).splitlines() if "yu2025_fig7" in line)
+    assert line.endswith("| no | `posbench experiment=tiny` | 1.5 | 2 hold |")
+
+
+def test_damage_and_a_folder_that_is_none_are_told(tmp_path: Path) -> None:
+    folder = _run(tmp_path / "yu2025_fig7/v001/a", 90, "holds")
+    (folder / "findings.csv").write_text("model\n")
+    for where, named in ((tmp_path, "findings.csv"), (tmp_path / "none", "DIR = ")):
+        with pytest.raises(UserError, match=named):
+            page(where)
