@@ -123,9 +123,8 @@ class CropMask(Study):
         caption = "Score and attention (95 %); change of attention by layer (shaded: with a cropped mask)."
         drawn = {"crop_mask": (crop_figure(tables["crop_mask"], tables["crop_mask_layers"]), caption)}
         if _is_crossed(tables):
-            metric = next(m for m in tables["crop_mask"]["measure"] if m != "attention")
             caption = "Change at the inner gold positions (95 %); lines: what the first and last one have."
-            drawn["crop_mask_crossed"] = crossed_figure(tables["crop_mask_effects"], metric), caption
+            drawn["crop_mask_crossed"] = crossed_figure(tables["crop_mask_effects"]), caption
         return drawn
 
     def findings(self, tables: Tables) -> Sequence[Finding]:
@@ -222,7 +221,7 @@ def _crossed(
     resamples: int,
 ) -> dict[str, bootstrap.Estimate]:
     """Mask and position ids together at the inner positions, and the unmodified model's ends over them."""
-    both, out = "crop_pe_to_end", dict[str, bootstrap.Estimate]()
+    both, ends_at = "crop_pe_to_end", {"first": positions[:1], "last": positions[-1:]}
     contrasts = {
         "mask_beyond_ids": (both, "pe_to_end"),
         "ids_beyond_mask": (both, "crop"),
@@ -231,15 +230,14 @@ def _crossed(
         "last_over_inner": ("last", UNMODIFIED),
         "last_over_end": ("last", "pe_to_end"),
     }
-    for measure in ("attention", "score"):
-        at = {v: group(v, measure, inner) for v in (UNMODIFIED, "crop", both, "pe_to_end", "pe_to_end_other")}
-        at["first"] = group(UNMODIFIED, measure, positions[:1])
-        at["last"] = group(UNMODIFIED, measure, positions[-1:])
+    out = dict[str, bootstrap.Estimate]()
+    for measure in ("score", "attention"):
+        names = dict.fromkeys(name for pair in contrasts.values() for name in pair)
+        at = {n: group(UNMODIFIED if n in ends_at else n, measure, ends_at.get(n, inner)) for n in names}
         for name, (one, other) in contrasts.items():
             out[f"{name}_{measure}"] = shared.minus(at, one, other, resamples)
-        if measure == "attention":
-            level = lambda m: m["pe_to_end"] / m["last"]  # noqa: E731
-            out["end_level"] = bootstrap.statistic(at, level, resamples=resamples)
+    level = {name: at[name] for name in ("pe_to_end", "last")}
+    out["end_level"] = bootstrap.statistic(level, lambda m: m["pe_to_end"] / m["last"], resamples=resamples)
     return out
 
 
@@ -271,13 +269,12 @@ def crop_figure(table: pd.DataFrame, layers: pd.DataFrame) -> Figure:
 
 
 @plot.styled
-def crossed_figure(effects: pd.DataFrame, metric: str) -> Figure:
+def crossed_figure(effects: pd.DataFrame) -> Figure:
     """Change of attention and score under each variant; lines where the unmodified model's ends stand."""
     rows, labels = effects.set_index("effect"), LABELS | CROSSED
     figure, panels = plot.new_figure(plot.PAGE, 2.4, 1, 2, sharey=True)
     shown = sorted((v for v in labels if v != UNMODIFIED), key=lambda v: v.endswith("other"))
-    names = {"attention": "attention per token", "score": metric.replace("_", " ")}
-    for axes, (measure, name) in zip(panels, names.items(), strict=True):
+    for axes, measure in zip(panels, ("attention", "score"), strict=True):
         axes.axvline(0, color="black", linewidth=0.6)
         for number, end in enumerate(("first", "last")):
             at = 100 * rows.loc[f"{end}_over_inner_{measure}", "value"]
@@ -285,7 +282,8 @@ def crossed_figure(effects: pd.DataFrame, metric: str) -> Figure:
             axes.axvline(at, **style, label=f"unmodified, gold item {end}")
         found = rows.loc[[f"{variant}_{measure}" for variant in shown]]
         plot.percent_bars(axes, range(len(shown)), found, upright=False, fmt="o", markersize=3, color="black")
-        axes.set_xlabel(f"change of {name} (points)")
+    panels[0].set_xlabel("change of attention per token (points)")
+    panels[1].set_xlabel("change of score (points)")
     panels[0].set_yticks(range(len(shown)), [labels[v] for v in shown])
     panels[0].invert_yaxis()
     plot.legend_below(figure, panels[0])

@@ -13,7 +13,7 @@ import torch
 
 from posbench.errors import UserError
 from posbench.measure.states import Strings
-from posbench.methods.scale_channel import share
+from posbench.methods.scale_channel import ScaleChannel, share
 from posbench.model.load import ModelConfig, load
 from posbench.stats import bootstrap
 from posbench.studies import prompts as shared
@@ -120,9 +120,11 @@ def test_crop_mask_equals_full_attention_written_out(
     )
     assert result.status == 0, result.err
     found = tables(outputs)
-    (left, right) = crossed_figure(found["crop_mask_effects"], "accuracy").axes
+    (left, right) = crossed_figure(found["crop_mask_effects"]).axes
     assert len(left.get_yticks()) == 7 and left.get_ylim()[0] > left.get_ylim()[1], "the first on top"
-    assert "accuracy" in right.get_xlabel()
+    drawn = [line.get_xdata()[0] for line in right.lines if line.get_label().startswith("unmodified")]
+    scores = found["crop_mask"].query("variant == 'none' and measure == 'accuracy'")["value"]
+    assert np.allclose(drawn, 100 * (scores.to_numpy()[[0, 2]] - scores.to_numpy()[1]))
     got = found["crop_mask"].set_index(["variant", "gold_position", "measure"])
     layers = found["crop_mask_layers"].set_index(["variant", "layer"])["attention"]
     task = KVRetrieval(**TASK)
@@ -395,3 +397,31 @@ def test_what_does_not_fit_gets_one_line_and_leaves_nothing(
     result = posbench(*overrides, *length, *args)
     assert result.status == 2 and result.err.count("\n") == 1 and message in result.err, result.err
     assert not run_folders(outputs)
+
+
+def test_the_halves_of_the_method_run_as_an_experiment(
+    posbench: Callable[..., Result], outputs: Path
+) -> None:
+    few = [
+        "task.pairs=12",
+        "task.positions=[0,5,11]",
+        "task.examples_per_position=8",
+        "runtime.resamples=100",
+    ]
+    result = posbench("experiment=yu2025_mechanism_tokens", "model=tiny", "stages=[evaluate]", *few)
+    assert result.status == 0, result.err
+    (summary,) = outputs.glob("yu2025_mechanism_tokens/v*/sweep__*/summary.csv")
+    rows = pd.read_csv(summary, keep_default_na=False).query(
+        "metric == 'accuracy' and gold_position == 'all'"
+    )
+    found = rows.set_index(["method", "method.tokens"])["value"].astype(float)
+    task = KVRetrieval(prompt="compact", records="words", pairs=12, positions=(0, 5, 11))
+    assert set(found["scale_channel"].index) == {"both", "last", "earlier"} and found["none"].nunique() == 1
+    model = load(ModelConfig(name="tiny", path="posbench://tiny", dtype="float32"), device="cpu")
+    asked = [e for e in task.evaluation() if int(e.id.split("-")[1]) < 4]
+    for tokens in ("last", "earlier"):
+        method = ScaleChannel(channel=15, factor=-1.0, layers=(1, 3), tokens=tokens)
+        with method.applied(model):
+            said = model.generate([e.prompt for e in asked], max_new_tokens=1)
+        right = [task.score(e, text)["accuracy"] for e, text in zip(asked, said, strict=True)]
+        assert found["scale_channel", tokens] == pytest.approx(np.mean(right), abs=1e-6)
