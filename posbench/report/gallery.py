@@ -25,7 +25,7 @@ PAPERS = {
     "lpes": "LPES: Mitigating Position Bias via Layer-Specific Positional Embedding Scaling",
     "wu2025": "Wu et al. 2025: On the Emergence of Position Bias in Transformers",
     "behind_rope": "Behind RoPE: How Does Causal Mask Encode Positional Information?",
-    "": "Of no paper",
+    "": "Other runs",
 }
 """The papers in the order of the page."""
 PAGE, SCALE = "index.html", 0.66
@@ -75,10 +75,9 @@ def paper_of(entry: Entry) -> str:
 def told(entry: Entry) -> tuple[str, str]:
     """What the paper shows, in its authors' claims, and what we see, from the runs' numbers."""
     claims = "; ".join(map(str, entry.facts.get("claims") or ()))
-    reference = entry.facts.get("reference") or {}
-    numbers = f"numbers of {reference['source']}, which stand beside ours" if len(entry.cells) else ""
-    other = f"numbers of {reference['source']} for other models or settings" if reference else ""
-    shows = claims or numbers or other
+    source = (entry.facts.get("reference") or {}).get("source")
+    where = "which stand beside ours in the table" if len(entry.cells) else "for other models or settings"
+    shows = claims or (f"the numbers of {source}, {where}" if source else "")
     return f"{shows[:1].upper()}{shows[1:]}." if shows else "", entry.seen
 
 

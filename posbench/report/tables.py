@@ -10,7 +10,7 @@ import pandas as pd
 from posbench.stats.frames import UNMODIFIED, at_positions, of_metric, own_metric, shown
 from posbench.stats.position_bias import STATISTICS
 
-LONG, PAGE = 24, 40  # letters of a cell, and rows, from which on LaTeX breaks lines and pages
+LONG, PAGE = 24, 40  # letters of a cell, and lines, from which on LaTeX breaks lines and pages
 Table = tuple[list[str], list[list[str]]]
 """A header, and rows."""
 
@@ -43,12 +43,13 @@ def latex(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     long texts are paragraphs."""
     frame = pd.DataFrame(rows, columns=list(header))
     wide = [max(map(len, [name, *frame[name]])) > LONG for name in header]
-    paragraph = rf"p{{{0.65 / max(sum(wide), 1):.2f}\linewidth}}"
+    tall = len(rows) * (4 if any(wide) else 1)  # lines, about
+    paragraph = rf"p{{{min(0.3, 0.55 / max(sum(wide), 1)):.2f}\linewidth}}"
     style = frame.style.hide(axis="index").format(escape="latex").format_index(escape="latex", axis="columns")
     text: str = style.to_latex(
         hrules=True,
         column_format="".join(paragraph if long else "l" for long in wide),
-        environment="longtable" if len(rows) > PAGE else None,
+        environment="longtable" if tall > PAGE else None,
     )
     # The old font encoding, still LaTeX's default, has other signs in these places.
     for sign, name in {"<": "less", ">": "greater", "|": "bar"}.items():

@@ -132,10 +132,12 @@ class RunDir:
             drawn = {n: self._sum(n) for n in facts.get("files", {}) if n.startswith(tuple(changed))}
             if drawn:
                 facts["files"] |= drawn
-        if not self.facts(STATUS):
+        recorded = self.facts(STATUS)
+        if not (recorded or old):
             return  # of an earlier version: nothing is recorded
         (self.path / "DONE").unlink(missing_ok=True)
-        self.write_facts(STATUS, status)
+        if recorded:  # a sweep has a manifest alone
+            self.write_facts(STATUS, status)
         if old:
             ours = [n for n in self._stamps() if n in old["files"] or n.startswith(tuple(changed))]
             self._seal(str(old["command"]), ours)

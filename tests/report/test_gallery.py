@@ -24,7 +24,7 @@ from posbench.report.gallery import shrink, write_gallery
 from posbench.report.paper import cells, paper_table
 from posbench.report.tables import latex
 from posbench.report.text import decided
-from posbench.run.folder import RunDir
+from posbench.run.folder import RunDir, opened
 from posbench.stats.findings import COLUMNS
 from tests.frames import metrics, sweep
 
@@ -59,7 +59,15 @@ def run(
     (folder / "config.yaml").write_text(yaml.safe_dump(config(folder.parents[1].name, folder.name)))
     for name, table in tables.items():
         table.to_csv(folder / f"{name}.csv", index=False)
-    finish(folder, picture, figures, f"posbench experiment={folder.parents[1].name}", done)
+    drawn(folder, picture, figures)
+    command = f"posbench experiment={folder.parents[1].name}"
+    book = RunDir(folder, "r1")
+    packages = {"torch": "2.9", "transformers": "5.6"}
+    made = {"command": command, "started": "2026-01-02T03:04:05", "hardware": "a CPU", "packages": packages}
+    book.write_facts("provenance.json", made)
+    book.write_facts("status.json", {"state": "done" if done else "failed", "error": None, "stages": {}})
+    if done:
+        book.seal(command)
     return folder
 
 
@@ -71,19 +79,12 @@ def config(suite: str, name: str) -> dict[str, object]:
     }
 
 
-def finish(folder: Path, picture: Path, figures: tuple[str, ...], command: str, done: bool) -> None:
+def drawn(folder: Path, picture: Path, figures: tuple[str, ...]) -> None:
     for name in figures:
         for kind in (".png", ".pdf"):
             shutil.copy(picture.with_suffix(kind), folder / "figures" / f"{name}{kind}")
     (folder / "figures" / "captions.json").write_text(json.dumps({n: f"What {n} shows." for n in figures}))
     (folder / "report.html").write_text(f"<p>{folder.name}</p>")
-    book = RunDir(folder, "r1")
-    packages = {"torch": "2.9", "transformers": "5.6"}
-    made = {"command": command, "started": "2026-01-02T03:04:05", "hardware": "a CPU", "packages": packages}
-    book.write_facts("provenance.json", made)
-    book.write_facts("status.json", {"state": "done" if done else "failed", "error": None, "stages": {}})
-    if done:
-        book.seal(command)
 
 
 def swept(
@@ -103,7 +104,8 @@ def swept(
     (folder / "jobs.json").write_text(json.dumps(jobs))
     for name, table in tables.items():
         table.to_csv(folder / f"{name}.csv", index=False)
-    finish(folder, picture, figures, "posbench -m study.x=0,1", True)
+    drawn(folder, picture, figures)
+    RunDir(folder).seal("posbench -m study.x=0,1")  # a sweep keeps no books
     return folder
 
 
@@ -210,6 +212,32 @@ def test_tables_hold_the_numbers_of_the_runs(many):
     assert {p.stem for p in tables.iterdir()} == set(SHOWN) and len(list(tables.iterdir())) == 9
 
 
+def test_a_papers_cells_come_first_and_are_counted(many, picture):
+    folder = run(many / "table1/v001/tiny__m", picture, metrics=metrics())
+    row = dict(model="tiny", method="scale_channel", task="kv", metric="accuracy", source="Table 1", n=500)
+    places = {"0": 0.97, "1": 0.2, "2": 0.9, "all": 0.93}
+    reference = [{**row, "gold_position": place, "value": value} for place, value in places.items()]
+    (folder / "reference.json").write_text(
+        json.dumps([*reference, {**row, "model": "big", "gold_position": "0", "value": 0.5}])
+    )
+    RunDir(folder, "r1").seal("posbench experiment=table1")
+    page = write_gallery(many)
+    found = pd.read_csv(page.parent / "tables/table1.csv")
+    assert found["paper"].tolist() == list(places.values()) and found["ours"].tolist()[:3] == [
+        0.96,
+        0.9,
+        0.92,
+    ]
+    assert found["difference"].round(9).tolist()[:3] == [-0.01, 0.7, 0.02]
+    told = (page.parent / "tables/table1.md").read_text().splitlines()
+    assert told[0] == "| model | method |  | 0 | 1 | 2 | all |" and told[2].startswith(
+        "| tiny | scale_channel | paper % | 97.0 |"
+    )
+    tally = found["verdict"].value_counts()
+    assert f"Cells of the paper: {tally['agrees']} agree" in Page(page).words and tally["differs"] == 1
+    assert (page.parent / "tables/table1-scores.csv").is_file()
+
+
 def test_what_is_damaged_unfinished_or_failed_is_named_and_left_out(many):
     words = " ".join(Page(write_gallery(many)).words.split())
     for said in (
@@ -223,6 +251,17 @@ def test_what_is_damaged_unfinished_or_failed_is_named_and_left_out(many):
     shutil.copytree(many / "fig9/v001/tiny__bad", many / "fig3/v011/tiny__a")
     (entry,) = (entry for entry in collect(many) if entry.name == "fig3")
     assert [part.folder.parent.name for part in entry.parts] == ["v010"] * 2 and len(entry.faults) == 1
+
+
+def test_a_sweep_that_is_drawn_again_stays_whole(many):
+    folder = many / "fig6/v001/sweep__f__x"
+    assert main(["report", str(folder)]) == 0
+    assert opened(folder).damaged() == [] and opened(folder).done
+    (entry,) = (entry for entry in collect(many) if entry.name == "fig6")
+    (part,) = entry.parts
+    assert part.figures["sweep"].startswith("Left: score over all positions")
+    (folder / "figures" / "sweep.png").write_bytes(b"")
+    assert opened(folder).damaged() == ["figures/sweep.png"]
 
 
 def test_a_second_gallery_takes_the_place_of_the_first_and_of_nothing_else(many, tmp_path):
@@ -252,7 +291,7 @@ def test_latex_has_no_special_character_left(many):
     plain = re.sub(known, "", body[1])
     assert not re.search(r"[%$#_{}~^<>|]", plain), plain
     assert plain.count("&") == 3 and plain.count("\\\\") == 3 and plain.replace("\\\\", "").count("\\") == 0
-    assert re.search(r"\\begin\{tabular\}\{p\{0\.65\\linewidth\}l\}", text)
+    assert re.search(r"\\begin\{tabular\}\{p\{0\.30\\linewidth\}l\}", text)
     assert "longtable" in latex(["a"], [["1"]] * 41)
     written = {file.stem: file.read_text() for file in (write_gallery(many).parent / "tables").glob("*.tex")}
     assert set(written) == set(SHOWN) and "a\\_claim" in written["fig3"]
