@@ -37,9 +37,7 @@ class SearchCost(Timed):
 
     needs_model: ClassVar[bool] = True
     needs_task: ClassVar[bool] = True
-    caption: ClassVar[str] = (
-        "Time of each operation in one generation of the genetic search; the paper's beside."
-    )
+    caption: ClassVar[str] = "Time of each operation in one generation of the genetic search."
 
     def check(self, run: Run) -> None:
         """See :meth:`Study.check`."""

@@ -123,7 +123,9 @@ def ratio_figure(measured: pd.DataFrame) -> Figure:
     for axes, (work, rows) in zip(grid.flat, panels, strict=True):
         rows = rows[::-1]
         away = rows[kind] - rows[f"{kind}_min"], rows[f"{kind}_max"] - rows[kind]
-        axes.errorbar(rows[kind], rows["way"], xerr=away, fmt="o", color=plot.COLOURS[0], capsize=2)
+        axes.errorbar(
+            rows[kind], rows["way"], xerr=away, fmt="o", color=plot.COLOURS[0], capsize=2, clip_on=False
+        )
         axes.axvline(1, color="0.6", linewidth=0.6, zorder=0)
         axes.set(title=work)
         axes.margins(y=0.5 / len(rows))
