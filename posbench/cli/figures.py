@@ -26,13 +26,12 @@ from posbench.pipeline.compose import Composed, compose
 from posbench.pipeline.config import Config, check
 from posbench.pipeline.execute import absent, finished
 from posbench.report import sweep
+from posbench.report.experiments import PAPERS, trains
 from posbench.report.terminal import terminal
 from posbench.run.folder import owned
 from posbench.studies.cost.timing import Timed
 
 COMMAND = [sys.executable, "-c", "from posbench.cli.main import run; run()"]
-PAPERS = ("yu2025", "lpes", "wu2025", "behind_rope")
-TRAINING = {"override study": "synthetic_training"}
 PATIENCE = 30.0
 """Seconds that processes have to end by themselves when all are stopped."""
 
@@ -185,7 +184,7 @@ def _asked(args: Sequence[str], console: Console) -> list[Figure]:
             raise UserError("flag", arg, "--jobs N, --config-dir DIR, -m", "posbench figures --help")
     folders = [paths.EXPERIMENTS, *(root / "experiment" for root in paths.config_folders(own)[1:])]
     there = choices(*folders)
-    for field_, given, known in (("figures", names, there), ("paper", papers, PAPERS)):
+    for field_, given, known in (("figures", names, there), ("paper", papers, [*PAPERS])):
         for name in given:
             if name not in known:
                 raise UserError(field_, name, ", ".join(known), near(name, known, "posbench ls experiments"))
@@ -222,7 +221,7 @@ def _facts(name: str, folders: Sequence[Path]) -> dict[str, Any]:
     file = next(folder / f"{name}.yaml" for folder in folders if (folder / f"{name}.yaml").is_file())
     try:
         data = yaml.safe_load(file.read_text())
-        return {**data["experiment"], "trains": TRAINING in data["defaults"]}
+        return {**data["experiment"], "trains": trains(data)}
     except (yaml.YAMLError, ValueError, KeyError, TypeError):
         return {}  # composing it tells what is wrong
 

@@ -89,6 +89,18 @@ class Entry:
         """The command that makes the first part."""
         return _command(opened(self.parts[0].folder)) if self.parts else ""
 
+    @property
+    def seconds(self) -> float | None:
+        """Wall time of all its runs, sessions added up; None where a run of an older version has none."""
+        found = [run.status().get("seconds") for run in self.runs]
+        known = [float(seconds) for seconds in found if seconds is not None]
+        return sum(known) if len(known) == len(found) else None
+
+    @property
+    def compares(self) -> bool:
+        """Whether a paper printed numbers for it."""
+        return any(read_json(run.path / "reference.json") for run in self.runs)
+
     @cached_property
     def made(self) -> str:
         """Models, versions, hardware and dates of the runs, in one line."""

@@ -18,16 +18,11 @@ from posbench.errors import UserError
 from posbench.files.atomic import write_csv, write_text
 from posbench.files.markdown import markdown
 from posbench.report.collect import Entry, Part, collect
+from posbench.report.experiments import PAPERS
 from posbench.report.tables import latex
 
-PAPERS = {
-    "yu2025": "Yu et al. 2025: Mitigate Position Bias in LLMs via Scaling a Single Hidden States Channel",
-    "lpes": "LPES: Mitigating Position Bias via Layer-Specific Positional Embedding Scaling",
-    "wu2025": "Wu et al. 2025: On the Emergence of Position Bias in Transformers",
-    "behind_rope": "Behind RoPE: How Does Causal Mask Encode Positional Information?",
-    "": "Other runs",
-}
-"""The papers in the order of the page."""
+GROUPS = PAPERS | {"": "Other runs"}
+"""The papers in the order of the page, and what is of none."""
 PAGE, SCALE = "index.html", 0.66
 """Name of the page; pixels of the page for one of a figure."""
 MARK = '<meta name="generator" content="posbench gallery">'
@@ -57,7 +52,7 @@ def write_gallery(folder: Path, out: Path | None = None) -> Path:
         shown.setdefault(paper_of(entry), []).append(_write(entry, made))
     source = (paths.PACKAGE / "report" / "gallery.html.j2").read_text()
     template = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(source)
-    grouped = [(PAPERS[paper], shown[paper]) for paper in PAPERS if paper in shown]
+    grouped = [(title, shown[paper]) for paper, title in GROUPS.items() if paper in shown]
     write_text(made / PAGE, template.render(mark=MARK, papers=grouped))
     if out.exists():
         out.rename(old)
@@ -67,7 +62,7 @@ def write_gallery(folder: Path, out: Path | None = None) -> Path:
 
 
 def paper_of(entry: Entry) -> str:
-    """The key of an entry's paper in :data:`PAPERS`."""
+    """The key of an entry's paper in :data:`GROUPS`."""
     paper = str(entry.facts.get("paper", ""))
     return paper if paper in PAPERS else ""
 
@@ -149,9 +144,9 @@ def as_markdown(entries: Sequence[Entry], images: str) -> tuple[str, dict[str, P
     """The gallery in short: of each entry what the paper shows, what we see, the command, and one or two
     figures, as images in the folder ``images``; and the file of each image."""
     parts, files = list[str](), dict[str, Path]()
-    grouped = {paper: [entry for entry in entries if paper_of(entry) == paper] for paper in PAPERS}
+    grouped = {paper: [entry for entry in entries if paper_of(entry) == paper] for paper in GROUPS}
     for paper, own in grouped.items():
-        parts += [f"## {PAPERS[paper]}"] if own else []
+        parts += [f"## {GROUPS[paper]}"] if own else []
         for entry in own:
             shows, seen = told(entry)
             parts += [f"### {heading(entry)[0]}", f"*The paper shows:* {shows}" if shows else ""]

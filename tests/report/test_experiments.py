@@ -12,7 +12,7 @@ from posbench import paths
 from posbench.errors import UserError
 from posbench.files.atomic import write_csv
 from posbench.report import experiments
-from posbench.report.experiments import PAPERS, captions, covering, newest, page
+from posbench.report.experiments import PAPERS, captions, covering, page
 from posbench.run.folder import RunDir
 from posbench.stats.findings import COLUMNS
 
@@ -43,7 +43,7 @@ def test_each_has_an_experiment_or_a_reason_and_no_experiment_covers_another() -
         (e["paper"], item)
         for d in every.values()
         if (e := d["experiment"]).get("paper")
-        for item in e["covers"]
+        for item in e.get("covers", ())
     }
     assert covers <= known, covers - known
 
@@ -70,47 +70,55 @@ def _run(folder: Path, seconds: float | None, *verdicts: str, model: str = "tiny
     """A finished run that says no more than the page reads."""
     run = RunDir(folder, "x")
     folder.mkdir(parents=True)
-    run.write_facts("provenance.json", {"command": f"posbench experiment={model} runtime.outputs=/tmp/x"})
+    command = f"posbench experiment={model} runtime.outputs=/tmp/x"
     facts = {"state": "done", "stages": {}} | ({} if seconds is None else {"seconds": seconds})
     run.write_facts("status.json", facts)
     (folder / "config.yaml").write_text("{}")
     one: dict[str, Any] = dict.fromkeys(COLUMNS, 0.0) | {"model": model, "claim": "c", "statistic": "s"}
     rows = [one | {"kind": "paper", "verdict": verdict} for verdict in verdicts]
     write_csv(folder / "findings.csv", pd.DataFrame([*rows, one | {"kind": "control", "verdict": "holds"}]))
-    run.seal("")
+    run.seal(command)
     return folder
 
 
+def _line(folder: Path, name: str = "yu2025_fig7") -> list[str]:
+    """Command, minutes and status of an experiment's line on the page."""
+    (line,) = (line for line in page(folder).splitlines() if f"({name}.yaml)" in line)
+    return [cell.strip() for cell in line.split("|")[5:8]]
+
+
 def test_of_a_sweep_times_and_verdicts_of_all_jobs_count(tmp_path: Path) -> None:
-    version = tmp_path / "fig6/v001"
+    version = tmp_path / "yu2025_fig7/v001"
     jobs = [_run(version / "a", 60, "holds"), _run(version / "b", 75, "contradicted", "holds", model="b")]
     sweep = version / "sweep__model__x"
     sweep.mkdir()
-    (sweep / "summary.csv").write_text("")
-    listed = [{"folder": f"elsewhere/fig6/v001/{job.name}"} for job in jobs]
+    told = pd.concat([pd.read_csv(job / "findings.csv") for job in jobs])
+    write_csv(sweep / "findings_summary.csv", told)
+    listed = [
+        {"folder": f"elsewhere/yu2025_fig7/v001/{job.name}", "overrides": [f"model={job.name}"]}
+        for job in jobs
+    ]
     RunDir(sweep).write_json("jobs.json", listed)
-    RunDir(sweep).seal("")
-    _run(version / "later", None, "holds")
-    found = newest(tmp_path, "fig6")
-    assert found is not None and found.minutes == "2.2" and found.status == "2 hold, 1 contradicted"
-    assert found.command == "posbench experiment=tiny"
-    # A job failed, so the sweep is not finished: the newest run stands in, whose time is not known.
-    RunDir(sweep).write_json("jobs.json", [*listed, {"folder": None}])
-    alone = newest(tmp_path, "fig6")
-    assert alone is not None and (alone.folder.name, alone.minutes, alone.status) == ("later", "", "1 holds")
-    assert newest(tmp_path, "fig7") is None
+    RunDir(sweep).seal("posbench experiment=tiny")
+    assert _line(tmp_path) == ["`posbench experiment=tiny`", "2.2", "2 hold, 1 contradicted"]
+    failed = {"folder": None, "overrides": ["model=c"], "status": 1}
+    RunDir(sweep).write_json("jobs.json", [*listed, failed])
+    RunDir(sweep).seal("posbench experiment=tiny")
+    assert _line(tmp_path)[2] == "2 hold, 1 contradicted; unfinished or damaged: 1"
 
 
-def test_the_page_shows_the_newest_run_of_an_experiment(tmp_path: Path) -> None:
-    assert "| not run |" in page(tmp_path) and "training: hours" in page(tmp_path)
-    _run(tmp_path / "yu2025_fig7/v001/a", 90, "holds", "holds")
-    (line,) = (line for line in page(tmp_path).splitlines() if "yu2025_fig7" in line)
-    assert line.endswith("| no | `posbench experiment=tiny` | 1.5 | 2 hold |")
+def test_the_page_shows_the_newest_version_of_an_experiment(tmp_path: Path) -> None:
+    assert _line(tmp_path)[1:] == ["", "not run"] and "training: hours" in page(tmp_path)
+    _run(tmp_path / "yu2025_fig7/v001/a", 30, "contradicted")
+    _run(tmp_path / "yu2025_fig7/v002/a", 90, "holds", "holds")
+    assert _line(tmp_path) == ["`posbench experiment=tiny`", "1.5", "2 hold"]
+    _run(tmp_path / "yu2025_fig7/v003/a", None, "holds")
+    assert _line(tmp_path)[1:] == ["", "1 holds"], "no minutes where the run recorded none"
 
 
 def test_damage_and_a_folder_that_is_none_are_told(tmp_path: Path) -> None:
     folder = _run(tmp_path / "yu2025_fig7/v001/a", 90, "holds")
     (folder / "findings.csv").write_text("model\n")
-    for where, named in ((tmp_path, "findings.csv"), (tmp_path / "none", "DIR = ")):
-        with pytest.raises(UserError, match=named):
-            page(where)
+    assert _line(tmp_path)[1:] == ["", "not run; unfinished or damaged: 1"]
+    with pytest.raises(UserError, match="DIR = "):
+        page(tmp_path / "none")
