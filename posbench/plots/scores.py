@@ -38,6 +38,35 @@ def accuracy_by_position(metrics: pd.DataFrame, chance: float | None = None) -> 
 
 
 @plot.styled
+def accuracy_by_model(summary: pd.DataFrame) -> Figure:
+    """The score over the gold position, a panel for each model and a line with its 95 % band for each method.
+
+    From summary.csv rows of a sweep over models and methods, whose runs each measured the unmodified model;
+    it is drawn once. Raises `UserError` where a column or every score per position is missing.
+    """
+    frames.need(summary, "summary", "model", "method", "gold_position", "depth", "metric", *columns())
+    rows = frames.at_positions(summary)
+    frames.need(rows, "summary (score per position)", "value")
+    models, methods = list(rows["model"].unique()), list(rows["method"].unique())
+    methods = [name for name in methods if name != frames.UNMODIFIED]
+    across = min(len(models), 3)
+    shape = -(-len(models) // across), across
+    figure, grid = plot.new_figure(plot.PAGE, 0.5 + 2.1 * shape[0], *shape, squeeze=False, sharey=True)
+    for axes, model in zip(grid.flat, models, strict=False):
+        own = rows[rows["model"] == model].drop_duplicates(["method", "depth"])
+        for index, method in enumerate([*methods, frames.UNMODIFIED]):
+            style = plot.line_style(index, method == frames.UNMODIFIED)
+            if (own["method"] == method).any():
+                plot.band(axes, own[own["method"] == method], style, label=frames.shown(method))
+        axes.set_title(model)
+        plot.percent_axes(axes, f"{frames.metric_name(summary)} (%)" if axes in grid[:, 0] else "")
+    for axes in [*grid.flat][len(models) :]:
+        axes.remove()
+    plot.legend_below(figure, max(grid.flat, key=lambda axes: len(axes.get_legend_handles_labels()[1])))
+    return figure
+
+
+@plot.styled
 def by_subset(subsets: pd.DataFrame) -> Figure:
     """The task's score on every subset, then on every average: a point per method with its 95 % interval.
 

@@ -13,6 +13,7 @@ from rich.console import Console
 from posbench.errors import UserError
 from posbench.files.atomic import Row, digest, write_csv, write_text
 from posbench.plots import sweep as plots
+from posbench.plots.scores import accuracy_by_model
 from posbench.plots.section import Section
 from posbench.report import tables
 from posbench.report.folder import need_folder, read_csv, read_json
@@ -141,6 +142,9 @@ def render_sweep(folder: Path) -> Path:
         "Left: score over all positions with 95 % intervals. Right: score over the position of the answer."
     )
     drawn = {"sweep": (plots.factor_sweep(summary, axes), caption)}
+    if axes == ["model", "method"] and len(at_positions(summary)):
+        caption = "Score over the position of the answer, model by model. Bands: 95 % intervals."
+        drawn = {"sweep": (accuracy_by_model(summary), caption)}
     n = tuple(at_positions(summary)["n"]) or tuple(overall(summary)["n"])
     sections = [Section("Settings", "", header, rows, drawn, n)]
     if attention is not None:

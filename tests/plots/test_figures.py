@@ -13,7 +13,7 @@ import pytest
 
 from posbench.errors import UserError
 from posbench.plots.attention import attention_by_position
-from posbench.plots.scores import accuracy_by_position, by_subset
+from posbench.plots.scores import accuracy_by_model, accuracy_by_position, by_subset
 from posbench.plots.search import candidate_losses_figure, channel_curves
 from posbench.plots.sweep import attention_sweep, factor_sweep
 from posbench.stats.scores import SUBSET_COLUMNS
@@ -43,6 +43,20 @@ def test_positions_are_sorted_as_numbers_and_models_kept_apart():
     axes = accuracy_by_position(frame).axes[0]
     np.testing.assert_allclose(line(axes, "scale_channel, model tiny").get_xdata(), [0, 50, 100])
     assert len(axes.lines) == 4
+
+
+def test_a_panel_for_each_model_with_the_unmodified_one_once():
+    """Each run of a sweep measured the unmodified model again; a method keeps its colour in all panels."""
+    other = metrics().replace({"method": {"scale_channel": "ms_poe"}})
+    frame = pd.concat([metrics(), other, other.assign(model="other")], ignore_index=True)
+    first, second = accuracy_by_model(frame).axes
+    assert (first.get_title(), second.get_title()) == ("tiny", "other")
+    assert (len(first.lines), len(second.lines)) == (3, 2)
+    for axes in (first, second):
+        np.testing.assert_allclose(line(axes, "unmodified").get_ydata(), np.multiply(BEFORE, 100))
+        np.testing.assert_allclose(line(axes, "ms_poe").get_ydata(), np.multiply(AFTER, 100))
+    assert line(first, "ms_poe").get_color() == line(second, "ms_poe").get_color()
+    assert line(first, "ms_poe").get_color() != line(first, "scale_channel").get_color()
 
 
 def test_attention_names_the_strongest_layer_and_shows_the_change():
