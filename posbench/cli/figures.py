@@ -63,7 +63,7 @@ class Figure:
     def line(self) -> str:
         """What it is and what became of it."""
         minutes = f"{self.took / 60:.1f} min" if self.took else ""
-        return f"{self.state:<15}  {self.name:<20}  {minutes:>9}  {self.folder or self.note}"
+        return f"{self.state:<15}  {self.name:<24}  {minutes:>9}  {self.folder or self.note}"
 
     @property
     def embedded(self) -> bool:
