@@ -164,7 +164,13 @@ def test_a_missing_field_is_named() -> None:
 
 def test_defaults_and_required_fields() -> None:
     assert defaults(Bounded)["weights"] == [0.0, 1.0] and "title" not in defaults(Bounded)
-    assert defaults(ScaleChannel) == {"channel": None, "factor": None, "layers": None, "last": 1}
+    assert defaults(ScaleChannel) == {
+        "channel": None,
+        "factor": None,
+        "layers": None,
+        "last": 1,
+        "tokens": "both",
+    }
     assert required(ScaleChannel) == {"channel", "factor", "layers"} and required(Bounded) == set()
 
 

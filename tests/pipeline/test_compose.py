@@ -66,7 +66,7 @@ def test_every_key_that_nobody_sets_has_its_classs_default() -> None:
     assert {f.name for f in fields(ModelConfig)} - {"blocks"} <= set(raw["model"])
     assert raw["method"] == {
         **{"name": "scale_channel", "_target_": "posbench.methods.scale_channel.ScaleChannel"},
-        **{"channel": None, "factor": None, "layers": None, "last": 1},
+        **{"channel": None, "factor": None, "layers": None, "last": 1, "tokens": "both"},
     }
 
 

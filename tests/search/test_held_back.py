@@ -161,7 +161,8 @@ def test_damage_to_what_a_killed_search_kept_changes_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def contents(folder: Path) -> dict[str, bytes]:
-        times = "provenance.json", "manifest.json", "DONE"  # when a run started, and checksums over that
+        # When a run started and how long it took, and checksums over that.
+        times = "provenance.json", "status.json", "manifest.json", "DONE"
         files = [p for p in folder.rglob("*") if p.is_file() and p.name not in times]
         return {p.name: p.read_bytes() for p in files}
 

@@ -64,6 +64,7 @@ def test_study_trains_and_goes_on(
     pd.testing.assert_frame_equal(both[both["iteration"] == 6].reset_index(drop=True), gaps)
 
 
+@pytest.mark.slow
 def test_processes_change_nothing(posbench: Callable[..., Result], outputs: Path, tmp_path: Path) -> None:
     args = [arg.replace("processes=1", "processes=2") for arg in TINY]
     assert posbench(*args, "study.iterations=5").status == 0
