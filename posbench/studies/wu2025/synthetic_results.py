@@ -76,10 +76,7 @@ class SyntheticResults(Trained):
 
 
 def _networks(cells: pd.DataFrame) -> pd.DataFrame:
-    """A row per condition: the three gaps, ours with 95 % over test sequences and the paper's cell.
-
-    Accuracy on new classes is the mean over the first, middle and last item.
-    """
+    """A row per condition: the three gaps, ours with 95 % over test sequences and the paper's cell."""
     rows = []
     for _, each in cells.groupby(["figure", *tables.SETTINGS], sort=False):
         one, texts = each.iloc[0], {}

@@ -68,11 +68,9 @@ def at_end(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def over_seeds(gaps: pd.DataFrame) -> pd.DataFrame:
-    """Mean over the seeds of each condition, iteration and pair; the interval is of the test sequences.
-
-    ``novel``: accuracy on new classes, mean of the first, middle and last item.
-    """
+    """Mean over the seeds of each condition, iteration and pair; the interval is of the test sequences."""
     rows = gaps.assign(spread=gaps["gap"], variance=((gaps["ci_high"] - gaps["ci_low"]) / 2) ** 2)
+    # accuracy on new classes, over the three items
     rows["novel"] = rows[["novel_first", "novel_middle", "novel_last"]].mean(axis=1)
     how = dict(gap="mean", variance="sum", seed="nunique", spread="std", train_loss="mean", n="sum")
     how |= dict(train_accuracy="mean", novel="mean")
