@@ -142,7 +142,7 @@ def render_sweep(folder: Path) -> Path:
         "Left: score over all positions with 95 % intervals. Right: score over the position of the answer."
     )
     drawn = {"sweep": (plots.factor_sweep(summary, axes), caption)}
-    if axes == ["model", "method"] and len(at_positions(summary)):
+    if "model" in axes and set(axes) <= {"model", "method"} and len(at_positions(summary)):
         caption = "Score over the position of the answer, model by model. Bands: 95 % intervals."
         drawn = {"sweep": (accuracy_by_model(summary), caption)}
     n = tuple(at_positions(summary)["n"]) or tuple(overall(summary)["n"])

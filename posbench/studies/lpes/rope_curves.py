@@ -123,6 +123,6 @@ def thirds_figure(table: pd.DataFrame) -> Figure:
         right.plot(mean.index, mean, label=f"{third} third", **plot.line_style(index))
     left.set(xlabel="layer", ylabel="attention, middle third", xticks=table["layer"].unique(), ylim=(0, None))
     right.set(xlabel="RoPE scale", ylabel="attention (mean over layers)", ylim=(0, None))
-    left.legend()
-    right.legend()
+    for axes in (left, right):
+        axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1), ncols=2)
     return figure
