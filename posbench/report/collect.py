@@ -20,6 +20,8 @@ from posbench.report.sweep import axes_of, sweep_table
 from posbench.report.tables import Table
 from posbench.report.text import decided, headline
 from posbench.run.folder import CONFIG, MANIFEST, PROVENANCE, RunDir, opened
+from posbench.search import held_back
+from posbench.stats.frames import shown
 
 
 @dataclass(frozen=True)
@@ -96,11 +98,6 @@ class Entry:
         known = [float(seconds) for seconds in found if seconds is not None]
         return sum(known) if len(known) == len(found) else None
 
-    @property
-    def compares(self) -> bool:
-        """Whether a paper printed numbers for it."""
-        return any(read_json(run.path / "reference.json") for run in self.runs)
-
     @cached_property
     def made(self) -> str:
         """Models, versions, hardware and dates of the runs, in one line."""
@@ -145,7 +142,9 @@ class Entry:
         said = [front + words for front, (_, words) in zip(fronts, self.scored, strict=True)]
         said += [decided(self.findings)] if len(self.findings) else []
         said += [counted(self.cells)] if len(self.cells) else []
-        return " ".join(said)
+        return " ".join(
+            said or [words for part in self.parts if (words := _measured(part, len(self.parts) > 1))]
+        )
 
     @property
     def tables(self) -> dict[str, tuple[pd.DataFrame, Table]]:
@@ -161,6 +160,25 @@ class Entry:
             own = _joined([metrics for part in self.parts for metrics in part.metrics])
             found["scores"] = own, (list(lines), lines.to_numpy().tolist())
         return found
+
+
+def _measured(part: Part, named: bool) -> str:
+    """What a run without scores and claims measured, in words: the gain of a search, the times of a study."""
+    found = [
+        held_back.words(row)
+        for frame in part.tables(Path(held_back.TABLE).stem)
+        for row in frame.to_dict("records")
+    ]
+    for table in (read_json(part.folder / "study.json") or {}).get("tables", ()):
+        for frame in part.tables(table):
+            if {"work", "way", "base", "ratio"} <= set(frame):
+                own = frame[frame["way"] != frame["base"]]
+                times = own[["way", "ratio", "base", "work"]].itertuples(index=False)
+                found += [
+                    f"{a} takes {r:.2f} times the time of {shown(b)} ({work})" for a, r, b, work in times
+                ]
+    front = f"{part.label}: " if named and found else ""
+    return front + "; ".join(found) + "." * bool(found)
 
 
 def _joined(frames: Sequence[pd.DataFrame]) -> pd.DataFrame:
@@ -205,17 +223,20 @@ def _entry(name: str, folders: Sequence[Path]) -> Entry:
     sweeps = [
         f for f in whole if newest in {number.get(g) for g in (f, *runs_of(f))} and (f / JOBS).is_file()
     ]
-    shown, told = [f for f in whole if number[f] == newest], {f: None for f in folders if number[f] >= newest}
+    chosen, told = (
+        [f for f in whole if number[f] == newest],
+        {f: None for f in folders if number[f] >= newest},
+    )
     if sweeps:
         sweep = max(sweeps, key=lambda f: (f / JOBS).stat().st_mtime)
         drawn = any((sweep / "figures").glob("*.png"))
-        shown = [sweep] if drawn else [run for run in runs_of(sweep) if run in whole]
+        chosen = [sweep] if drawn else [run for run in runs_of(sweep) if run in whole]
         told |= dict.fromkeys(run for run in runs_of(sweep) if run in faults)
     jobs = read_json(sweep / JOBS) if sweeps else []
     failed = [job for job in jobs if not job["folder"]]
     said = [faults[folder] for folder in told if faults[folder]]
     said += [f"failed: {' '.join(job['overrides'])} (exit status {job['status']})" for job in failed]
-    return Entry(name, _labelled(shown, jobs), said)
+    return Entry(name, _labelled(chosen, jobs), said)
 
 
 def _fault(folder: Path) -> str:

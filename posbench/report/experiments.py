@@ -97,9 +97,9 @@ def _line(name: str, data: Mapping[str, Any], entry: Entry | None) -> Sequence[s
 
 
 def _status(entry: Entry) -> str:
-    """How the paper's claims fared; else how its cells did, where one of its models ran."""
+    """How the paper's claims fared; else how its cells did, where one of its models ran; else what we see."""
     findings, cells = entry.findings, entry.cells
     told = tally(findings.loc[findings["kind"] == "paper", "verdict"]) if len(findings) else ""
     if told or len(cells):
         return told or f"cells: {tally(cells['verdict'], AGREEMENT)}"
-    return "measured; the numbers of the paper are of other models" if entry.compares else "measured"
+    return entry.seen or "measured"

@@ -160,10 +160,10 @@ def as_markdown(entries: Sequence[Entry], images: str) -> tuple[str, dict[str, P
     return "\n\n".join(filter(None, parts)), files
 
 
-def few_figures(entry: Entry, most: int = 2) -> Sequence[tuple[Part, str]]:
-    """The first figure of the first runs; of one run alone, its first figures."""
+def few_figures(entry: Entry) -> Sequence[tuple[Part, str]]:
+    """The first figure of the first two runs; of one run alone, its first three."""
     each = [[(part, name) for name in part.figures] for part in entry.parts if part.figures]
-    return [figures[0] for figures in each[:most]] if len(each) > 1 else list(*each)[:most]
+    return [figures[0] for figures in each[:2]] if len(each) > 1 else list(*each)[:3]
 
 
 def shrink(file: Path, most: int = 100_000) -> bytes:

@@ -329,6 +329,19 @@ def test_what_we_see_names_the_decided_claims():
     assert many.count("claim ") == 4 and many.endswith("; 5 more.")
 
 
+def test_what_we_see_of_a_search_and_of_a_study_of_times(tmp_path, picture):
+    check = dict(measure="loss", found=0.9, unmodified=1.5, gain=0.6, ci_low=0.4, ci_high=0.8, n=120)
+    times = dict(work="8 tokens", base="none", way=["none", "ms_poe"], ratio=[1.0, 1.25])
+    run(tmp_path / "found/v001/tiny__a", picture, held_back=pd.DataFrame([check]))
+    folder = run(tmp_path / "slow/v001/tiny__b", picture, done=False, generation=pd.DataFrame(times))
+    (folder / "study.json").write_text(json.dumps({"study": "latency", "tables": ["generation"]}))
+    RunDir(folder, "r1").seal("")
+    found, slow = collect(tmp_path)
+    told = "loss 0.9, unmodified 1.5 on 120 held-back prompts, gain 0.6 [0.4, 0.8]"
+    assert found.seen == f"the search gains: {told}."
+    assert slow.seen == "ms_poe takes 1.25 times the time of unmodified (8 tokens)."
+
+
 def test_the_gallery_in_the_documentation(many, tmp_path, capsys):
     page = tmp_path / "docs" / "shown.md"
     page.parent.mkdir()
