@@ -169,9 +169,11 @@ def few_figures(entry: Entry) -> Sequence[tuple[Part, str]]:
 def shrink(file: Path, most: int = 100_000) -> bytes:
     """A figure as a PNG of so many bytes at the most where it can be, with fewer colours, then pixels."""
     image = Image.open(file).convert("RGB")
-    for share, colours in itertools.product((0.7, 0.6, 0.5), (64, 24)):
+    for share, colours in itertools.product((0.7, 0.6, 0.5), (256, 64)):
         size = round(share * image.width), round(share * image.height)
-        small = image.resize(size, Image.Resampling.LANCZOS).quantize(colours, dither=Image.Dither.NONE)
+        small = image.resize(size, Image.Resampling.LANCZOS)
+        # Rare colours count as much as others: a colour bar keeps all of its own.
+        small = small.quantize(colours, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
         small.save(stream := io.BytesIO(), "png", optimize=True)
         if stream.tell() <= most:
             break
