@@ -114,7 +114,7 @@ JOBS = {
     **_study("rope_curves", *FEW, "study.prompts=2", "study.distance=100"),
     **_study("score_map", "study.samples=4", "study.tokens=12", "runtime.batch_size=3", model="tiny_nope"),
     **_study("scorers", model=""),
-    **_study("search_cost", *SCALES, "study.repeats=1", timed=(*TIMES, "share", "value")),
+    **_study("search_cost", *SCALES, "study.repeats=1", timed=(*TIMES, "share", "value", "verdict")),
     **_study("synthetic_results", "study.trainings={root}/trainings", model="", setup=_trainings),
     **_study("synthetic_training", *TRAINED, "study.iterations=6", model=""),
     **_study("throughput", *PROMPT, "study.repeats=1", model="", timed=TIMES),
