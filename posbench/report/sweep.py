@@ -138,23 +138,24 @@ def render_sweep(folder: Path) -> Path:
         raise UserError("summary.csv", "no row", "rows of at least one run", "run the sweep first")
     axes = axes_of(summary)
     header, rows, sentence = sweep_table(summary, axes)
-    caption = (
-        "Left: score over all positions with 95 % intervals. Right: score over the position of the answer."
-    )
-    drawn = {"sweep": (plots.factor_sweep(summary, axes), caption)}
     if "model" in axes and set(axes) <= {"model", "method"} and len(at_positions(summary)):
+        figure = accuracy_by_model(summary)
         caption = "Score over the position of the answer, model by model. Bands: 95 % intervals."
-        drawn = {"sweep": (accuracy_by_model(summary), caption)}
+    else:
+        figure = plots.factor_sweep(summary, axes)
+        left, right = "score over all positions with 95 % intervals", "score over the position of the answer"
+        caption = f"Left: {left}. Right: {right}."
+    drawn = {"sweep": (figure, caption)}
     n = tuple(at_positions(summary)["n"]) or tuple(overall(summary)["n"])
     sections = [Section("Settings", "", header, rows, drawn, n)]
     if attention is not None:
         caption = "Attention of the last prompt token to the item with the answer over its position"
-        figure = {"attention": (plots.attention_sweep(attention, axes), f"{caption}, for each setting.")}
-        sections.append(Section("Attention", figures=figure, n=tuple(attention["n"])))
+        drawn = {"attention": (plots.attention_sweep(attention, axes), f"{caption}, for each setting.")}
+        sections.append(Section("Attention", figures=drawn, n=tuple(attention["n"])))
     if trend is not None and findings is not None:
         caption = "Bands: 95 % intervals over questions. Dotted: no side preferred. Dashed: the"
-        figure = {"trend": (plots.trend(trend), f"{caption} unmodified model.")}
-        sections.append(Section("Trend", "", *tables.findings_table(findings), figure, tuple(trend["n"])))
+        drawn = {"trend": (plots.trend(trend), f"{caption} unmodified model.")}
+        sections.append(Section("Trend", "", *tables.findings_table(findings), drawn, tuple(trend["n"])))
         sentence = f"{sentence} {verdicts(findings)}"
     models = list(dict.fromkeys(summary["model"]))
     return write_page(folder, sentence, [*sections, *beside(folder, summary, subsets)], models)

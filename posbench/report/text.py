@@ -124,8 +124,9 @@ def decided(findings: pd.DataFrame) -> str:
 
 def _on(models: Sequence[str], every: int) -> str:
     """`` (tiny, tiny_b)``: the models, where not all of several are meant."""
-    all_of = f" (all {every} models)" if every > 1 else ""
-    return all_of if len(models) == every or not any(models) else f" ({', '.join(models)})"
+    if not any(models) or every == 1:
+        return ""
+    return f" (all {every} models)" if len(models) == every else f" ({', '.join(models)})"
 
 
 def tally(verdicts: pd.Series, words: Sequence[str] = VERDICTS) -> str:
