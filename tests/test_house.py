@@ -15,7 +15,7 @@ PACKAGE = ROOT / "posbench"
 FILES = sorted(PACKAGE.rglob("*.py"))
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 LAYERS = PROJECT["tool"]["posbench"]["layers"]
-GROUND = {"errors", "paths", "schema", "versions"}
+GROUND = {"errors", "late", "paths", "schema", "versions"}
 MOST_LINES = 23_900
 """What the package may grow to: raise it in a commit that says what the lines are for."""
 

@@ -8,20 +8,19 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import matplotlib.style
 import numpy as np
-import pandas as pd
-from matplotlib import colormaps
-from matplotlib.axes import Axes
-from matplotlib.cm import ScalarMappable
-from matplotlib.colors import BoundaryNorm, ListedColormap
-from matplotlib.figure import Figure
 
 from posbench.files.atomic import write_bytes
+from posbench.late import matplotlib, pd, within
 from posbench.stats.findings import columns
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 DASHED = (0, (4, 2))
 LEVEL: dict[str, Any] = {"color": "black", "linestyle": DASHED, "linewidth": 1}
@@ -38,12 +37,21 @@ MARKERS = "osD^vPX*"
 DEPTH_LABEL = "gold position (% of the context)"
 ATTENTION_LABEL = "attention to the gold item\n(mean weight per token)"
 
-styled = matplotlib.style.context(["default", STYLE])
+
+def _style() -> AbstractContextManager[None]:
+    from matplotlib.style import context
+
+    return context(["default", STYLE])
+
+
+styled = within(_style)
 """Decorator: draw under our style alone, whatever the user's matplotlibrc says."""
 
 
 def new_figure(width: float, height: float, *shape: int, **grid: Any) -> tuple[Figure, Any]:
     """A figure of that size in inches that lays itself out, and its axes, as of :meth:`Figure.subplots`."""
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(width, height), layout="constrained")
     return figure, figure.subplots(*shape, **grid)
 
@@ -54,7 +62,9 @@ def line_style(index: int, unmodified: bool = False, of: int = 0) -> dict[str, A
     if unmodified:
         return dict(color="black", linestyle=DASHED, marker=marker, markerfacecolor="white", zorder=3)
     if of:
-        return dict(color=colormaps["viridis"](0.88 * index / max(of - 1, 1)), linestyle="-", marker=marker)
+        return dict(
+            color=matplotlib.colormaps["viridis"](0.88 * index / max(of - 1, 1)), linestyle="-", marker=marker
+        )
     # Colours come a second time as dashed lines.
     dashes = "--" if index >= len(COLOURS) else "-"
     return dict(color=COLOURS[index % len(COLOURS)], linestyle=dashes, marker=marker)
@@ -118,7 +128,9 @@ class LayerColours:
 
     def __init__(self, layers: Sequence[int]) -> None:
         self.layers = list(layers)
-        self.colours = ListedColormap(colormaps["viridis"](np.linspace(0, 0.9, len(self.layers))))
+        self.colours = matplotlib.colors.ListedColormap(
+            matplotlib.colormaps["viridis"](np.linspace(0, 0.9, len(self.layers)))
+        )
 
     def style(self, layer: int) -> dict[str, Any]:
         """Style of a layer's line."""
@@ -128,8 +140,11 @@ class LayerColours:
     def bar(self, figure: Figure, panels: Iterable[Axes]) -> None:
         """The colour bar beside the panels."""
         count = len(self.layers)
-        norm, ticks = BoundaryNorm(np.arange(count + 1) - 0.5, count), range(0, count, max(1, count // 8))
-        shown = ScalarMappable(norm, self.colours)
+        norm, ticks = (
+            matplotlib.colors.BoundaryNorm(np.arange(count + 1) - 0.5, count),
+            range(0, count, max(1, count // 8)),
+        )
+        shown = matplotlib.cm.ScalarMappable(norm, self.colours)
         bar = figure.colorbar(shown, ax=list(panels), label="layer", ticks=list(ticks))
         bar.ax.set_yticklabels([str(self.layers[tick]) for tick in ticks])
         bar.minorticks_off()

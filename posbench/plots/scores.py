@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-import numpy as np
-import pandas as pd
-from matplotlib.figure import Figure
+from typing import TYPE_CHECKING
 
+import numpy as np
+
+from posbench.late import pd
 from posbench.plots import base as plot
 from posbench.stats import frames
 from posbench.stats.findings import columns
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 @plot.styled

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-import numpy as np
-import pandas as pd
-from matplotlib.figure import Figure
+from typing import TYPE_CHECKING
 
+import numpy as np
+
+from posbench.late import pd
 from posbench.plots import base as plot
 from posbench.stats.frames import need
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 POSITIONS = ("beginning", "middle", "end")
 

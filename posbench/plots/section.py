@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, TypeAlias
 
-from matplotlib.figure import Figure
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
-Drawn = Mapping[str, tuple[Figure, str]]
+Drawn: TypeAlias = "Mapping[str, tuple[Figure, str]]"
 """Figures with their captions, by file name."""
 
 

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
-import pandas as pd
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
 from posbench.errors import UserError
+from posbench.late import pd
 from posbench.plots import base as plot
 from posbench.stats import frames
 from posbench.stats.findings import columns
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 CENTRE, HALVES = "centre of attention", "score of the first minus the second half of the gold positions"
 SPREAD = "position bias"

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
-import pandas as pd
 
 from posbench import paths
 from posbench.files.atomic import write_bytes, write_text
+from posbench.late import pd
 from posbench.plots.attention import attention_by_position
 from posbench.plots.base import save, sign
 from posbench.plots.scores import accuracy_by_position, by_subset

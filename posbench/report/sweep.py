@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
 from rich.console import Console
 
 from posbench.errors import UserError
 from posbench.files.atomic import Row, digest, write_csv, write_text
+from posbench.late import pd
 from posbench.plots import sweep as plots
 from posbench.plots.scores import accuracy_by_model
 from posbench.plots.section import Section

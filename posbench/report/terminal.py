@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-import pandas as pd
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from posbench.late import pd
 from posbench.report import tables
 from posbench.report.folder import read_csv, read_json
 from posbench.report.page import cut_prompts

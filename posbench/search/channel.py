@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
-import pandas as pd
 from annotated_types import MinLen
 
 from posbench.errors import UserError
 from posbench.files.atomic import Row, write_csv
+from posbench.late import pd
 from posbench.measure.losses import candidate_losses
 from posbench.measure.states import Alphabet, Site, Strings, Sums, average_states
 from posbench.methods.choice import MethodChoice

@@ -10,11 +10,11 @@ from itertools import pairwise
 from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
-import pandas as pd
 from annotated_types import Ge
 
 from posbench.errors import UserError
 from posbench.files.atomic import Row, write_csv
+from posbench.late import pd
 from posbench.methods import curves
 from posbench.plots.search import convergence, curve_figure
 from posbench.plots.section import Section

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import pandas as pd
-from matplotlib.figure import Figure
 
+from posbench.late import pd
 from posbench.plots import base as plot
 from posbench.stats.bootstrap import Array
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 QUANTILES = (0.01, 0.99)
 """Of the finite entries: the paper's colour range."""

@@ -7,18 +7,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-import pandas as pd
-import torch
 import yaml
-from matplotlib.figure import Figure
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from posbench import versions
 from posbench.errors import UserError
 from posbench.files.atomic import Row
 from posbench.files.hardware import hardware
+from posbench.late import pd, torch, transformers
 from posbench.methods import Method, Unmodified
 from posbench.methods.choice import MethodChoice
 from posbench.model.lm import LM
@@ -28,6 +25,9 @@ from posbench.plots.section import Drawn
 from posbench.schema import Count
 from posbench.stats.frames import UNMODIFIED
 from posbench.studies.base import Study, Tables
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 CLOCKS = {"wall": time.perf_counter, "processor": time.process_time}
 Shape = Literal["small", "wide", "llama2_7b", "mistral7b", "gemma_7b", "qwen2_5_7b", "mpt_7b"]
@@ -107,9 +107,9 @@ def applicable(
 def random_model(shape: Shape, device: torch.device, dtype: str = "float32", tokenizer: Any = None) -> LM:
     """A model of a shape of ``shapes.yaml`` with random weights."""
     shapes = yaml.safe_load(Path(__file__).with_name("shapes.yaml").read_text())
-    config = AutoConfig.for_model(**shapes[shape])
+    config = transformers.AutoConfig.for_model(**shapes[shape])
     with device:
-        model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
     return load(model, tokenizer=tokenizer, name=shape)
 
 

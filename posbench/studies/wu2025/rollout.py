@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
-import pandas as pd
-from matplotlib.figure import Figure
 
 from posbench.files.atomic import Row, rounded
+from posbench.late import pd
 from posbench.measure.flow import KINDS, flow
 from posbench.measure.replies import encode
 from posbench.plots import base as plot
@@ -22,6 +22,9 @@ from posbench.stats.findings import Finding, ends, estimate
 from posbench.studies.base import Study, Tables
 from posbench.studies.prompts import need_whole_maps
 from posbench.tasks import Example
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 METRICS = {"by_head": "heads (Gu et al.)", "by_entry": "attention entries (Wu et al.)"}
 

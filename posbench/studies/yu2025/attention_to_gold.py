@@ -5,17 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 import numpy as np
-import pandas as pd
 from annotated_types import MinLen
-from matplotlib.colors import PowerNorm
-from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
 from posbench.errors import UserError
 from posbench.files.atomic import Row, rounded
+from posbench.late import matplotlib, pd
 from posbench.plots import base as plot
 from posbench.plots.attention import over_positions
 from posbench.plots.section import Drawn
@@ -30,6 +28,9 @@ from posbench.studies import prompts as shared
 from posbench.studies.base import Study, Tables
 from posbench.studies.prompts import Prompts, gold
 from posbench.tasks import Example, Task
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 Integers = NDArray[np.int64]
 View = Literal["maps", "heads", "head_maps", "gold", "lengths"]
@@ -321,7 +322,7 @@ def map_panels(frame: pd.DataFrame, unit: str, titles: Mapping[int, str]) -> Fig
     shape: dict[str, Any] = {"sharex": True, "sharey": True, "squeeze": False}
     height = 0.75 + (1.55 if large else 0.95) * lines
     figure, panels = plot.new_figure(plot.PAGE, height, lines, columns, **shape)
-    norm = PowerNorm(0.5, vmin=0, vmax=float(frame["attention"].max()))
+    norm = matplotlib.colors.PowerNorm(0.5, vmin=0, vmax=float(frame["attention"].max()))
     for axes in panels.flat[len(titles) :]:
         axes.set_visible(False)
     for axes, (number, title) in zip(panels.flat, titles.items(), strict=False):

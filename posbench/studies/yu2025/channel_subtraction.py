@@ -6,16 +6,13 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
-import pandas as pd
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from torch import Tensor
 
 from posbench.errors import UserError
 from posbench.files.atomic import Row, rounded
+from posbench.late import pd, torch
 from posbench.measure.states import Site, channel_input, stacked
 from posbench.methods.scale_channel import check_layers
 from posbench.perturbations.subtract_channel import subtract_channel
@@ -31,6 +28,10 @@ from posbench.studies import prompts as shared
 from posbench.studies.base import Study, Tables
 from posbench.studies.prompts import Measured, Prompts, gold
 from posbench.tasks import Example
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 WHERE = {"gold": "the gold item", "other": "another item"}
 
@@ -106,7 +107,7 @@ class ChannelSubtraction(Study):
         self, prompts: Prompts, where: str, channel: int, changed: int, values: Mapping[int, float]
     ) -> dict[str, dict[str, Row]]:
         """By variant: score, and by layer attention to every item and mean of the tested channel over it."""
-        read = dict[int, Tensor]()
+        read = dict[int, torch.Tensor]()
         variant = f"{where}_control_{changed}" if changed != channel else where if values else UNMODIFIED
 
         @contextmanager

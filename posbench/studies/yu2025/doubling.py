@@ -5,13 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-
-import pandas as pd
-import torch
-from matplotlib.figure import Figure
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from posbench.files.atomic import Row, rounded
+from posbench.late import pd, torch
 from posbench.measure.items import item_pool, pooled
 from posbench.perturbations.scale_attention import scale_attention
 from posbench.plots import base as plot
@@ -27,6 +24,10 @@ from posbench.studies.base import Study, Tables
 from posbench.studies.prompts import Prompts, gold
 from posbench.tasks import Example
 from posbench.tasks.items import at_share
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+    from torch import Tensor
 
 LABELS = {
     UNMODIFIED: "unmodified",

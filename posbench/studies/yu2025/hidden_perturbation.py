@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import pandas as pd
-import torch
-from matplotlib.figure import Figure
 
 from posbench.errors import UserError
 from posbench.files.atomic import Row, rounded
+from posbench.late import inference_mode, pd
 from posbench.measure.states import Alphabet, Site, Strings, channel_input, stacked
 from posbench.methods.scale_channel import check_layers
 from posbench.model.guard import forward
@@ -31,6 +29,9 @@ from posbench.stats.frames import UNMODIFIED
 from posbench.studies import prompts as shared
 from posbench.studies.base import Study, Tables
 from posbench.studies.prompts import Range
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 LABELS = {UNMODIFIED: "unmodified", "crop": "crop mask", "shift": "position ids shifted"}
 Changes = Mapping[str, Array]
@@ -118,7 +119,7 @@ class HiddenPerturbation(Study):
             "effects": _effects(averaged, variants, run.runtime.resamples),
         }
 
-    @torch.inference_mode()
+    @inference_mode
     def _channels(self, lm: LM, ids: Sequence[list[int]], variant: str, channels: Sequence[int]) -> Array:
         """The channels of texts under a variant, [B, L, P, C]."""
         given, (start, stop) = lm.pad(ids), self._span

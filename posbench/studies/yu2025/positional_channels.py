@@ -5,15 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import numpy as np
-import pandas as pd
+import scipy
 from annotated_types import Ge
-from matplotlib.figure import Figure
-from scipy.stats import norm, t
 
 from posbench.errors import UserError
+from posbench.late import pd
 from posbench.measure.states import GROUPS, Alphabet, Array, Moments, Site, moments
 from posbench.methods.scale_channel import check_channels
 from posbench.plots import base as plot
@@ -28,6 +27,9 @@ from posbench.stats.bootstrap import Z95, Estimate, difference_of_shares
 from posbench.stats.correlation import spearman
 from posbench.stats.findings import Finding, ends, estimate
 from posbench.studies.base import Study, Tables
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 PAPER = {"mistral7b": 213, "llama2_7b": 2393, "mpt_30b": 1942, "tinyllama_nope": 1156}
 """Channels of Figures 4 and 14, by our model names; for MPT-30B Table 4 scales another one, 6926."""
@@ -202,7 +204,7 @@ class PositionalChannels(Study):
         before = f"; input of layer 0, where no token has seen another: {early:.2f}" if first else ""
         words = f"channel {own['channel'].iloc[0]}'s absolute Spearman correlation with position, {where}"
         note = f"95 % of uncorrelated curves stay below {bar:.2f}{before}; last layer: {rho.iloc[-1]:.2f}"
-        at, p = (rho[first], own["n"].iloc[0]), 2 * norm.sf(Z95 * rho[first] / bar)
+        at, p = (rho[first], own["n"].iloc[0]), 2 * scipy.stats.norm.sf(Z95 * rho[first] / bar)
         if early > bar:
             return Finding.that(False, START, words, at, note)
         return Finding.tested(True, START, words, at, p, note)
@@ -227,7 +229,7 @@ def jackknife(groups: Array, sizes: Array) -> Estimate:
     whole = sums.sum(0)
     value = float(np.abs(correlation(whole)).mean())
     left = np.array([np.abs(correlation(whole - part)).mean() for part in sums])
-    half = t.ppf(0.975, len(left) - 1) * np.sqrt((len(left) - 1) * left.var())
+    half = scipy.stats.t.ppf(0.975, len(left) - 1) * np.sqrt((len(left) - 1) * left.var())
     return Estimate(value, max(value - half, 0.0), min(value + half, 1.0), int(sizes.sum()))
 
 
