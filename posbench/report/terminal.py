@@ -21,18 +21,6 @@ from posbench.stats.frames import metric_name
 FEW = 24  # subsets and averages up to which the terminal shows them all, as the report does
 
 
-def terminal(width: int | None = None) -> Console:
-    """The terminal, where paths and names such as ``[a/b]`` and ``:x:`` are no markup."""
-    return _Terminal(markup=False, emoji=False, width=width)
-
-
-class _Terminal(Console):
-    """Leaves a closed pipe to the command line; rich would end the process with status 1."""
-
-    def on_broken_pipe(self) -> None:
-        raise BrokenPipeError
-
-
 def show(folder: Path, console: Console) -> None:
     """Print what a run folder says: the table, the result in words, and where the page is."""
     metrics, subsets = read_csv(folder / "metrics.csv"), read_csv(folder / "subsets.csv")
