@@ -29,8 +29,9 @@ from posbench.report.page import render_run
 from posbench.report.sweep import render_sweep
 from posbench.run.folder import CONFIG, DRAWN, PROVENANCE, RunDir, checked, is_run, open_run, owned
 from posbench.run.runtime import Runtime
-from posbench.schema import build, instantiate, target
+from posbench.schema import build, target
 from posbench.tasks import Task
+from posbench.tasks.base import recorded
 
 TASK_COLUMNS = ("version", "metric", "size", "source", "licence")
 KINDS = {plural: group for group, plural in PLURALS.items()}
@@ -193,7 +194,7 @@ def rescore(args: list[str]) -> int:
         if torn or not rows or not run.done:
             allowed = f"a finished run that evaluated, with whole rows (damaged here: {torn})"
             raise UserError("DIR", str(run.path), allowed, "repeat its command, with evaluate in the stages")
-        task = instantiate(raw["task"], Task, "task")  # type: ignore[type-abstract]
+        task = recorded(raw["task"])
         runtime = build(Runtime, raw["runtime"], "runtime")
         need_same_data(task, run.facts(PROVENANCE))
         changed = evaluate.rescore(task, raw["model"]["name"], runtime.resamples, run)
