@@ -39,7 +39,8 @@ def attention_by_position(attention: pd.DataFrame, layers: Sequence[int] | None 
         for method, rows in gold.groupby("method", sort=False)
     }
     base = grids.pop(frames.UNMODIFIED, None) if len(grids) > 1 else None
-    figure, ((left, *others),) = plot.new_figure(plot.PAGE, 2.6, 1, 1 + len(grids), squeeze=False)
+    counts = attention.get("n", ())
+    figure, ((left, *others),) = plot.new_figure(plot.PAGE, 2.6, 1, 1 + len(grids), n=counts, squeeze=False)
     picked = gold[gold["layer"].isin(shown)]
     frames.need(picked, f"attention (layers {shown})", "attention")
     styles = iter(range(len(grids) + 1))

@@ -264,7 +264,8 @@ class ChannelSearch(Search):
             out.append(Section("Search", text, header, rows, drawn))
         if channels is not None:
             shown = channels["channel"].unique()
-            drawn = {f"channel_{c}": (channel_curves(channels, c), f"Channel {c}. {CURVES}") for c in shown}
+            made = {c: channel_curves(channels, c, n=[self.strings]) for c in shown}
+            drawn = {f"channel_{c}": (figure, f"Channel {c}. {CURVES}") for c, figure in made.items()}
             out.append(Section("Positional channel", figures=drawn))
         return out
 
@@ -272,5 +273,6 @@ class ChannelSearch(Search):
 CURVES = (
     "Mean over random strings at each token (thin) and its sliding mean (thick), which the search fits: a "
     "line that keeps rising or falling means that the channel encodes position. Attention input: after a "
-    "layer's first norm. Residual: 0 is the embedding, the last one comes after the final norm."
+    "layer's first norm. Residual: 0 is the embedding, the last one comes after the final norm. Each layer "
+    "has an axis of its own; in brackets a first token that is off it."
 )

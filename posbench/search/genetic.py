@@ -246,7 +246,7 @@ class GeneticSearch(ScaleSearch):
         drawn = {}
         if generations is not None:
             words = "Fitness of the best candidate and of the parents on average, generation by generation."
-            drawn["convergence"] = convergence(generations), words
+            drawn["convergence"] = convergence(generations, table.loc[table["complete"], "scored"]), words
         if curve is not None:
             words = (
                 "Left: control points and curve. Middle: the scale of every layer. Right: accuracy on the "

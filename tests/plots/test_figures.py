@@ -78,15 +78,18 @@ def test_attention_of_one_method_alone_and_no_change():
     assert not np.any(right.images[0].get_array())
 
 
-def test_channel_lines():
-    figure = channel_curves(channels(), 33)
-    assert [axes.get_title() for axes in figure.axes[:2]] == ["attention input", "residual"]
-    raw, mean = figure.axes[1].lines[2:4]
+def test_channel_lines_have_a_panel_for_each_site_and_layer():
+    figure = channel_curves(channels(), 33, n=[7])
+    assert [axes.get_title() for axes in figure.axes] == ["layer 0", "layer 1"] * 2
+    assert ["input" in axes.get_ylabel() for axes in figure.axes[::2]] == [True, False]
+    raw, mean = figure.axes[3].lines
     np.testing.assert_allclose(raw.get_ydata(), [1.01, 1.09, 1.21, 1.29, 1.41])
     np.testing.assert_allclose(mean.get_ydata(), [1, 1.1, 1.2, 1.3, 1.4])
+    low, high = figure.axes[3].get_ylim()
+    assert 0.9 < low < 1 and high < 1.5, "the other layer, near 0, does not flatten this one"
     huge = channels().assign(value=lambda f: f["value"].where(f["token"] > 0, 500))
     axes = channel_curves(huge, 33).axes[0]
-    assert "off the scale" in axes.get_title() and axes.get_ylim()[1] < 2
+    assert "token 0: 500" in axes.get_title() and axes.get_ylim()[1] < 2
     with pytest.raises(UserError, match="34"):
         channel_curves(channels(), 34)
 

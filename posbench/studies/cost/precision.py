@@ -110,5 +110,5 @@ def errors_figure(errors: pd.DataFrame) -> Figure:
         label = "effect of the method, float64" if weights == "float64" else f"error of {weights}"
         axes.plot(rows["mean"], rows["method"], **plot.line_style(index) | {"linestyle": "", "label": label})
     axes.set(xscale="log", xlabel="mean absolute difference of logits")
-    plot.legend_below(figure, axes)
+    plot.legend_below(figure)
     return figure

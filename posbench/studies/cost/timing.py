@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -121,14 +122,28 @@ def ratio_figure(measured: pd.DataFrame) -> Figure:
     shape: dict[str, Any] = {"sharex": True, "squeeze": False, "height_ratios": ratios}
     figure, grid = plot.new_figure(plot.PAGE, height, len(panels), **shape)
     for axes, (work, rows) in zip(grid.flat, panels, strict=True):
-        rows = rows[::-1]
-        away = rows[kind] - rows[f"{kind}_min"], rows[f"{kind}_max"] - rows[kind]
-        axes.errorbar(
-            rows[kind], rows["way"], xerr=away, fmt="o", color=plot.COLOURS[0], capsize=2, clip_on=False
-        )
-        axes.axvline(1, color="0.6", linewidth=0.6, zorder=0)
+        for place, row in enumerate(rows[::-1].to_dict("records")):
+            away = [[row[kind] - row[f"{kind}_min"]], [row[f"{kind}_max"] - row[kind]]]
+            colour = plot.BLACK if row["way"] == UNMODIFIED else plot.BLUE
+            style = {"color": colour, "capsize": 2, "label": "posbench"}
+            axes.errorbar([row[kind]], [place], xerr=away, fmt="o", clip_on=False, **style)
+            if printed := _printed(row, rows):
+                axes.plot(printed, [place] * len(printed), **plot.OPEN_DIAMOND)
+        axes.set_yticks(range(len(rows)), rows["way"][::-1].replace(UNMODIFIED, "unmodified"))
+        axes.axvline(1, color=plot.GUIDE, linewidth=0.6, zorder=0)
         axes.set(title=work)
         axes.margins(y=0.5 / len(rows))
     words = {"ratio": "time over that of", "speedup": "speed-up over"}[kind]
-    axes.set(xlabel=f"{words} {measured['base'].iloc[0]} (median and range over rounds)", xlim=(0, None))
+    base = str(measured["base"].iloc[0]).replace(UNMODIFIED, "unmodified")
+    axes.set(xlabel=f"{words} {base} (median and range over rounds)", xlim=(0, None))
+    if "paper" in plot.entries(figure)[1]:
+        plot.legend_below(figure)
     return figure
+
+
+def _printed(row: Row, rows: pd.DataFrame) -> list[float]:
+    """The papers' ratios of a way: seconds over the base's, or as in ``1.45 (LPES, Table 5)``."""
+    if "paper_seconds" in row:
+        base = rows.loc[rows["way"] == row["base"], "paper_seconds"].item()
+        return [row["paper_seconds"] / base]
+    return [float(ratio) for ratio in re.findall(r"(?:^|; )([\d.]+) \(", str(row.get("paper", "")))]

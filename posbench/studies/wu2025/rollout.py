@@ -108,7 +108,7 @@ def summary(rows: Sequence[Row], clusters: Sequence[str]) -> dict[str, pd.DataFr
 @plot.styled
 def rollout_figure(table: pd.DataFrame) -> Figure:
     """Rollout by depth of the prompt, a line per number of layers; a panel per kind of rollout."""
-    figure, panels = plot.new_figure(plot.PAGE, 2.6, 1, len(KINDS))
+    figure, panels = plot.new_figure(plot.PAGE, 2.6, 1, len(KINDS), n=table["n"])
     table = table.assign(place=100 * (table["part"] + 0.5) / table["part"].nunique())
     depths = sorted(table["layers"].unique())
     shown = depths[:: -(-len(depths) // 8)]  # eight lines can be told apart
