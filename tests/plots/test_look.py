@@ -218,8 +218,7 @@ def test_models_and_n_stand_inside(figure):
 
 
 def test_what_is_exact_names_no_model():
-    drawn, _ = plot.new_figure(3, 2)
-    drawn.set_label("exact")
+    drawn, _ = plot.new_figure(3, 2, n="exact")
     plot.sign(drawn, ["tiny"])
     assert drawn.get_suptitle() == "exact"
 
