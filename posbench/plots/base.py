@@ -66,13 +66,13 @@ styled = within(_style)
 """Decorator: draw under our style alone, whatever the user's matplotlibrc says."""
 
 
-def new_figure(
-    width: float, height: float, *shape: int, n: Iterable[float] = (), **grid: Any
-) -> tuple[Figure, Any]:
-    """A figure of that size in inches that lays itself out, and its axes, as of :meth:`Figure.subplots`.
+Counts = Iterable[float] | str
+"""Observations behind the points of a figure; or what it rests on in place of a model, as ``exact``."""
 
-    ``n`` are the observations behind its points, which :func:`sign` tells.
-    """
+
+def new_figure(width: float, height: float, *shape: int, n: Counts = (), **grid: Any) -> tuple[Figure, Any]:
+    """A figure of that size in inches that lays itself out, and its axes, as of :meth:`Figure.subplots`;
+    :func:`sign` tells ``n``."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height), layout="constrained")
@@ -95,11 +95,12 @@ def layers_across(layers: int) -> int:
     return layers if layers <= 6 else 8
 
 
-def counted(n: Iterable[float]) -> str:
+def counted(n: Counts) -> str:
     """`n = 20`, or the lowest and the highest; empty where none is known."""
+    if isinstance(n, str):
+        return n
     known = [int(each) for each in n if not np.isnan(each)]
-    ends = dict.fromkeys((min(known), max(known))) if known else {}
-    return f"n = {' to '.join(map(str, ends))}" if ends else ""
+    return f"n = {' to '.join(map(str, sorted({min(known), max(known)})))}" if known else ""
 
 
 def line_style(index: int, unmodified: bool = False, of: int = 0) -> dict[str, Any]:
@@ -215,9 +216,8 @@ def legend_below(figure: Figure) -> None:
 
 def sign(figure: Figure, models: Sequence[str]) -> None:
     """Write above a figure, small, models and n that it rests on: it may leave its page. A title stays."""
-    label = str(figure.get_label())
-    # What is exact or theory rests on no model.
-    words = label if label and not label.startswith("n = ") else ", ".join(filter(None, [*models, label]))
+    n = str(figure.get_label())
+    words = n if n and not n.startswith("n = ") else ", ".join(filter(None, [*models, n]))
     if words:
         size = STYLE["axes.titlesize"] if figure.get_suptitle() else 6
         title = " | ".join(filter(None, [figure.get_suptitle(), words]))

@@ -147,7 +147,7 @@ def candidate_losses_figure(search: pd.DataFrame, most: int = 30) -> Figure:
     shown = min(most, len(search))
     title = f"best {shown} of {len(search)} candidates" + ", and the selected one" * (len(best) > shown)
     figure.suptitle(title, fontsize=plot.STYLE["axes.titlesize"])
-    axes.grid(axis="y", color="0.9", linewidth=0.5)
+    axes.grid(axis="y", color=plot.SHADE, linewidth=0.5)
     axes.set_axisbelow(True)
     plot.legend_below(figure)
     return figure

@@ -144,13 +144,12 @@ def _overall_panel(axes: Axes, rows: pd.DataFrame, settings: list[str], label: s
         distinct = levels[columns()].dropna(how="all").drop_duplicates()
     if numbers is not None:
         axes.plot(x, 100 * points["value"].reindex(settings), color=plot.GUIDE, linewidth=0.8)
+    aside = 0.2 if numbers is None and len(distinct) > 1 else 0.0  # keeps equal points of two methods apart
     for place, setting, style in zip(x, settings, _styles(settings), strict=True):
-        alone = style | {"linestyle": "none", "capsize": 2}
-        if len(distinct) > 1:  # beside the unmodified point, which may be equal
-            before = alone | {"markerfacecolor": "white"}
-            plot.percent_bars(axes, [place], levels.loc[[setting]], **before)
-        apart = 0.2 if numbers is None and len(distinct) > 1 else 0.0
-        plot.percent_bars(axes, [place + apart], points.loc[[setting]], **alone)
+        style |= {"linestyle": "none", "capsize": 2}
+        plot.percent_bars(axes, [place + aside], points.reindex([setting]), **style)
+        if len(distinct) > 1:
+            plot.percent_bars(axes, [place], levels.loc[[setting]], **style | {"markerfacecolor": "white"})
     if len(distinct) == 1:
         value, low, high = 100 * distinct.iloc[0]
         axes.axhline(value, **plot.LEVEL)
@@ -173,9 +172,8 @@ def attention_sweep(
     models = list(gold.groupby("model", sort=False))
     height = max(2.6, 0.8 + 0.16 * gold.groupby(own).ngroups / len(models))
     width = plot.PAGE if len(models) > 1 else plot.COLUMN + 1.4
-    figure, (panels,) = plot.new_figure(
-        width, height, 1, len(models), n=gold.get("n", ()), squeeze=False, sharey=True
-    )
+    shape: dict[str, Any] = dict(n=gold.get("n", ()), squeeze=False, sharey=True)
+    figure, (panels,) = plot.new_figure(width, height, 1, len(models), **shape)
     for axes, (model, part) in zip(panels, models, strict=True):
         shown = [frames.strongest_layer(part)] if layers is None else list(layers)
         rows, settings, label = with_setting(part[part["layer"].isin(shown)], own)

@@ -152,8 +152,7 @@ def render_sweep(folder: Path) -> Path:
         drawn = {"attention": (plots.attention_sweep(attention, axes), f"{caption}, for each setting.")}
         sections.append(Section("Attention", figures=drawn))
     if trend is not None and findings is not None:
-        caption = "Bands: 95 % intervals over questions. Dotted: no side preferred. Dashed: the"
-        drawn = {"trend": (plots.trend(trend), f"{caption} unmodified model.")}
+        drawn = {"trend": (plots.trend(trend), "Bands: 95 % intervals over questions.")}
         sections.append(Section("Trend", "", *tables.findings_table(findings), drawn))
         sentence = f"{sentence} {verdicts(findings)}"
     models = list(dict.fromkeys(summary["model"]))

@@ -259,7 +259,7 @@ class ChannelSearch(Search):
                 counts = [str(row[name]) for name in ("n", "monotone_layers")]
                 last = [f"{row['smoothness']:.3g}", "yes" if row["selected"] else ""]
                 rows.append([candidate_label(row), *losses, *counts, *last])
-            caption = "Loss of the best candidates; dashed: unmodified model."
+            caption = "Loss of the best candidates."
             drawn = {"candidates": (candidate_losses_figure(table), caption)}
             out.append(Section("Search", text, header, rows, drawn))
         if channels is not None:

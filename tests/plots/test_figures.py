@@ -13,6 +13,7 @@ import pytest
 
 from posbench.errors import UserError
 from posbench.plots.attention import attention_by_position
+from posbench.plots.base import save
 from posbench.plots.scores import accuracy_by_model, accuracy_by_position, by_subset
 from posbench.plots.search import candidate_losses_figure, channel_curves
 from posbench.plots.sweep import attention_sweep, factor_sweep
@@ -178,21 +179,22 @@ def test_what_cannot_be_drawn_is_named(frame, words):
 
 
 DRAW = """
-import pathlib, sys
-from posbench.plots.attention import attention_by_position
-from posbench.plots.base import save
-from posbench.plots.scores import accuracy_by_position
-from tests import frames
-save(accuracy_by_position(frames.metrics()), pathlib.Path(sys.argv[1]) / "a")
-save(attention_by_position(frames.attention()), pathlib.Path(sys.argv[1]) / "b")
+import sys
+from tests.plots.test_figures import drawn
+drawn(sys.argv[1])
 assert "matplotlib.pyplot" not in sys.modules and "torch" not in sys.modules
 """
 
 
+def drawn(folder: Path | str) -> None:
+    """Two figures as files."""
+    save(accuracy_by_position(metrics()), Path(folder) / "a")
+    save(attention_by_position(attention()), Path(folder) / "b")
+
+
 def test_files_are_byte_stable_across_processes(tmp_path):
-    for seed in ("1", "2"):
-        command = [sys.executable, "-c", DRAW, str(tmp_path / seed)]
-        environment = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": str(ROOT)}
-        subprocess.run(command, check=True, cwd=ROOT, env=environment)
-    files = [{p.name: p.read_bytes() for p in (tmp_path / seed).iterdir()} for seed in ("1", "2")]
+    other = {**os.environ, "PYTHONHASHSEED": "1", "PYTHONPATH": str(ROOT)}
+    subprocess.run([sys.executable, "-c", DRAW, str(tmp_path / "other")], check=True, cwd=ROOT, env=other)
+    drawn(tmp_path / "own")  # under another hash seed
+    files = [{p.name: p.read_bytes() for p in (tmp_path / where).iterdir()} for where in ("own", "other")]
     assert files[0] == files[1] and sorted(files[0]) == ["a.pdf", "a.png", "b.pdf", "b.png"]

@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 PAPER = "Behind RoPE,"
 LAYERS = 4
 ALPHAS = (0.0, 0.2, 0.5, 0.8)
-EXACT = "exact"  # in place of a number of draws
 NORMS = {"l2": "", "layernorm": "LayerNorm / d", "layernorm_sqrt": "LayerNorm / sqrt(d)"}
 
 
@@ -299,8 +298,7 @@ def exact_tables(n: int) -> dict[str, pd.DataFrame]:
 @plot.styled
 def first_figure(steps: pd.DataFrame) -> Figure:
     """Behind RoPE, Figure 1: three tokens, alpha 0, from the inputs to the scores of the second layer."""
-    figure, panels = plot.new_figure(plot.PAGE, 1.9, 1, steps["step"].nunique())
-    figure.set_label(EXACT)
+    figure, panels = plot.new_figure(plot.PAGE, 1.9, 1, steps["step"].nunique(), n="exact")
     for axes, (title, frame) in zip(panels, steps.groupby("step", sort=False), strict=True):
         shown = frame.pivot(index="token", columns="other", values="value").to_numpy()
         axes.imshow(shown, cmap="viridis", vmin=0, vmax=2)
@@ -316,8 +314,7 @@ def first_figure(steps: pd.DataFrame) -> Figure:
 @plot.styled
 def forms_figure(lengths: pd.DataFrame, last: pd.DataFrame) -> Figure:
     """The closed forms g and h, where rising stops at alpha 0, and the sign in Appendix A.2."""
-    figure, ((one, two), (three, four)) = plot.new_figure(plot.PAGE, 4.2, 2, 2)
-    figure.set_label(EXACT)
+    figure, ((one, two), (three, four)) = plot.new_figure(plot.PAGE, 4.2, 2, 2, n="exact")
     for index, (alpha, line) in enumerate(lengths.groupby("alpha")):
         colour = plot.line_style(index, of=lengths["alpha"].nunique())["color"]
         one.plot(line["token"], line["g"], color=colour, label=f"alpha {alpha:g}")

@@ -52,7 +52,7 @@ class Timed(Study):
 
         Returns:
             Rows of work, way, base (the first way), seconds (median round) and ``speedup`` over the base, or
-            with ``faster`` off ``ratio`` to it: median over rounds, its range in ``_min`` and ``_max``.
+            with ``faster`` off ``ratio`` to it: median over the n rounds, its range in ``_min`` and ``_max``.
 
         Raises:
             RuntimeError: A way returns something else than the base.
@@ -74,7 +74,8 @@ class Timed(Study):
         for way, own in times.items():
             each = [b / a if faster else a / b for a, b in zip(own, times[base], strict=True)]
             ratios = {kind: median(each), f"{kind}_min": min(each), f"{kind}_max": max(each)}
-            rows.append({"work": work, "way": way, "base": base, "seconds": median(own), **ratios})
+            told = {"work": work, "way": way, "base": base, "seconds": median(own)}
+            rows.append({**told, **ratios, "n": len(own)})
         return rows
 
     def figures(self, tables: Tables) -> Drawn:
@@ -118,8 +119,8 @@ def random_model(shape: Shape, device: torch.device, dtype: str = "float32", tok
 def ratio_figure(measured: pd.DataFrame) -> Figure:
     """A panel for each work: median ratio of each way, and its range over rounds."""
     panels, kind = list(measured.groupby("work", sort=False)), "ratio" if "ratio" in measured else "speedup"
-    height, ratios = 0.22 * len(measured) + 0.55 * len(panels), [len(rows) + 1.5 for _, rows in panels]
-    shape: dict[str, Any] = {"sharex": True, "squeeze": False, "height_ratios": ratios}
+    height, ratios = 0.3 + 0.22 * len(measured) + 0.55 * len(panels), [len(rows) + 1.5 for _, rows in panels]
+    shape = dict(sharex=True, squeeze=False, height_ratios=ratios, n=measured.get("n", ()))
     figure, grid = plot.new_figure(plot.PAGE, height, len(panels), **shape)
     for axes, (work, rows) in zip(grid.flat, panels, strict=True):
         for place, row in enumerate(rows[::-1].to_dict("records")):

@@ -101,8 +101,7 @@ class RopeCurves(Study):
 @plot.styled
 def curves_figure(curves: pd.DataFrame) -> Figure:
     """LPES, Figures 3 and 4; see :data:`PANELS`."""
-    figure, grid = plot.new_figure(plot.PAGE, 4.4, 2, 2)
-    figure.set_label("theory")
+    figure, grid = plot.new_figure(plot.PAGE, 4.4, 2, 2, n="theory")
     for axes, (name, (title, label, last)) in zip(grid.flat, PANELS.items(), strict=True):
         rows, lines = curves[:last], [c for c in curves if c.startswith(name.replace(" ", "_"))]
         for index, column in enumerate(lines):

@@ -31,7 +31,6 @@ SIGMA = 5.3  # tokens in which one layer's attention falls to e^-1/2 at theta 0.
 KINDS = {"no PE, causal": "causal", "decay 0.8, causal": "decay"}
 """Networks without residual stream whose gaps the paper prints in Figures 2 and 4, and their masks."""
 LAST_ROW = "weight in the last row"
-EXACT = "exact"  # in place of a number of observations
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -305,8 +304,7 @@ def _log_ticks(axes: Axes, x: Sequence[float], y: Sequence[float]) -> None:
 @plot.styled
 def theory_figure(tables: Tables) -> Figure:
     """Theorems 4.1, 4.2 and 4.5: dots are stacks of attention with equal scores, lines are predictions."""
-    figure, ((one, two), (three, four)) = plot.new_figure(plot.PAGE, 4.6, 2, 2)
-    figure.set_label(EXACT)
+    figure, ((one, two), (three, four)) = plot.new_figure(plot.PAGE, 4.6, 2, 2, n="exact")
     rates, halves = tables["causal_rates"], tables["half_times"]
     _dots(one, rates, "token", "layers", "weight", "token {}", predicted="-", bound=":")
     one.set(yscale="log", ylim=(rates["weight"].min() / 3, 2), xlabel="layers", ylabel=LAST_ROW)
@@ -329,8 +327,7 @@ def theory_figure(tables: Tables) -> Figure:
 @plot.styled
 def rope_figure(tables: Tables) -> Figure:
     """Theorems 4.3 and 4.7, and the weights of both kinds of attention with the paper's accuracy gaps."""
-    figure, ((one, two), (three, four)) = plot.new_figure(plot.PAGE, 4.6, 2, 2)
-    figure.set_label(EXACT)
+    figure, ((one, two), (three, four)) = plot.new_figure(plot.PAGE, 4.6, 2, 2, n="exact")
     prefix, tops = tables["prefix_mass"], tables["rope_peaks"]
     mean = prefix.groupby(["kind", "layers"], sort=False)[["weight", "predicted"]].mean().reset_index()
     words = {"prefix": "each prefix token (mean)", "behind": "first token behind"}
@@ -359,8 +356,7 @@ def rope_figure(tables: Tables) -> Figure:
 @plot.styled
 def bounds_figure(table: pd.DataFrame) -> Figure:
     """Factors of weights and bounds by query: the smallest of Lemma 4.4's upper bound, the medians of all."""
-    figure, (left, right) = plot.new_figure(plot.PAGE, 2.3, 1, 2)
-    figure.set_label("random attention")
+    figure, (left, right) = plot.new_figure(plot.PAGE, 2.3, 1, 2, n="random attention")
     for name, line in table.groupby("bound", sort=False):
         kind, _, row = str(name).partition(", ")
         if row:

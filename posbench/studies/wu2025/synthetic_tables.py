@@ -270,6 +270,6 @@ def sinks_figure(sinks: pd.DataFrame) -> Figure:
         equal: dict[str, Any] = {"color": plot.PAPER, "markersize": 5, "label": "Wu et al., equal weights"}
         axes.plot(tokens - 0.2, level, "_", **equal)
         title = f"{condition['mask']}, depth {condition['depth']}{scaled(condition)}"
-        axes.set(xlabel=plot.TOKEN, ylabel="sink (%)", title=title, xticks=tokens[::4])
+        axes.set(xlabel=plot.TOKEN, ylabel="sink (%)", title=title, xticks=tokens[::4], ylim=(0, 103))
 
     return _by_condition(at_end(sinks), draw)

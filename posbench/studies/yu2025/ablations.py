@@ -200,11 +200,12 @@ def ablation_figure(table: pd.DataFrame) -> Figure:
     height, rows, y = 1.1 + 0.2 * len(table), table.set_index("ablation"), np.arange(len(table))
     figure, (left, right) = plot.new_figure(plot.PAGE, height, 1, 2, n=table["n"], sharey=True)
     colours = {UNMODIFIED: plot.BLACK, CONTROL: plot.CONTROL}
+    names = {FULL: "posbench", CONTROL: "control"}
     for axes, name in ((left, ""), (right, "difference")):
         points = rows[columns(name)].set_axis(columns(), axis=1)
         for place, ablation in enumerate(rows.index):
             style = {"fmt": "o", "color": colours.get(ablation, plot.BLUE)}
-            style |= {"label": "posbench"} if ablation == FULL else {}
+            style |= {"label": names[ablation]} if ablation in names else {}
             plot.percent_bars(axes, [place], points.loc[[ablation]], upright=False, **style)
         axes.grid(axis="y", color=plot.SHADE, linewidth=0.5)
         paper = rows["paper"] - (rows.loc[FULL, "paper"] if name else 0)

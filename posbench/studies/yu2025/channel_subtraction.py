@@ -209,13 +209,8 @@ def panel(axes: Axes, items: pd.DataFrame, where: str, measure: str) -> None:
     for line in axes.lines:
         line.set_markersize(2)
     circle = rows[(rows["variant"] == where) & (rows["item"] == rows[where])]
-    ring: dict[str, Any] = {
-        "markersize": 9,
-        "markerfacecolor": "none",
-        "color": plot.BLUE,
-        "label": "changed item",
-    }
-    axes.plot(circle["item"], circle["value"], "o", **ring)
+    ring: dict[str, Any] = dict(color=plot.BLUE, markersize=9, markerfacecolor="none")
+    axes.plot(circle["item"], circle["value"], "o", label="changed item", **ring)
 
 
 @plot.styled

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -143,10 +143,11 @@ class HiddenPerturbation(Study):
     def figures(self, tables: Tables) -> Drawn:
         """See :meth:`Study.figures`."""
         curves = "The positional channel over the token, mean over texts; each layer has an axis of its own."
+        effects = tables["layer_effects"]
         layers = "Change of its mean in the span by layer, in ranges, towards the beginning (95 %)."
         return {
-            "hidden_perturbation": (curves_figure(tables["curves"]), curves),
-            "hidden_perturbation_layers": (layers_figure(tables["layer_effects"]), layers),
+            "hidden_perturbation": (curves_figure(tables["curves"], effects["n"]), curves),
+            "hidden_perturbation_layers": (layers_figure(effects), layers),
         }
 
     def findings(self, tables: Tables) -> Sequence[Finding]:
@@ -187,12 +188,12 @@ def _effects(change: Changes, variants: Sequence[str], resamples: int) -> pd.Dat
 
 
 @plot.styled
-def curves_figure(curves: pd.DataFrame) -> Figure:
-    """The positional channel over the token position, a panel per layer and a line per perturbation."""
+def curves_figure(curves: pd.DataFrame, n: Iterable[float] = ()) -> Figure:
+    """The positional channel over the token, mean of ``n`` texts; a panel per layer, a line per change."""
     rows = curves[~curves["control"]]
     layers, first = [*rows.groupby("layer")], rows.iloc[0]
     across = plot.layers_across(len(layers))
-    figure, panels = plot.new_panels(len(layers), across, 1.5)
+    figure, panels = plot.new_panels(len(layers), across, 1.5, n=n)
     for axes, (layer, here) in zip(panels, layers, strict=True):
         axes.axvspan(first["start"], first["end"], color=plot.SHADE, linewidth=0, label="changed span")
         for index, variant in enumerate(LABELS):

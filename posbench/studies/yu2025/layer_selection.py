@@ -219,13 +219,8 @@ def _loss_map(axes: Axes, rows: pd.DataFrame, top: float, published: tuple[int, 
         axes.plot(*at, marker, markeredgewidth=1.2, **style)
 
     mark(lowest["first"], lowest["last"], "*", color=plot.BLUE, markersize=8, label="lowest loss")
-    square: dict[str, Any] = {
-        "color": plot.PAPER,
-        "markersize": 12,
-        "markerfacecolor": "none",
-        "label": "published range",
-    }
-    mark(*published, "s", **square)
+    square: dict[str, Any] = dict(color=plot.PAPER, markersize=12, markerfacecolor="none")
+    mark(*published, "s", label="published range", **square)
     plot.few_ticks(axes.set_xticks, grid.columns, 6)
     plot.few_ticks(axes.set_yticks, grid.index, 6)
     axes.set(xlabel="last layer", ylabel="first layer")

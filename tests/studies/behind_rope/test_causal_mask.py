@@ -22,8 +22,8 @@ def test_the_study_draws_and_tabulates_what_the_theory_says(
     (folder,) = run_folders(outputs)
     tables = {file.stem: pd.read_csv(file) for file in folder.glob("*.csv")}
     drawn = study.CausalMask(show=(1, 10), tokens=9).figures(tables)
-    # A raw and a normalised map for each of four layers. Of whole maps the colour bar is an axis of its own,
-    # of causal ones it stands in the empty half.
+    # A raw and a normalised map for each of four layers. Whole maps have a colour bar beside them,
+    # causal ones in their empty half.
     assert {name: len(figure.axes) for name, (figure, _) in drawn.items()} == {
         "figure_1": 4,
         "closed_forms": 4,
