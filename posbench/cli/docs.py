@@ -9,7 +9,7 @@ from typing import Any
 
 import pandas as pd
 
-from posbench.cli.verbs import option
+from posbench.cli.options import option
 from posbench.errors import UserError
 from posbench.files.atomic import write_bytes, write_text
 from posbench.files.markdown import markdown
