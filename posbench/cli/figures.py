@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from posbench import paths
-from posbench.cli.verbs import option
+from posbench.cli.options import option
 from posbench.errors import UserError, choices, in_one_line, near
 from posbench.files import sources
 from posbench.pipeline.compose import Composed, compose
