@@ -73,12 +73,21 @@ def _read(task: OwnData) -> tuple[OwnData, list[str]]:
     if own.unread:
         print(f"{'unread':<10}fields {', '.join(own.unread)}")
     sizes = own.sizes
-    if not task.moves or task.items_per_prompt or min(sizes) == max(sizes):
+    if own.moves and (without := sum(_astray(record) for record in own.records)):
+        told = f"{without} of {len(own.records)} gold {own.kind.holds} hold none of their answers"
+        print(f"{'gold':<10}{told}: is gold counted from 0?")
+    if not own.moves or task.items_per_prompt or min(sizes) == max(sizes):
         return task, []
     print(
         f"{'lists':<10}{_spread(sizes)} {own.kind.holds}; prompts take {min(sizes)}, the gold one among them"
     )
     return replace(task, items_per_prompt=min(sizes)), [f"task.items_per_prompt={min(sizes)}"]
+
+
+def _astray(record: Any) -> bool:
+    """Whether no answer stands in what is said to hold it."""
+    text = record.text(0, record.parts()[record.gold]).lower()
+    return not any(answer.lower() in text for answer in record.answers)
 
 
 def _facts(examples: Sequence[Example]) -> list[tuple[str, str]]:

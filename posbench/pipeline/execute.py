@@ -138,7 +138,7 @@ def _ended(out: RunDir, config: Config) -> bool:
 def _need_words(config: Config) -> None:
     """Refuse, before anything is downloaded, texts of a benchmark for a model that knows few words."""
     task, path = config.task, config.model.path
-    texts = isinstance(task, EvaluationOnly) and task.path is None and bool(task.files())
+    texts = isinstance(task, EvaluationOnly) and task.path is None
     if texts and config.uses_model and config.uses_task and path.startswith(paths.EMBEDDED):
         allowed = (
             f"kv_retrieval with model {config.model.name}, which knows its words only and reads short prompts"

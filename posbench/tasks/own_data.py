@@ -40,9 +40,13 @@ class Record(BaseModel):
     id: Text = Field("", description="name of the example, which occurs once; else the line's number")
     subset: str = Field("", description="a group of examples, which is scored apart, too")
 
-    def text(self, number: int, item: Any) -> str:
-        """An item of ``holds`` as the prompt has it, where it is the one of that number, from 0."""
-        return str(item)
+    def parts(self) -> list[Any]:
+        """What the prompt shows beside the question, one by one."""
+        return list(getattr(self, self.holds))
+
+    def text(self, number: int, part: Any) -> str:
+        """A part as the prompt has it where it is the one of that number, from 0."""
+        return str(part)
 
 
 class Items(Record):
@@ -74,9 +78,9 @@ class Documents(Record):
     gold: Place = Field(description="place from 0 of the one with the answer, which posbench moves")
     answers: Answers = Field(description="accepted answers, one of which has to occur in the reply")
 
-    def text(self, number: int, item: Document) -> str:
+    def text(self, number: int, part: Document) -> str:
         """With its number, from 1."""
-        return f"Document [{number + 1}]{f'(Title: {item.title})' if item.title else ''} {item.text}"
+        return f"Document [{number + 1}]{f'(Title: {part.title})' if part.title else ''} {part.text}"
 
 
 class Choices(Record):
@@ -91,9 +95,9 @@ class Choices(Record):
     )
     gold: Place = Field(description="place from 0 of the right one, which stays where it is")
 
-    def text(self, number: int, item: str) -> str:
+    def text(self, number: int, part: str) -> str:
         """With its letter."""
-        return f"{ascii_uppercase[number]}. {item}"
+        return f"{ascii_uppercase[number]}. {part}"
 
 
 class LongText(Record):
@@ -104,6 +108,10 @@ class LongText(Record):
 
     context: Text = Field(description="the text that the question is about")
     answers: Answers = Field(description="accepted answers, one of which has to occur in the reply")
+
+    def parts(self) -> list[str]:
+        """The text alone."""
+        return [self.context]
 
 
 KINDS: dict[str, type[Record]] = {kind.holds: kind for kind in (Items, Documents, Choices, LongText)}
@@ -127,9 +135,14 @@ class Own(NamedTuple):
     unread: list[str]
 
     @property
+    def moves(self) -> bool:
+        """Whether there is a gold one to move."""
+        return self.kind in (Items, Documents)
+
+    @property
     def sizes(self) -> list[int]:
-        """Items, documents or choices of every record; empty of long texts."""
-        return [] if self.kind is LongText else [len(getattr(r, self.kind.holds)) for r in self.records]
+        """Items, documents or choices of every record."""
+        return [len(record.parts()) for record in self.records]
 
 
 def read(file: Path) -> Own:
@@ -174,7 +187,7 @@ def _record(kind: type[Record], row: Line) -> Record:
             faults.found.insert(0, row.fault(f'field "{name}{at}" {told}', words(hints[name]) + blank))
         faults.raise_any()
         raise AssertionError("a validation error without an error") from error
-    count, gold = len(getattr(record, kind.holds)), getattr(record, "gold", 0)
+    count, gold = len(record.parts()), getattr(record, "gold", 0)
     if gold >= count:
         raise row.fault(f'field "gold" is {gold}', f'a place in "{kind.holds}", from 0 to {count - 1}')
     return record
@@ -210,23 +223,22 @@ class OwnData(EvaluationOnly):
     separator: str = "\n"
 
     def __post_init__(self) -> None:
+        if self.path is None:
+            refuse(
+                "path", None, "your file", "posbench check-data FILE; docs/own_data.md shows what it holds"
+            )
         if self.template is not None and self.template.count("{context}") != 1:
             hint = "or leave it out: task.template=null"
             refuse("template", self.template, "text with {context} once, and {question}", hint)
 
     def official(self) -> tuple[Source, ...]:
-        """There is none; raises UserError."""
-        refuse("path", None, "your file", "docs/own_data.md shows what it holds: posbench check-data FILE")
+        """None."""
+        return ()
 
     @cached_property
     def own(self) -> Own:
         """What the file holds; see :func:`read`."""
-        return read(Path(self.files()[0].id).expanduser())
-
-    @property
-    def moves(self) -> bool:
-        """Whether there is a gold item to move."""
-        return self.own.kind in (Items, Documents)
+        return read(Path(str(self.path)).expanduser())
 
     @property
     def items(self) -> int | None:  # type: ignore[override]
@@ -235,9 +247,9 @@ class OwnData(EvaluationOnly):
         Raises:
             UserError: The lists differ in length, or are too short.
         """
-        sizes, field = self.own.sizes, "items_per_prompt"
-        if not self.moves:
+        if not self.own.moves:
             return None
+        sizes, field = self.own.sizes, "items_per_prompt"
         given = self.items_per_prompt or max(sizes)
         if min(sizes) < given:
             allowed = f"at most {min(sizes)}, as some lines of {self.path} have no more (others {max(sizes)})"
@@ -248,15 +260,13 @@ class OwnData(EvaluationOnly):
         """See :meth:`EvaluationOnly.questions`."""
         size = self.items
         for record in self.own.records:
-            given = (
-                [record.context] if self.own.kind is LongText else list(getattr(record, self.own.kind.holds))
-            )
+            parts = record.parts()
             if size is None:
-                yield self._example(record, given, None)
+                yield self._example(record, parts, None)
                 continue
-            gold = given.pop(record.gold)
+            gold = parts.pop(record.gold)
             for at in gold_indices("positions", self.positions, "items_per_prompt", size):
-                yield self._example(record, [*given[:at], gold, *given[at:]][:size], at)
+                yield self._example(record, [*parts[:at], gold, *parts[at:]][:size], at)
 
     def score(self, example: Example, text: str) -> dict[str, float]:
         """1 if an answer occurs in the reply, or is the letter chosen."""
@@ -264,16 +274,15 @@ class OwnData(EvaluationOnly):
             return {"accuracy": float(text.strip() in example.answers)}
         return {"accuracy": float(any(answer.lower() in text.lower() for answer in example.answers))}
 
-    def _example(self, record: Any, given: list[Any], at: int | None) -> Example:
+    def _example(self, record: Any, parts: list[Any], at: int | None) -> Example:
         template = self.template or record.template
         head, tail = (part.replace("{question}", record.question) for part in template.split("{context}"))
-        shown = [record.text(number, item) for number, item in enumerate(given)]
+        shown = [record.text(number, part) for number, part in enumerate(parts)]
         prompt, spans = joined(head, shown, self.separator, tail)
         facts: dict[str, Any] = {"id": record.id, "prompt": prompt, "subset": record.subset}
         if isinstance(record, Choices):
-            letters = ascii_uppercase[: len(given)]
-            choices = tuple(f" {letter}" for letter in letters)
-            return Example(answers=(letters[record.gold],), choices=choices, chat=False, **facts)
+            choices = tuple(f" {letter}" for letter in ascii_uppercase[: len(parts)])
+            return Example(answers=(choices[record.gold].strip(),), choices=choices, chat=False, **facts)
         if at is None:
             return Example(answers=record.answers, document=spans[0], **facts)
         facts |= {"id": f"{at}-{record.id}", "cluster": record.id}

@@ -79,10 +79,11 @@ def test_lists_of_different_lengths_and_fields_that_nothing_reads(
 ) -> None:
     rows = [json.loads(line) for line in (DATA / "items.jsonl").read_text().splitlines()]
     rows[0]["items"] += ["The moon is far."] * 3
-    rows[1]["url"] = "x"
+    rows[1]["url"], rows[1]["gold"] = "x", rows[1]["gold"] - 1
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
     out, examples = check(capsys, str(tmp_path / "a.jsonl"))
     assert "unread    fields url" in out and "6 to 9 (median 6) items; prompts take 6" in out
+    assert "1 of 6 gold items hold none of their answers: is gold counted from 0?" in out
     assert "task.items_per_prompt=6" in out and {len(e.items) for e in examples} == {6}
 
 

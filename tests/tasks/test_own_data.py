@@ -171,7 +171,7 @@ def test_an_empty_file_says_so_and_one_of_no_kind_its_fields(tmp_path: Path) -> 
     with pytest.raises(UserError, match="task=kv_retrieval reads such a file"):
         task(official).evaluation()
     with pytest.raises(UserError, match=r"task\.path = None.*your file"):
-        OwnData().evaluation()
+        OwnData()
 
 
 def test_lists_of_different_lengths_are_cut_when_asked_and_keep_the_gold_item(tmp_path: Path) -> None:
