@@ -22,11 +22,11 @@ from posbench.pipeline.config import check, needs
 from posbench.pipeline.identity import need_same_data
 from posbench.pipeline.stages import evaluate
 from posbench.report.collect import inside
+from posbench.report.console import terminal
 from posbench.report.failures import Examples, few
 from posbench.report.gallery import write_gallery
 from posbench.report.page import render_run
 from posbench.report.sweep import render_sweep
-from posbench.report.terminal import terminal
 from posbench.run.folder import CONFIG, DRAWN, PROVENANCE, RunDir, checked, is_run, open_run, owned
 from posbench.run.runtime import Runtime
 from posbench.schema import build, target

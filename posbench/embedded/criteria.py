@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from posbench.embedded.network import build_model
 from posbench.embedded.recipe import RECIPES
 from posbench.embedded.tokenizer import build_tokenizer
 from posbench.files.atomic import Row
+from posbench.late import torch
 from posbench.measure.losses import candidate_losses
 from posbench.measure.states import average_states
 from posbench.methods.scale_channel import ScaleChannel

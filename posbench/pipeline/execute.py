@@ -8,8 +8,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import torch
-import transformers
 from rich.console import Console
 from rich.text import Text
 
@@ -17,6 +15,7 @@ from posbench import paths
 from posbench.errors import UserError
 from posbench.files.digests import Content, changed, in_place
 from posbench.files.sources import Source, cached
+from posbench.late import torch, transformers
 from posbench.measure.replies import encode_longest
 from posbench.model import families
 from posbench.model.guard import probe

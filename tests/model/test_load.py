@@ -112,7 +112,7 @@ def test_weights_that_do_not_fit_the_device(checkpoint: Path, monkeypatch: pytes
     def full(*args: Any, **kwargs: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 14 GiB")
 
-    monkeypatch.setattr("posbench.model.load.AutoModelForCausalLM.from_pretrained", full)
+    monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", full)
     with pytest.raises(UserError, match=r"runtime\.device = 'cpu': .*runtime\.device_map=auto"):
         load(checkpoint, device="cpu")
 

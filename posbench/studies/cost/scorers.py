@@ -8,11 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-import pandas as pd
-
 from posbench import paths
 from posbench.errors import UserError
 from posbench.files.sources import Source
+from posbench.late import pd
 from posbench.run.base import Run
 from posbench.stats.findings import Finding
 from posbench.studies.base import Study, Tables

@@ -8,12 +8,10 @@ from functools import partial
 from statistics import median
 from typing import Any, ClassVar
 
-import pandas as pd
-import torch
-
 from posbench import paths
 from posbench.files.atomic import Row
 from posbench.files.sources import Source, checkpoint
+from posbench.late import inference_mode, pd, torch
 from posbench.measure.replies import encode, plan, replies
 from posbench.model.lm import LM
 from posbench.model.load import load, torch_device
@@ -82,7 +80,7 @@ def staged(lm: LM, task: KVRetrieval, examples: Sequence[Example], runtime: Runt
     return [out[e.id] for e in examples]
 
 
-@torch.inference_mode()
+@inference_mode
 def looped(lm: LM, task: KVRetrieval, examples: Sequence[Example]) -> list[str]:
     """The same outputs from stock transformers, prompt by prompt; each choice costs a forward of its own."""
     out, tokenizer = [], lm.need_tokenizer()
