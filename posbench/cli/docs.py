@@ -140,7 +140,7 @@ def data() -> str:
     kinds: dict[tuple[str, ...], list[str]] = {}
     for name, kind in KINDS.items():
         for row in schema(kind):
-            kinds.setdefault(tuple(row), []).append(name)
+            kinds.setdefault(row, []).append(name)
     told = [
         [f"`{field}`", "all" if len(of) == len(KINDS) else ", ".join(of), form, meaning]
         for (field, form, meaning), of in kinds.items()

@@ -49,15 +49,20 @@ class Record(BaseModel):
         return str(part)
 
 
-class Items(Record):
+class Moved(Record):
+    """Several of which one holds the answer."""
+
+    gold: Place = Field(description="place from 0 of the one with the answer, which posbench moves")
+    answers: Answers = Field(description="accepted answers, one of which has to occur in the reply")
+
+
+class Items(Moved):
     """Items of a line each."""
 
     kind: ClassVar[str] = "items with a gold one"
     holds: ClassVar[str] = "items"
 
     items: Annotated[tuple[Text, ...], MinLen(2)] = Field(description="pairs, passages, ... of one prompt")
-    gold: Place = Field(description="place from 0 of the one with the answer, which posbench moves")
-    answers: Answers = Field(description="accepted answers, one of which has to occur in the reply")
 
 
 class Document(BaseModel):
@@ -67,16 +72,16 @@ class Document(BaseModel):
     title: str = ""
 
 
-class Documents(Record):
+class Documents(Moved):
     """Documents in the form of Liu et al. 2023."""
 
     kind: ClassVar[str] = "documents with a gold one"
     holds: ClassVar[str] = "documents"
     template: ClassVar[str] = f"{INSTRUCTION}\n\n{ASKED}"
 
-    documents: Annotated[tuple[Document, ...], MinLen(2)] = Field(description="those of one prompt")
-    gold: Place = Field(description="place from 0 of the one with the answer, which posbench moves")
-    answers: Answers = Field(description="accepted answers, one of which has to occur in the reply")
+    documents: Annotated[tuple[Document, ...], MinLen(2)] = Field(
+        description="those of one prompt; their titles may be left out"
+    )
 
     def text(self, number: int, part: Document) -> str:
         """With its number, from 1."""
@@ -117,14 +122,13 @@ class LongText(Record):
 KINDS: dict[str, type[Record]] = {kind.holds: kind for kind in (Items, Documents, Choices, LongText)}
 
 
-def schema(kind: type[Record]) -> list[list[str]]:
-    """The fields of a kind, needed ones first: name, form and meaning."""
+def schema(kind: type[Record]) -> list[tuple[str, str, str]]:
+    """The fields of a kind: name, form and meaning."""
     hints = get_type_hints(kind, include_extras=True)
-    told = [
-        [name, words(hints[name]) + ("" if field.is_required() else ", or left out"), str(field.description)]
+    return [
+        (name, words(hints[name]) + ("" if field.is_required() else ", or left out"), str(field.description))
         for name, field in kind.model_fields.items()
     ]
-    return sorted(told, key=lambda row: row[1].endswith("left out"))
 
 
 class Own(NamedTuple):
@@ -137,7 +141,7 @@ class Own(NamedTuple):
     @property
     def moves(self) -> bool:
         """Whether there is a gold one to move."""
-        return self.kind in (Items, Documents)
+        return issubclass(self.kind, Moved)
 
     @property
     def sizes(self) -> list[int]:
