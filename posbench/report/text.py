@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from datetime import timedelta
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,31 @@ def short(text: str) -> str:
     # A list of numbers, such as a swept setting, is no interval.
     pattern = r"(?<=\d) \[(-?[\d.]+), (-?[\d.]+)\]$"
     return re.sub(pattern, lambda m: f" [{float(m[1]):.0f}, {float(m[2]):.0f}]", text)
+
+
+def spent(status: Mapping[str, Any]) -> dict[str, str]:
+    """What a run took, from its ``status.json``: time by stage, tokens a second of the loops over prompts,
+    the most memory of its process. Drawing the page is left out: that is done later again."""
+    known = status.get("spent", {})
+    stages = {name: known[name] for name in ("search", "study", "intervene", "evaluate") if name in known}
+    rates, peaks = dict[str, float](), dict[str, int]()
+    for stage, facts in stages.items():
+        tokens = facts.get("prompt_tokens", 0) + facts.get("reply_tokens", 0)
+        if tokens and facts.get("loop_seconds"):
+            rates[stage] = tokens / facts["loop_seconds"]
+        for name, words in (("resident", "GB resident"), ("cuda", "GB on GPUs")):
+            peaks[words] = max(peaks.get(words, 0), facts.get(name, 0))
+    told = {
+        "time": [f"{stage} {duration(facts['seconds'])}" for stage, facts in stages.items()],
+        "tokens a second, prompts and replies": [f"{stage} {rate:,.0f}" for stage, rate in rates.items()],
+        "peak memory of the process": [f"{peak / 1e9:.2f} {words}" for words, peak in peaks.items() if peak],
+    }
+    return {name: ", ".join(parts) for name, parts in told.items() if parts}
+
+
+def duration(seconds: float) -> str:
+    """`4.2 s`, from 100 seconds on `0:01:40`."""
+    return f"{seconds:.1f} s" if seconds < 100 else str(timedelta(seconds=round(seconds)))
 
 
 def headline(metrics: pd.DataFrame | None) -> str:

@@ -87,6 +87,7 @@ def _keys(config: Any) -> tuple[dict[str, Any], str]:
         ("runtime.intervene_examples=3", False, True),
         ("search.strings=9", False, False),
         ("runtime.outputs=elsewhere", False, False),
+        ("runtime.log_every=5", False, False),
         ("stages=[evaluate,report]", False, False),
     ],
 )
