@@ -31,19 +31,16 @@ def spent(status: Mapping[str, Any]) -> dict[str, str]:
     the most memory of its process. Drawing the page is left out: that is done later again."""
     known = status.get("spent", {})
     stages = {name: known[name] for name in ("search", "study", "intervene", "evaluate") if name in known}
-    rates, peaks = dict[str, float](), dict[str, int]()
-    for stage, facts in stages.items():
-        tokens = facts.get("prompt_tokens", 0) + facts.get("reply_tokens", 0)
-        if tokens and facts.get("loop_seconds"):
-            rates[stage] = tokens / facts["loop_seconds"]
-        for name, words in (("resident", "GB resident"), ("cuda", "GB on GPUs")):
-            peaks[words] = max(peaks.get(words, 0), facts.get(name, 0))
+    looped = {stage: facts for stage, facts in stages.items() if facts.get("loop_seconds")}
+    tokens = {stage: facts["prompt_tokens"] + facts["reply_tokens"] for stage, facts in looped.items()}
+    rates = [f"{stage} {n / looped[stage]['loop_seconds']:,.0f}" for stage, n in tokens.items() if n]
+    peaks = {name: max((f.get(name, 0) for f in stages.values()), default=0) for name in ("resident", "cuda")}
     told = {
-        "time": [f"{stage} {duration(facts['seconds'])}" for stage, facts in stages.items()],
-        "tokens a second, prompts and replies": [f"{stage} {rate:,.0f}" for stage, rate in rates.items()],
-        "peak memory of the process": [f"{peak / 1e9:.2f} {words}" for words, peak in peaks.items() if peak],
+        "time": ", ".join(f"{stage} {duration(facts['seconds'])}" for stage, facts in stages.items()),
+        "tokens/s": f"{', '.join(rates)} (prompts and replies)" if rates else "",
+        "peak memory": ", ".join(f"{peak / 1e9:.2f} GB {name}" for name, peak in peaks.items() if peak),
     }
-    return {name: ", ".join(parts) for name, parts in told.items() if parts}
+    return {name: words for name, words in told.items() if words}
 
 
 def duration(seconds: float) -> str:

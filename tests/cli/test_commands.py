@@ -115,7 +115,7 @@ def test_the_default_run_on_the_embedded_model(posbench: Callable[..., Result], 
         and facts["posbench"] == __version__
     )
     assert "report.html" in result.out
-    page, names = (folder / "report.html").read_text(), ["time", "tokens a second", "peak memory"]
+    page, names = (folder / "report.html").read_text(), ["time", "tokens/s", "peak memory"]
     assert all(f"<td>{name}" in page for name in names) and "\ntime: search " in result.out
     assert set(json.loads((folder / "status.json").read_text())["spent"]) >= {"search", "evaluate", "report"}
 

@@ -58,8 +58,8 @@ def test_what_a_run_took_is_told_by_stage_and_tokens_by_the_seconds_of_the_loops
     status["spent"]["report"] = {"seconds": 9, "resident": 9e9}
     assert spent(status) == {
         "time": "intervene 3.3 s, evaluate 0:01:40",
-        "tokens a second, prompts and replies": "evaluate 2,500",
-        "peak memory of the process": "2.35 GB resident",
+        "tokens/s": "evaluate 2,500 (prompts and replies)",
+        "peak memory": "2.35 GB resident",
     }
     assert spent({"state": "done", "stages": {}}) == {}, "a run of an older version"
 
