@@ -82,7 +82,7 @@ def execute(config: Config, *, command: str, console: Console) -> Path:
         out.resume(config.stages, config.raw, facts)
         try:
             for stage in config.stages:
-                with out.recorded(stage):
+                with out.recorded(stage), run.measured(stage):
                     STAGES[stage](config, run)
                     _need_unchanged(read, out)
         except BaseException as error:

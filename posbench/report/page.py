@@ -21,7 +21,7 @@ from posbench.plots.section import Section
 from posbench.report import failures, tables
 from posbench.report.folder import CAPTIONS, need_folder, read_csv, read_json, read_text, study_tables
 from posbench.report.paper import beside, reference_text
-from posbench.report.text import applied, headline, shortened, verdicts
+from posbench.report.text import applied, headline, shortened, spent, verdicts
 from posbench.run.folder import opened
 from posbench.schema import instantiate
 from posbench.search import held_back
@@ -49,6 +49,7 @@ def render_run(folder: Path) -> Path:
     models = [str(named["name"])]
     facts = {name: read_json(folder / f"{name}.json") or {} for name in ("prompts", "provenance", "status")}
     facts["provenance"].pop("sum", None)
+    facts["provenance"] = spent(facts["status"]) | facts["provenance"]
     text = read_text(folder / "config.yaml")
     if (folder / failures.FILE).is_file():
         facts["failures"] = failures.on_page(opened(folder), opened(folder).config("task"))

@@ -100,6 +100,7 @@ def _name(config: Any) -> str:
         ("runtime.intervene_examples=3", True),
         ("search.strings=9", False),
         ("runtime.outputs=elsewhere", False),
+        ("runtime.log_every=5", False),
         ("stages=[evaluate,report]", False),
     ],
 )
