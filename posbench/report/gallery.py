@@ -5,12 +5,12 @@ from __future__ import annotations
 import io
 import itertools
 import shutil
-import struct
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import jinja2
+import pandas as pd
 from PIL import Image
 
 from posbench import paths
@@ -19,12 +19,13 @@ from posbench.files.atomic import write_csv, write_text
 from posbench.files.markdown import markdown
 from posbench.report.collect import Entry, Part, collect
 from posbench.report.experiments import PAPERS
+from posbench.report.page import size
 from posbench.report.tables import latex
+from posbench.report.text import tally
 
 GROUPS = PAPERS | {"": "Other runs"}
 """The papers in the order of the page, and what is of none."""
-PAGE, SCALE = "index.html", 0.66
-"""Name of the page; pixels of the page for one of a figure."""
+PAGE = "index.html"
 MARK = '<meta name="generator" content="posbench gallery">'
 """What tells a gallery from any other folder: only a gallery is replaced."""
 
@@ -53,12 +54,21 @@ def write_gallery(folder: Path, out: Path | None = None) -> Path:
     source = (paths.PACKAGE / "report" / "gallery.html.j2").read_text()
     template = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(source)
     grouped = [(title, shown[paper]) for paper, title in GROUPS.items() if paper in shown]
-    write_text(made / PAGE, template.render(mark=MARK, papers=grouped))
+    write_text(made / PAGE, template.render(mark=MARK, papers=grouped, sentence=_sentence(entries)))
     if out.exists():
         out.rename(old)
     made.rename(out)
     shutil.rmtree(old, ignore_errors=True)
     return page
+
+
+def _sentence(entries: Sequence[Entry]) -> str:
+    """How many experiments are shown, and how the papers' claims fared in them."""
+    found = [entry.findings for entry in entries if len(entry.findings)]
+    verdicts = [each.loc[each["kind"] == "paper", "verdict"] for each in found]
+    count = f"{len(entries)} experiment{'s' * (len(entries) != 1)}, {sum(len(e.runs) for e in entries)} runs"
+    told = tally(pd.concat(verdicts)) if verdicts else ""
+    return f"{count}. Claims of the papers, each on each model: {told}." if told else f"{count}."
 
 
 def paper_of(entry: Entry) -> str:
@@ -122,10 +132,7 @@ def _figure(entry: Entry, part: Part, name: str, root: Path) -> dict[str, Any]:
         copied(drawn / f"{name}.{kind}", root, entry, f"{part.label}-{name}") for kind in ("png", "pdf")
     )
     with open(drawn / f"{name}.png", "rb") as stream:
-        width, height = struct.unpack(">II", stream.read(24)[16:])
-    # The same letters in all figures, whatever their width: the widest fills the page.
-    size = {"width": round(width * SCALE), "height": round(height * SCALE)}
-    facts = {"png": png, "pdf": pdf, **size}
+        facts = {"png": png, "pdf": pdf, **size(stream.read(24))}
     return {**facts, "caption": part.figures[name], "label": part.label if len(entry.parts) > 1 else ""}
 
 
