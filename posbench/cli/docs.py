@@ -20,7 +20,7 @@ from posbench.report.folder import read_csv, read_json
 from posbench.report.gallery import as_markdown, shrink
 from posbench.report.page import read_run
 from posbench.report.tables import findings_table
-from posbench.report.text import verdict_table, verdicts
+from posbench.report.text import tally, verdicts
 from posbench.run.folder import checked
 
 
@@ -89,14 +89,15 @@ def claims(folder: Path) -> str:
     # The claims of papers first, in the order of their studies, then our controls.
     found = found.sort_values("kind", key=lambda kind: kind != "paper", kind="stable")
     models = sorted(found["model"].unique())
-    parts = []
+    rows, parts = [], []
     for _, part in found.groupby("claim", sort=False):
         header, lines = findings_table(part)
         told = lines[0][1]
+        rows.append([told, *(_verdict(part.loc[part["model"] == model, "verdict"]) for model in models)])
         named = [[line[0], model, *line[2:]] for model, line in zip(part["model"], lines, strict=True)]
         parts.append(f"## {told}\n\n{markdown(['verdict', 'model', *header[2:]], named)}")
     commands = "\n".join(f"    {command}" for _, command in newest.values())
-    overview = markdown(*verdict_table(found, models))
+    overview = markdown(["claim", *models], rows)
     sums = "\n".join(f"- {model}: {verdicts(found[found['model'] == model])}" for model in models)
     made = f"## How\n\nThe verdicts are those of these runs:\n\n{commands}"
     return "\n\n".join([sums, overview, *parts, made])
@@ -110,6 +111,11 @@ def _made(folder: Path) -> dict[str, Any]:
     if made is None:
         raise UserError("DIR", str(folder), "a run folder with its provenance.json", "repeat the run")
     return made
+
+
+def _verdict(verdicts: pd.Series) -> str:
+    """The verdict of one model; of several statistics, how many got each."""
+    return verdicts.iloc[0] if verdicts.nunique() == 1 else tally(verdicts)
 
 
 def run(folder: Path) -> str:

@@ -173,7 +173,7 @@ def fitted(text: str) -> str:
     """HTML of a text that breaks where a reader expects it: not inside an interval, and in long names after
     their signs."""
     kept = INTERVAL.sub(r'<span class="whole">\g<0></span>', html.escape(text))
-    return re.sub(rf"\S{{{LONG},}}", lambda word: re.sub(r"([/_=,]+)(?=\w)", r"\1<wbr>", word[0]), kept)
+    return re.sub(rf"\S{{{LONG},}}", lambda word: re.sub(r"([/=,]|__)(?=\w)", r"\1<wbr>", word[0]), kept)
 
 
 def write_page(

@@ -185,11 +185,10 @@ def _render_verdicts(folder: Path) -> Path:
 
 def _by_setting(findings: pd.DataFrame) -> pd.DataFrame:
     """Findings of many runs, whose model is told with what was swept beside it."""
-    swept = [c for c in findings.columns[: list(findings).index("model")] if c != "run"]
-    texts = findings["model"].fillna("")
-    for column in swept:
-        texts += f", {column.rpartition('.')[2]}=" + findings[column].astype(str)
-    return findings.assign(model=texts.str.removeprefix(", "))
+    texts, swept = findings["model"].fillna(""), findings.columns[: list(findings).index("model")]
+    for column in swept.drop("run"):
+        texts += f" {column.rpartition('.')[2]}=" + findings[column].astype(str)
+    return findings.assign(model=texts.str.strip())
 
 
 def axes_of(summary: pd.DataFrame) -> list[str]:

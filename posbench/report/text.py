@@ -184,13 +184,11 @@ def tally(verdicts: pd.Series, words: Sequence[str] = VERDICTS) -> str:
     return ", ".join(f"{n} {plural.get(name, name) if n > 1 else name}" for n, name in there)
 
 
-def verdict_table(findings: pd.DataFrame, models: Sequence[str] = ()) -> Table:
-    """A row for each claim, the papers' first, with its verdict for each of the models, or of all; of several
-    statistics, how many got each."""
-    models = models or list(dict.fromkeys(findings["model"]))
+def verdict_table(findings: pd.DataFrame) -> Table:
+    """Claims of many runs: a row for each claim, the papers' first, and verdict, with the models of it."""
     ordered, rows = findings.sort_values("kind", key=lambda kind: kind != "paper", kind="stable"), []
-    for _, part in ordered.groupby("claim", sort=False):
-        found = [part.loc[part["model"] == model, "verdict"] for model in models]
-        told = [each.iloc[0] if each.nunique() == 1 else tally(each) for each in found]
-        rows.append([findings_table(part)[1][0][1], *told])
-    return ["claim", *models], rows
+    for _, each in ordered.groupby("claim", sort=False):
+        for verdict, part in each.groupby("verdict", sort=False):
+            claim, models = findings_table(part)[1][0][1], "; ".join(dict.fromkeys(part["model"]))
+            rows.append([str(verdict), claim, models])
+    return ["verdict", "claim", "models"], rows

@@ -155,6 +155,19 @@ def test_the_page_holds_every_claim_once_in_the_overview_and_each_number_once(tm
     assert "posbench study=chain" in page
 
 
+@pytest.mark.parametrize(
+    ("verdicts", "word"),
+    [
+        (["holds"], "holds"),
+        (["holds"] * 2, "holds"),
+        (["contradicted", "holds"], "1 holds, 1 contradicted"),
+        ([], ""),
+    ],
+)
+def test_verdicts_of_several_statistics(verdicts: list[str], word: str) -> None:
+    assert docs._verdict(pd.Series(verdicts, dtype=object)) == word
+
+
 def test_a_run_as_markdown_has_the_numbers_of_its_tables(
     posbench, outputs: Path, small: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:

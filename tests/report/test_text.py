@@ -179,11 +179,12 @@ def test_a_study_answers_with_its_numbers_and_says_where_it_cannot_tell() -> Non
 
 def test_verdicts_stand_side_by_side() -> None:
     told = [("a", "C", "contradicted"), ("a", "C", "holds"), ("a", "D", "holds"), ("b", "D", "inconclusive")]
+    told += [("c", "C", "holds")]
     rows = [{"model": m, "claim": c, "verdict": v, "kind": "paper"} for m, c, v in told]
     frame = pd.DataFrame(rows, columns=list(findings.COLUMNS)).assign(n=1, p_holm=float("nan"), note="")
-    table = [["C", "1 holds, 1 contradicted", ""], ["D", "holds", "inconclusive"]]
-    assert verdict_table(frame) == (["claim", "a", "b"], table)
-    assert verdict_table(frame, ["b"])[0] == ["claim", "b"]
+    both = [["contradicted", "C", "a"], ["holds", "C", "a; c"]]
+    table = [*both, ["holds", "D", "a"], ["inconclusive", "D", "b"]]
+    assert verdict_table(frame) == (["verdict", "claim", "models"], table)
 
 
 def test_a_title_names_method_model_and_task() -> None:
