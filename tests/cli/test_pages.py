@@ -12,20 +12,7 @@ from tests.browser import looks
 from tests.conftest import run_folders
 
 FEW = ["task.pairs=12", "task.positions=[0,5,11]", "task.examples_per_position=6", "runtime.resamples=100"]
-STUDY = [
-    "study=chain",
-    *FEW,
-    "study.examples=6",
-    "study.hidden_perturbation.texts=6",
-    "study.hidden_perturbation.controls=2",
-]
-SEARCH = [
-    "method=layer_scaling",
-    "search=genetic",
-    "search.population=6",
-    "search.parents=3",
-    "stages=[search]",
-]
+SEARCH = ["method=layer_scaling", "search=genetic", "search.population=6", "search.parents=3"]
 SEARCH += ["search.mutations=3", "search.crossovers=2", "search.generations=2", "task.calibration_examples=6"]
 
 
@@ -36,8 +23,10 @@ def pages(small: list[str], checkpoint: Path, tmp_path_factory: pytest.TempPathF
     shutil.copytree(checkpoint, folder / "a" / "another-checkpoint-of-the-same-family")
     both = f"model.path={checkpoint},{folder / 'a' / 'another-checkpoint-of-the-same-family'}"
     out = f"runtime.outputs={folder / 'outputs'}"
-    swept = [key for key in small if not key.startswith("model.path=")]
-    calls = [small, STUDY, [*SEARCH, *FEW], ["-m", *swept, both], ["-m", "method.factor=0,0.5,2", *FEW]]
+    run = [key for key in small if not key.startswith(("stages=", "model.path="))]
+    run += ["stages=[search,intervene,evaluate,report]"]
+    calls = [[*run, f"model.path={checkpoint}"], [*SEARCH, *FEW, "stages=[search,report]"]]
+    calls += [["-m", *run, both], ["-m", "method.factor=0,0.5,2", *FEW]]
     calls += [["-m", "study=crop_mask", "model=tiny,tiny_b", "study.examples=6", *FEW]]
     for call in calls:
         assert main([*call, out]) == 0
