@@ -74,8 +74,8 @@ def show_findings(folder: Path, console: Console) -> None:
     if findings is not None:
         header, rows = tables.findings_table(findings)
         # The notes stand in findings.csv and in the report; a narrow terminal holds less.
-        lines = [[verdict, f"{claim}: {what}", value, p] for verdict, claim, what, value, p, *_ in rows]
-        told = ["verdict", "claim: what was measured", *header[3:5]]
+        lines = [[verdict, f"{claim}: {what}", value, p] for verdict, claim, value, what, p, *_ in rows]
+        told = ["verdict", "claim: what was measured", "value", header[4]]
         console.print(text_table(told, lines, shorten=False))
         console.print(verdicts(findings))
 
