@@ -86,6 +86,22 @@ class ChannelSearch(Search):
         several = any(part.cls.rows_per_prompt for part in parts)
         return parts[-1] if issubclass(parts[-1].cls, self.serves) and not several else None
 
+    def fitted(self, window: int, spells: bool) -> Mapping[str, Any]:
+        """Shorter strings, with the paper's tenth and thirtieth of a thousand tokens as window and skip where
+        those would take more than half of a string; token ids where letters cannot be spelt."""
+        length = min(self.length, window)
+        found: dict[str, Any] = {"length": length, "alphabet": self.alphabet if spells else "tokens"}
+        short = length < self.length or self.window + self.skip + 7 > length
+        if self.variant == "paper" and short and 2 * (self.window + self.skip) > length:
+            found |= {"window": max(length // 10, 1), "skip": 3 * length // 100}
+        return {name: value for name, value in found.items() if value != getattr(self, name)}
+
+    def asks(self, prompts: int, answer: int, layers: int, channels: int) -> tuple[int, int]:
+        """Calibration prompts, then the check of the winner; strings, and answers of every candidate."""
+        tried = self.top_k if self.candidates == "monotone" else channels
+        tried *= len(self.factors) * len(self.layer_ranges(layers, None))
+        return 3 * prompts, self.strings * self.length + prompts * (1 + tried) * answer
+
     def check(self, run: Run) -> None:
         """Refuse strings and layers that do not fit the model, and several channels typed at once."""
         lm, low, why = run.lm, self.window + self.skip + 7, "search.window + search.skip + 7"
