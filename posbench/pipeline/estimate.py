@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -113,7 +114,7 @@ def _memory(config: Config, reader: Reader, works: Sequence[Work]) -> tuple[int,
     """Parameters; bytes of the weights as they are loaded, and of the KV cache of the largest batch."""
     text, runtime, folder = _text(reader), config.runtime, cached(config.model.checkpoint)
     stored = WIDTHS.get(str(getattr(text, "dtype", "")).removeprefix("torch."), 4)
-    parameters = sum((folder / name).stat().st_size for name in shards(folder)) // stored if folder else 0
+    parameters = sum(_content(folder / name) for name in shards(folder)) // stored if folder else 0
     own = config.model.dtype == "auto" and runtime.device not in ("auto", "cpu")
     width = stored if own else WIDTHS.get(config.model.dtype, 4)
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
@@ -122,6 +123,12 @@ def _memory(config: Config, reader: Reader, works: Sequence[Work]) -> tuple[int,
     most = runtime.batch_size * each
     tokens = max(min(most, runtime.batch_tokens or most), each)
     return parameters, parameters * width, 2 * text.num_hidden_layers * heads * size * width * tokens
+
+
+def _content(file: Path) -> int:
+    """Bytes of the tensors in a safetensors file: all but its header, whose length stands in front."""
+    with open(file, "rb") as stream:
+        return file.stat().st_size - 8 - int.from_bytes(stream.read(8), "little")
 
 
 def _seconds(config: Config, console: Console) -> tuple[float, float]:

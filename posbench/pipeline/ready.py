@@ -192,10 +192,19 @@ class _Fit:
         if (few or not spelt) and simpler and not any(self._kept(f"task.{key}") for key in simpler):
             why = self._window if spelt else f"the tokenizer of {self.reader.name} spells no others"
             self._change("task", simpler, why)
+            self._reply_with_one_item()
             return self._spell_and_fit(_some(self.config.task))
         self._need_spelt(examples)
         if task.truncation == "refuse":
             self._fewer_items(task, fits)
+
+    def _reply_with_one_item(self) -> None:
+        """Replies as long as the longest answer: of few words, a long reply would hold the right one by luck."""
+        examples = self.config.task.evaluation()
+        code = self._encoded(examples[0])
+        longest = max(len(self.reader.continuation_ids(code, a)) for a in {e.answers[0] for e in examples})
+        if not self._kept("task.max_new_tokens"):
+            self._change("task", {"max_new_tokens": longest}, "the tokens of the longest word")
 
     def _fewer_items(self, task: Placed, fits: int) -> None:
         stages = set(self.config.stages)
