@@ -49,7 +49,10 @@ def build(cls: type[T], data: Mapping[str, Any], where: str) -> T:
     faults, kinds = Faults(), get_type_hints(cls, include_extras=True)
     allowed = [f.name for f in fields(cls)]  # type: ignore[arg-type]
     for key, value in data.items():
-        if key not in allowed:
+        if now := getattr(cls, "renamed", {}).get(key):
+            hint = f"call it so: {where}.{now}={value}"
+            faults.found.append(UserError(f"{where}.{key}", value, f"{where}.{now}, its name now", hint))
+        elif key not in allowed:
             hint = near(str(key), allowed, "remove the key").replace("mean ", f"mean {where}.")
             known = f"keys {', '.join(allowed)}" if allowed else "no keys"
             faults.found.append(UserError(f"{where}.{key}".strip("."), value, known, hint))

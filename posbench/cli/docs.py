@@ -7,12 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
-
 from posbench.cli.verbs import option
 from posbench.errors import UserError
 from posbench.files.atomic import write_bytes, write_text
 from posbench.files.markdown import markdown
+from posbench.late import pd
 from posbench.model.families import support_table
 from posbench.report import experiments
 from posbench.report.collect import collect

@@ -26,8 +26,8 @@ from posbench.pipeline.compose import Composed, compose
 from posbench.pipeline.config import Config, check
 from posbench.pipeline.execute import absent, finished
 from posbench.report import sweep
+from posbench.report.console import terminal
 from posbench.report.experiments import PAPERS, trains
-from posbench.report.terminal import terminal
 from posbench.run.folder import owned
 from posbench.studies.cost.timing import Timed
 

@@ -125,8 +125,8 @@ def _verbs() -> dict[str, Callable[[list[str]], int]]:
 def _run(args: list[str]) -> int:
     """Run what the arguments ask for, once or once per job of a sweep."""
     from posbench.pipeline.compose import compose
+    from posbench.report.console import terminal
     from posbench.report.sweep import summarise
-    from posbench.report.terminal import terminal
 
     if "--cfg" in args:
         return _show_config(args)
@@ -144,7 +144,7 @@ def _job(composed: Any, command: str) -> None:
     from posbench.pipeline.compose import leave
     from posbench.pipeline.execute import execute
     from posbench.pipeline.ready import ready
-    from posbench.report.terminal import terminal
+    from posbench.report.console import terminal
     from posbench.run.base import IncompleteRun
 
     facts = {"overrides": composed.overrides, "multirun": composed.multirun}

@@ -24,15 +24,16 @@ from posbench.pipeline.identity import need_same_data
 from posbench.pipeline.ready import Ready, ready
 from posbench.pipeline.stages import evaluate
 from posbench.report.collect import inside
+from posbench.report.console import terminal
 from posbench.report.failures import Examples, few
 from posbench.report.gallery import write_gallery
 from posbench.report.page import render_run
 from posbench.report.sweep import render_sweep
-from posbench.report.terminal import terminal
 from posbench.run.folder import CONFIG, DRAWN, PROVENANCE, RunDir, checked, is_run, open_run, owned
 from posbench.run.runtime import Runtime
-from posbench.schema import build, instantiate, target
+from posbench.schema import build, target
 from posbench.tasks import Task
+from posbench.tasks.base import recorded
 
 TASK_COLUMNS = ("version", "metric", "size", "source", "licence")
 KINDS = {plural: group for group, plural in PLURALS.items()}
@@ -213,7 +214,7 @@ def rescore(args: list[str]) -> int:
         if torn or not rows or not run.done:
             allowed = f"a finished run that evaluated, with whole rows (damaged here: {torn})"
             raise UserError("DIR", str(run.path), allowed, "repeat its command, with evaluate in the stages")
-        task = instantiate(raw["task"], Task, "task")  # type: ignore[type-abstract]
+        task = recorded(raw["task"])
         runtime = build(Runtime, raw["runtime"], "runtime")
         need_same_data(task, run.facts(PROVENANCE))
         changed = evaluate.rescore(task, raw["model"]["name"], runtime.resamples, run)

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
+from posbench.late import pd
 
 Row = dict[str, Any]
 """One line of a JSON-lines file."""

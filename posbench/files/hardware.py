@@ -1,9 +1,11 @@
 """The machine that a number was made on."""
 
+from __future__ import annotations
+
 import platform
 from pathlib import Path
 
-import torch
+from posbench.late import torch
 
 
 def hardware() -> str:

@@ -1,31 +1,27 @@
 """From a name, a directory, a hub id or a model object to a ready LM."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-import torch
 import yaml
 from safetensors import SafetensorError
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    PreTrainedConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
-from transformers.utils import is_flash_attn_2_available
 
 from posbench import paths
 from posbench.errors import MachineError, UserError
 from posbench.files import sources
+from posbench.late import torch, transformers
 from posbench.model import families, guard
 from posbench.model.encode import CHAT_TEMPLATES, Encoder
 from posbench.model.lm import LM
 from posbench.schema import Count, Positive, Tokens, build
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 Kernel = Literal["auto", "sdpa", "eager", "flash_attention_2"]
 Dtype = Literal["auto", "float64", "float32", "bfloat16", "float16"]
@@ -109,7 +105,7 @@ def load(
             the model or hold others.
         MachineError: Too little memory.
     """
-    if isinstance(source, PreTrainedModel):
+    if isinstance(source, transformers.PreTrainedModel):
         families.family_of(source)
         _kernel(source.config, families.text_config(source)._attn_implementation)
         window = families.context_window(source.config)
@@ -142,11 +138,11 @@ def reader(config: ModelConfig) -> Reader:
     path = str(sources.local(replace(source, files=words) if source.kind == "model" else source))
     with _explained(config, config.path):
         # Read as plain data first: transformers would not name the families for a type that it does not know.
-        known, _ = PreTrainedConfig.get_config_dict(path, **ORIGIN)
+        known, _ = transformers.PreTrainedConfig.get_config_dict(path, **ORIGIN)
         if known:
             families.family_of_type(known.get("model_type"))
-        facts = AutoConfig.from_pretrained(path, **ORIGIN)
-        tokenizer = AutoTokenizer.from_pretrained(path, **ORIGIN)
+        facts = transformers.AutoConfig.from_pretrained(path, **ORIGIN)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(path, **ORIGIN)
     window = config.context_window or families.context_window(facts)
     return Reader(tokenizer, config.name, window, config.chat_template, facts)
 
@@ -175,7 +171,7 @@ def _load_checkpoint(
     max_memory: dict[int | str, str] | None,
 ) -> LM:
     where = torch_device(device)
-    if config.attention == "flash_attention_2" and not is_flash_attn_2_available():
+    if config.attention == "flash_attention_2" and not transformers.utils.is_flash_attn_2_available():
         allowed = "sdpa or eager on this machine (flash-attn is not installed)"
         hint = "set model.attention=sdpa, or install the extra posbench[flash]"
         raise UserError("model.attention", config.attention, allowed, hint)
@@ -190,7 +186,7 @@ def _load_checkpoint(
         with torch.random.fork_rng(range(torch.cuda.device_count())):
             # Tensors that a partial checkpoint lacks are drawn: the same ones each time.
             torch.manual_seed(0)
-            model, told = AutoModelForCausalLM.from_pretrained(
+            model, told = transformers.AutoModelForCausalLM.from_pretrained(
                 path,
                 dtype=dtype,
                 attn_implementation=kernel,

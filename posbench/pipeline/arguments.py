@@ -29,6 +29,8 @@ PLURALS = {group: {"search": "searches", "study": "studies"}.get(group, f"{group
 TOP = (*GROUPS, "stages", "experiment")
 GIVEN = "given by the user"
 """``model.source`` of a checkpoint that no YAML describes."""
+STAGES = re.compile(r"stages=(?!null$)([a-z]+(?:,[a-z]+)*)")
+"""Stages as one would type them; Hydra takes a comma for a sweep."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,8 @@ def read_flags(args: Sequence[str]) -> Any:
 def requested(overrides: Sequence[str], folders: Sequence[Path], multirun: bool) -> Request:
     """Overrides as Hydra shall see them."""
     names = [o.removeprefix("experiment=") for o in overrides if o.startswith("experiment=")]
-    rest, given = _models([o for o in overrides if not o.startswith("experiment=")], folders)
+    rest = [_listed(o) for o in overrides if not o.startswith("experiment=")]
+    rest, given = _models(rest, folders)
     parsed = _parsed(rest)
     path = [f"file://{folder}" for folder in folders[1:]]
     config, flags, experiment = "config", list[str](), dict[str, Any]()
@@ -90,6 +93,10 @@ def requested(overrides: Sequence[str], folders: Sequence[Path], multirun: bool)
         spelled[text.split("=")[0]] = str(override.input_line).split("=")[0]
     set_by = frozenset(k for group in GROUPS for k in _leaves(experiment.get(group), group))
     return Request(config, tuple(flags), tuple(shown), bool(swept), set_by, spelled)
+
+
+def _listed(override: str) -> str:
+    return f"stages=[{found[1]}]" if (found := STAGES.fullmatch(override)) else override
 
 
 def model_name(path: str, taken: Iterable[str] = ()) -> str:

@@ -8,13 +8,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 from rich.text import Text
 
 from posbench.errors import UserError
 from posbench.files.digests import Content, changed, in_place
 from posbench.files.sources import Source, cached
+from posbench.late import torch
 from posbench.measure.replies import encode_longest
 from posbench.model import families
 from posbench.model.guard import probe

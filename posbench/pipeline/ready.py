@@ -12,11 +12,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import transformers
-
 from posbench import paths
 from posbench.errors import Faults, UserError
 from posbench.files.sources import cached, listing
+from posbench.late import transformers
 from posbench.measure.replies import encode_longest, room
 from posbench.model.encode import Encoded, Encoder
 from posbench.model.load import Reader, reader
@@ -155,9 +154,11 @@ class _Fit:
         if not placed and stages <= {"study", "report"}:
             return  # studies choose among such prompts
         examples = _some(task)
-        if task.max_new_tokens > (window // 2 if task.truncation == "refuse" else window - 1):
-            free = window - max(map(self._tokens, examples)) if self._kept("task.max_new_tokens") else 0
-            self._change("task", {"max_new_tokens": max(free, window // 4)}, self._window)
+        most, least = window // 2 if task.truncation == "refuse" else window - 1, window // 4
+        if self._kept("task.max_new_tokens"):
+            most = least = max(most, window - max(map(self._tokens, examples)))
+        if task.max_new_tokens > most:
+            self._change("task", {"max_new_tokens": least}, self._window)
         if isinstance(task, Placed) and examples[0].items:
             self._spell_and_fit(examples)
         elif {"intervene", "evaluate"} & stages:
@@ -199,7 +200,7 @@ class _Fit:
             self._fewer_items(task, fits)
 
     def _reply_with_one_item(self) -> None:
-        """Replies as long as the longest answer: of few words, a long reply would hold the right one by luck."""
+        """Replies as long as the longest answer: of so few words a long reply holds the right one by luck."""
         examples = self.config.task.evaluation()
         code = self._encoded(examples[0])
         longest = max(len(self.reader.continuation_ids(code, a)) for a in {e.answers[0] for e in examples})
@@ -245,11 +246,9 @@ class _Fit:
 
 def _some(task: Task) -> list[Example]:
     """The longest prompts of a task, in characters; of a few, where it draws them."""
-    few: Any = {"examples_per_position": min(DRAWN, getattr(task, "examples_per_position", DRAWN))}
     drawn = isinstance(task, Placed) and not task.files()
-    return sorted((replace(task, **few) if drawn else task).evaluation(), key=lambda e: len(e.prompt))[
-        -LONGEST:
-    ]
+    examples = (replace(task, limit=min(task.limit or DRAWN, DRAWN)) if drawn else task).evaluation()
+    return sorted(examples, key=lambda e: len(e.prompt))[-LONGEST:]
 
 
 def _unknown(reader: Encoder, text: str) -> float:

@@ -9,10 +9,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
 import yaml
 
 from posbench import paths
+from posbench.late import pd
 from posbench.report import tables
 from posbench.report.folder import CAPTIONS, JOBS, read_csv, read_json, runs_of
 from posbench.report.paper import cells, counted, paper_table, with_subsets

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
 from rich.console import Console
 
 from posbench.errors import UserError
 from posbench.files.atomic import Row, digest, write_csv, write_text
+from posbench.late import pd
 from posbench.plots import sweep as plots
 from posbench.plots.scores import accuracy_by_model
 from posbench.plots.section import Section
@@ -146,16 +146,14 @@ def render_sweep(folder: Path) -> Path:
         left, right = "score over all positions with 95 % intervals", "score over the position of the answer"
         caption = f"Left: {left}. Right: {right}."
     drawn = {"sweep": (figure, caption)}
-    n = tuple(at_positions(summary)["n"]) or tuple(overall(summary)["n"])
-    sections = [Section("Settings", "", header, rows, drawn, n)]
+    sections = [Section("Settings", "", header, rows, drawn)]
     if attention is not None:
         caption = "Attention of the last prompt token to the item with the answer over its position"
         drawn = {"attention": (plots.attention_sweep(attention, axes), f"{caption}, for each setting.")}
-        sections.append(Section("Attention", figures=drawn, n=tuple(attention["n"])))
+        sections.append(Section("Attention", figures=drawn))
     if trend is not None and findings is not None:
-        caption = "Bands: 95 % intervals over questions. Dotted: no side preferred. Dashed: the"
-        drawn = {"trend": (plots.trend(trend), f"{caption} unmodified model.")}
-        sections.append(Section("Trend", "", *tables.findings_table(findings), drawn, tuple(trend["n"])))
+        drawn = {"trend": (plots.trend(trend), "Bands: 95 % intervals over questions.")}
+        sections.append(Section("Trend", "", *tables.findings_table(findings), drawn))
         sentence = f"{sentence} {verdicts(findings)}"
     models = list(dict.fromkeys(summary["model"]))
     return write_page(folder, sentence, [*sections, *beside(folder, summary, subsets)], models)

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import pandas as pd
 
+from posbench.late import pd
 from posbench.report.tables import bias_table, limits, pct, points
 from posbench.stats.findings import VERDICTS
 from posbench.stats.frames import UNMODIFIED, at_positions, metric_name, overall

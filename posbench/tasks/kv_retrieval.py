@@ -103,7 +103,7 @@ class KVRetrieval(Placed):
             )
         if self.path:
             return list(self._from_file())
-        asked = [(at, f"{at}-{n}") for at in self.gold_positions for n in range(self.examples_per_position)]
+        asked = [(at, f"{at}-{n}") for at in self.gold_positions for n in range(self.limit)]
         return [self._draw(name, f"evaluation/{name}", self.pairs, at) for at, name in asked]
 
     def files(self) -> tuple[Source, ...]:
@@ -144,10 +144,7 @@ class KVRetrieval(Placed):
     def _from_file(self) -> Iterator[Example]:
         path = self.place()
         lines = list(rows("path", path, count=QUESTIONS if self.path == "official" else 0))
-        for _, row in lines[:1]:
-            _records(row)  # wrong fields are told before a wrong number
-        self.need(len(lines), path)
-        for number, (_, row) in enumerate(lines[: self.examples_per_position]):
+        for number, (_, row) in enumerate(lines[: self.limit]):
             records, gold = _records(row)
             others = [pair for pair in records if pair != gold]
             if len(records) < self.pairs:
@@ -166,8 +163,6 @@ class KVRetrieval(Placed):
 
     def _finished_prompts(self, start: int, count: int) -> Iterator[Example]:
         given = list(rows("calibration_path", Path(str(self.calibration_path))))[start : start + count]
-        if not given and not start:
-            refuse("calibration_path", self.calibration_path, "at least one prompt", "fill the file")
         questions = {_question(e.prompt) for e in self.examples("evaluation")} if self.path else set()
         for number, row in given:
             prompt, answer = row.take("input"), row.take("output")

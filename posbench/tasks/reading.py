@@ -87,7 +87,7 @@ def rows(
     ``field`` is the config key that named it, without ``task.``; ``member`` the path inside a zip; ``names``
     the columns of a CSV without a header line. A value of the field ``unique`` may occur once. ``count`` is
     how many rows the benchmark's own file has, where this must be that file. Raises UserError where a file
-    cannot be read (the message names the line), or the count differs.
+    is empty or cannot be read (the message names the line), or the count differs.
     """
     shown, total, seen = f"{path}:{member}" if member else str(path), 0, set()
     for number, row in _rows(field, path.expanduser(), shown, member, names):
@@ -97,6 +97,8 @@ def rows(
                 line.refuse(f'a "{unique}" that occurs once ({name} stands further up)')
             seen.add(name)
         yield number, line
+    if not total:
+        refuse(field, shown, "a file with rows; this one is empty", "check the path")
     if count and total != count:
         told, allowed = f"{shown} with {total} rows", f"{count} rows, as in the benchmark"
         refuse(field, told, allowed, "fetch the file again: posbench fetch")

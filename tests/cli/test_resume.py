@@ -33,7 +33,7 @@ def _only(outputs: Path) -> Path:
 
 def test_killed_at_any_moment(small: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All stages, in this process; tests/cli/test_kills.py kills every search and study sixty times."""
-    args = [*small, "task.examples_per_position=4", "task.calibration_examples=4"]
+    args = [*small, "task.limit=4", "task.calibration_examples=4"]
     monkeypatch.setattr("posbench.run.base.load", loaded_once(args))
     kills = Kills(args, tmp_path)
     assert kills.tried(6, whole=1) == (6, 6), kills.failures

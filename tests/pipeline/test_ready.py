@@ -34,7 +34,10 @@ def made(plain: Composed) -> Callable[..., Ready]:
     """What is ready to run on a checkpoint, with keys as typed."""
 
     def call(path: Path, **keys: Any) -> Ready:
-        raw, typed = deepcopy(plain.raw), {"model.path": str(path), "model.name": path.name, **keys}
+        raw, typed = (
+            deepcopy(plain.raw),
+            {"model.path": str(path), "model.name": path.name, "task.limit": 20, **keys},
+        )
         for key, value in typed.items():
             *groups, last = key.split(".")
             node = raw
@@ -75,7 +78,7 @@ def test_defaults_fit_a_window_and_say_so(made: Callable[..., Ready], checkpoint
     task: Any = found.config.task
     search: Any = found.config.search
     # A prompt of n pairs of words has 4 n + 3 tokens, and the reply one.
-    assert task.pairs == (256 - 1 - 3) // 4 and task.max_new_tokens == 1 and task.calibration_pairs == 63
+    assert task.pairs == (256 - 1 - 3) // 4 and task.max_new_tokens == 1 and task.calibration_pairs == 50
     assert (search.length, search.window, search.skip, search.alphabet) == (256, 25, 7, "tokens")
     assert found.config.stages == ("search", "intervene", "evaluate", "report")
     assert "task.pairs: 140 -> 63, the window of random is 256 tokens" in found.said
@@ -101,9 +104,9 @@ def test_the_most_pairs_that_fit_are_taken(made: Callable[..., Ready], reader: P
     assert longest(replace(task, pairs=task.pairs + 1)) > 8192 - 100
     few = made(reader, **{"model.context_window": 500, "task.limit": 2})
     task = few.config.task
-    # Words of four or five letters, a token per byte.
-    assert task.records == "words" and task.max_new_tokens == 5 and longest(task) <= 500 - 5
-    assert longest(replace(task, pairs=task.pairs + 2)) > 500 - 5
+    # Words of three letters, a token per byte.
+    assert task.records == "words" and task.max_new_tokens == 3 and longest(task) <= 500 - 3
+    assert longest(replace(task, pairs=task.pairs + 1)) > 500 - 3
     assert "task.records: uuid -> words, the window of bytes is 500 tokens" in few.said
 
 
@@ -111,8 +114,11 @@ def test_the_most_pairs_that_fit_are_taken(made: Callable[..., Ready], reader: P
     ("typed", "told"),
     [
         ({**WORDS, "task.pairs": 60, "task.max_new_tokens": 20}, "task.pairs = 60: allowed: at most 58"),
-        ({"task.max_new_tokens": 256}, "task.max_new_tokens = 256: allowed: at most 64"),
-        ({**WORDS, "task.pairs": 9, "task.max_new_tokens": 256}, "max_new_tokens = 256: allowed: at most 217"),
+        ({"task.max_new_tokens": 256}, "task.max_new_tokens = 256: allowed: at most 128"),
+        (
+            {**WORDS, "task.pairs": 9, "task.max_new_tokens": 256},
+            "max_new_tokens = 256: allowed: at most 217",
+        ),
         ({"search.length": 300}, "search.length = 300: allowed: at most 256"),
         ({"search.window": 200}, "search.window = 200: allowed: at most 25"),
     ],
@@ -149,7 +155,12 @@ def test_all_obstacles_are_told_together(
         return {fault.field for fault in told.value.faults}
 
     wrong = {"stages": ["evaluate"], "runtime.threads": 0}
-    assert fields(tmp_path, **data, **wrong) == {"method.channel", "model.path", "runtime.threads", "task.path"}
+    assert fields(tmp_path, **data, **wrong) == {
+        "method.channel",
+        "model.path",
+        "runtime.threads",
+        "task.path",
+    }
     shutil.copytree(checkpoint, tmp_path / "other")
     config = tmp_path / "other" / "config.json"
     config.write_text(config.read_text().replace('"llama"', '"gpt2"'))
@@ -169,14 +180,13 @@ def test_validate_tells_what_is_not_here_and_what_a_run_takes(
     assert told.status == 0, told.err
     lines = [line.strip("│").split("│") for line in told.out.splitlines() if line.startswith("│")]
     cells = {first.strip(): [cell.strip() for cell in rest] for first, *rest in lines}
-    # 63 pairs of words: 255 tokens; two methods, five positions, three questions in one batch; the search reads
-    # its prompts thrice, ten strings of 256, and one token for every answer of 40 candidates and none.
+    # 63 pairs of words: 255 tokens; two methods, five positions, three questions in one batch; the search
+    # reads its prompts of 50 pairs thrice, ten strings, and the answer under 40 candidates and none.
     assert cells["evaluate"][:3] == ["30", f"{30 * 255:,}", "2"]
     assert cells["intervene"][:3] == ["30", f"{30 * 255:,}", "0"]
-    assert cells["search"][:2] == ["12", f"{12 * 255 + 10 * 256 + 4 * 41:,}"]
-    import torch
+    assert cells["search"][:2] == ["12", f"{12 * 203 + 10 * 256 + 4 * 41:,}"]
     from transformers import AutoModelForCausalLM
 
     count = sum(p.numel() for p in AutoModelForCausalLM.from_pretrained(checkpoint).parameters())
-    assert f"{count:,} parameters, {4 * count / 1000:.1f} kB" in told.out and torch.get_default_dtype().itemsize == 4
+    assert f"{count:,} parameters, {4 * count / 1000:.1f} kB" in told.out
     assert "time: about" in told.out and "task.pairs: 140 -> 63" in told.out
