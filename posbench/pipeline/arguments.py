@@ -117,7 +117,7 @@ def _models(overrides: Sequence[str], folders: Sequence[Path]) -> tuple[list[str
     names, found, out = choices(*(folder / "model" for folder in folders)), dict[str, str](), list[str]()
 
     def choice(value: str) -> str:
-        place = "/" in value or value[:1] in ("~", ".") or (bool(value) and Path(value).is_dir())
+        place = "/" in value or value[:1] in ("~", ".") or (bool(value) and sources.there(Path(value)))
         if value in names or not place:
             return value
         if value not in found:
@@ -128,7 +128,7 @@ def _models(overrides: Sequence[str], folders: Sequence[Path]) -> tuple[list[str
 
     for override in overrides:
         key, _, value = override.partition("=")
-        whole = Path(value).expanduser().is_dir()
+        whole = key == "model" and sources.there(Path(value).expanduser())
         plain = key == "model" and (whole or not re.search(r"[\[\](){}'\"]", value))
         parts = [value] if whole else [part.strip() for part in value.split(",")]
         out.append(f"model={','.join(map(choice, parts))}" if plain else override)

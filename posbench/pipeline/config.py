@@ -172,10 +172,10 @@ def _look_at_files(made: Mapping[str, Any], faults: Faults) -> None:
                 if known := sources.facts(source):
                     families.family_of_type(known.get("model_type"))
     if "task" in made and (study is None or study.needs_task):
-        for source in made["task"].files():
+        for number, source in enumerate(made["task"].files()):
             with faults.collecting():
                 if source.kind == "path":
-                    sources.listing(source)
+                    made["task"].place() if number == 0 else sources.listing(source)
 
 
 def _need_text(node: Any, where: str) -> None:

@@ -63,8 +63,9 @@ def ready(composed: Composed, download: bool = True) -> Ready:
     assert config is not None, "check gives a config or a fault"
     with faults.collecting():
         need_words(config)
+    taken = tuple(fault.field.partition(".")[0] for fault in faults.found)
     for source in files(config):
-        if source.kind != "path" and cached(source) is None:
+        if source.kind != "path" and source.field.partition(".")[0] not in taken and cached(source) is None:
             with faults.collecting():
                 if download:
                     listing(source)  # whether it can be downloaded
@@ -117,6 +118,10 @@ class _Fit:
     def _window(self) -> str:
         return f"the window of {self.reader.name} is {self.reader.context_window} tokens"
 
+    @property
+    def _items(self) -> list[str]:
+        return [f"task.{name}" for name in getattr(self.config.task, "sizes", ())]
+
     def _kept(self, key: str) -> bool:
         return key in self.config.typed or self.config.experiment is not None
 
@@ -127,7 +132,8 @@ class _Fit:
             key, was = f"{group}.{name}", getattr(thing, name)
             if self._kept(key):
                 most = "at most " if isinstance(value, int) else ""
-                faults.found.append(UserError(key, was, f"{most}{value}: {why}", f"set {key}={value}"))
+                cut = ", or cut prompts: task.truncation=middle" if key in self._items else ""
+                faults.found.append(UserError(key, was, f"{most}{value}: {why}", f"set {key}={value}{cut}"))
             said[key] = said.get(key, (was,))[0], value, why
         faults.raise_any()
         raw = {**self.config.raw, group: {**self.config.raw[group], **wanted}}
@@ -150,6 +156,8 @@ class _Fit:
         asked = bool({"study", "intervene", "evaluate"} & stages)
         if not config.uses_task or not (asked or "search" in stages):
             return
+        if "search" in stages:
+            task.examples("calibration")  # what is wrong with them is told first
         placed = isinstance(task, Placed)
         if not placed and stages <= {"study", "report"}:
             return  # studies choose among such prompts
@@ -174,7 +182,7 @@ class _Fit:
         return wide.encode(example.prompt, chat=example.chat, system=example.system, prefill=example.prefill)
 
     def _need_spelt(self, examples: Sequence[Example]) -> None:
-        share = max(_unknown(self.reader, e.prompt) for e in examples)
+        share = _unknown(self.reader, examples[-1].prompt)
         if share >= UNKNOWN:
             name, task = self.reader.name, self.config.task.name
             allowed = (
@@ -186,8 +194,8 @@ class _Fit:
     def _spell_and_fit(self, examples: Sequence[Example]) -> None:
         """Fewer items, or simpler ones where few fit or the tokenizer does not spell them."""
         task: Any = self.config.task
-        spelt = max(_unknown(self.reader, e.prompt) for e in examples) < UNKNOWN
-        fits = self._items_that_fit(task, examples)
+        spelt = _unknown(self.reader, examples[-1].prompt) < UNKNOWN
+        fits = self._items_that_fit(task, examples) if spelt else 0
         simpler = {k: v for k, v in task.simpler.items() if getattr(task, k) != v}
         few = fits < min(ITEMS, task.items) and task.truncation == "refuse"
         if (few or not spelt) and simpler and not any(self._kept(f"task.{key}") for key in simpler):
@@ -227,10 +235,11 @@ class _Fit:
         budget = self.reader.context_window - max(room(self.reader, task, e) for e in examples)
         total, around = [len(code.ids) for code in codes], []
         for e, code in zip(examples, codes, strict=True):
-            first, last = e.items[0][0], e.items[-1][1]
-            inside = sum(start < last and end > first for start, end in code.offsets)
-            share = (last - first) / len(code.text)  # a slow tokenizer tells no places
-            around.append(len(code.ids) - (inside or share * len(code.ids)))
+            first, last = e.items[min(1, n - 1)][0], e.items[-1][0]
+            inner = sum(first <= start < last for start, _ in code.offsets) / max(n - 2, 1)
+            # A slow tokenizer tells no places, and two items have nothing between them.
+            each = inner or len(code.ids) * (e.items[-1][1] - e.items[0][0]) / len(code.text) / n
+            around.append(len(code.ids) - n * each)
         outside, mean, spread = max(around), statistics.fmean(total), statistics.pstdev(total)
 
         def needed(k: int) -> float:
