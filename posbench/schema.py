@@ -10,7 +10,7 @@ from types import NoneType, UnionType
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from annotated_types import Ge, Gt, Le, Lt, MinLen
-from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
+from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError, with_config
 
 from posbench.errors import Faults, UserError, near
 
@@ -208,6 +208,8 @@ def words(kind: Any) -> str:
         return f"a list [...] of: {words(args[0])}"
     if origin is tuple:
         return f"a list of exactly {len(args)}: [{', '.join(words(a) for a in args)}]"
+    if isinstance(kind, type) and issubclass(kind, BaseModel):
+        return f"an object with {', '.join(kind.model_fields)}"
     return "a mapping" if origin is dict or is_dataclass(kind) else "a value"
 
 

@@ -9,11 +9,12 @@ from itertools import product
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+from posbench.errors import Faults
 from posbench.files.sources import Source
 from posbench.schema import Count, Several
 from posbench.tasks.base import Example, Split
 from posbench.tasks.items import Placed, Spans, joined
-from posbench.tasks.reading import Line, refuse, rows
+from posbench.tasks.reading import Line, each, refuse, rows
 
 COMMIT = "04cbd0df78d3260600fd04e524a29bd1404ef86b"
 OFFICIAL = f"https://raw.githubusercontent.com/nelson-liu/lost-in-the-middle/{COMMIT}/kv_retrieval_data"
@@ -143,9 +144,9 @@ class KVRetrieval(Placed):
 
     def _from_file(self) -> Iterator[Example]:
         path = self.place()
-        lines = list(rows("path", path, count=QUESTIONS if self.path == "official" else 0))
-        for number, (_, row) in enumerate(lines[: self.limit]):
-            records, gold = _records(row)
+        faults = Faults()
+        lines = list(rows("path", path, count=QUESTIONS if self.path == "official" else 0, faults=faults))
+        for number, (records, gold) in enumerate(each(lines[: self.limit], _records, faults)):
             others = [pair for pair in records if pair != gold]
             if len(records) < self.pairs:
                 allowed = f"at most {len(records)}, the pairs in {path}"

@@ -8,11 +8,12 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple
 
+from posbench.errors import Faults
 from posbench.files.sources import Source
 from posbench.schema import Count, Several
 from posbench.tasks.base import Example, Split
 from posbench.tasks.items import Placed, Spans, joined
-from posbench.tasks.reading import Line, Row, refuse, rows
+from posbench.tasks.reading import Line, Row, each, refuse, rows
 from posbench.tasks.scorers import best_subspan_em, first_line
 
 COMMIT = "04cbd0df78d3260600fd04e524a29bd1404ef86b"
@@ -117,7 +118,7 @@ class NQMultiDoc(Placed):
                 hint = "lower it or task.limit, or set task.path to a longer file"
                 refuse("calibration_examples", count, allowed, hint)
             return found
-        evaluation = [self._question(row) for _, row in lines[: self.limit]]
+        evaluation = each(lines[: self.limit], self._question, Faults())
         return [
             self._example(f"{number}" if place is None else f"{place}-{number}", number, question, place)
             for number, question in enumerate(evaluation)

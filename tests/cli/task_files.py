@@ -63,6 +63,10 @@ def _kv(_: Path) -> list[str]:
     return [f"task.path={file}", "task.pairs=10", "task.limit=1"]
 
 
+def _own(_: Path) -> list[str]:
+    return [f"task.path={DATA / 'own' / 'documents.jsonl'}", "task.positions=[0,4]", "task.limit=2"]
+
+
 TASKS: dict[str, tuple[Callable[[Path], list[str]], int]] = {
     "ceval": (_ceval, 1),
     "kv_retrieval": (_kv, 5),
@@ -71,6 +75,7 @@ TASKS: dict[str, tuple[Callable[[Path], list[str]], int]] = {
     "loogle_timeline_reorder": (_loogle, 2),
     "mmlu": (_mmlu, 4),
     "nq_multidoc": (_nq, 3),
+    "own_data": (_own, 4),
     "zero_scrolls": (_zero_scrolls, 3),
 }
 """Per task the files it gets, and how many examples its limit leaves."""

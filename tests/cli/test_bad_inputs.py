@@ -87,6 +87,16 @@ BARE = [
     ("unknown model", ["model=mistral7"], ["model", "'mistral7'", "mistral7b, ", "did you mean mistral7b?"]),
     ("unknown task", ["task=kv"], ["task", "'kv'", "mmlu", "did you mean kv_retrieval?"]),
     ("key of another task", ["task=mmlu", "task.pairs=3"], ["task.pairs = 3", "subsets, shots", "next:"]),
+    (
+        "tasks of an earlier release",
+        ["task=longbench", "task.path=.", "task.tasks=[qasper]"],
+        ["task.tasks = ['qasper']", "task.subsets, its name now"],
+    ),
+    (
+        "subjects of an earlier release",
+        ["task=mmlu", "task.path=.", "task.subjects=[anatomy]"],
+        ["task.subjects = ['anatomy']", "task.subsets, its name now"],
+    ),
     ("unknown method", ["method=scale"], ["method", "'scale'", "did you mean scale_channel?"]),
     ("unknown search", ["search=x"], ["search", "'x'", "channel, exhaustive, genetic"]),
     ("unknown runtime", ["runtime=x"], ["runtime", "'x'", "auto, gpu"]),
@@ -312,12 +322,12 @@ SMALL = [
     (
         "broken line",
         ["task.path={files}/broken.jsonl", "task.limit=3"],
-        ["task.path", "broken.jsonl line 2", "JSON"],
+        ["task.path", "broken.jsonl, line 2", "JSON"],
     ),
     (
         "line that is no object",
         ["task.path={files}/list.jsonl"],
-        ["task.path", "list.jsonl line 1", "JSON object"],
+        ["task.path", "list.jsonl, line 1", "JSON object"],
     ),
     (
         "truncated gzip",
@@ -332,34 +342,24 @@ SMALL = [
     (
         "missing field",
         ["task.path={files}/nofield.jsonl", ONE],
-        ["task.path", "nofield.jsonl line 1", "value"],
+        ["task.path", "nofield.jsonl, line 1", "value"],
     ),
     (
         "gold not among the pairs",
         ["task.path={files}/nogold.jsonl", ONE],
-        ["task.path", "nogold.jsonl line 1", "gold"],
+        ["task.path", "nogold.jsonl, line 1", "gold"],
     ),
     ("wrong encoding", ["task.path={files}/latin.jsonl", ONE], ["task.path", "latin.jsonl", "UTF-8"]),
     ("empty file", ["task.path={files}/empty.jsonl"], ["task.path", "empty.jsonl", "this one is empty"]),
     (
         "half of a character",
         ["task.path={files}/half.jsonl", ONE],
-        ["task.path", "half.jsonl line 1", "UTF-8"],
+        ["task.path", "half.jsonl, line 1", "UTF-8"],
     ),
     (
         "limit of an earlier release",
         ["task.examples_per_position=4"],
         ["task.examples_per_position = 4", "task.limit, its name now", "task.limit=4"],
-    ),
-    (
-        "tasks of an earlier release",
-        ["task=longbench", "task.path=.", "task.tasks=[qasper]"],
-        ["task.tasks = ['qasper']", "task.subsets, its name now"],
-    ),
-    (
-        "subjects of an earlier release",
-        ["task=mmlu", "task.path=.", "task.subjects=[anatomy]"],
-        ["task.subjects = ['anatomy']", "task.subsets, its name now"],
     ),
     (
         "more pairs than the file",
@@ -369,12 +369,12 @@ SMALL = [
     (
         "calibration on the evaluation",
         ["task.path={files}/good.jsonl", ONE, "task.calibration_path={files}/overlap.jsonl"],
-        ["task.calibration_path", "overlap.jsonl line 1", "does not ask"],
+        ["task.calibration_path", "overlap.jsonl, line 1", "does not ask"],
     ),
     (
         "calibration without output",
         ["task.calibration_path={files}/nooutput.jsonl"],
-        ["task.calibration_path", "nooutput.jsonl line 1", "output"],
+        ["task.calibration_path", "nooutput.jsonl, line 1", "output"],
     ),
     (
         "empty calibration",

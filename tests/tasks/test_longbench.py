@@ -396,14 +396,14 @@ def test_the_official_files_have_their_numbers_of_questions(
 )
 def test_a_malformed_line_is_named(task: str, changed: dict[str, Any], said: str, tmp_path: Path) -> None:
     file = write(tmp_path, task, row(task), row(task, **{"_id": "1", **changed}))
-    with pytest.raises(UserError, match=rf"task\.path.*{file.name} line 2.*{said}") as told:
+    with pytest.raises(UserError, match=rf"task\.path.*{file.name}, line 2.*{said}") as told:
         LongBench(subsets=(task,), path=str(tmp_path)).evaluation()
     assert "\n" not in str(told.value)
 
 
 def test_a_line_of_longbench_e_without_a_length(tmp_path: Path) -> None:
     write(tmp_path, "qasper", row("qasper", length="3"), extended=True)
-    with pytest.raises(UserError, match=r'qasper_e\.jsonl line 1.*"length"'):
+    with pytest.raises(UserError, match=r'qasper_e\.jsonl, line 1.*"length"'):
         LongBench(subsets=("qasper",), path=str(tmp_path), extended=True).evaluation()
 
 
@@ -417,7 +417,7 @@ def test_a_line_of_longbench_e_without_a_length(tmp_path: Path) -> None:
 )
 def test_a_broken_file_is_named(content: bytes, said: str, tmp_path: Path) -> None:
     (tmp_path / "qasper.jsonl").write_bytes(content)
-    with pytest.raises(UserError, match=rf"qasper\.jsonl {said}"):
+    with pytest.raises(UserError, match=rf"qasper\.jsonl, {said}"):
         LongBench(subsets=("qasper",), path=str(tmp_path)).evaluation()
 
 

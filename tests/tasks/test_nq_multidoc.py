@@ -177,7 +177,7 @@ def test_calibration_passes_over_questions_that_the_evaluation_asks(tmp_path: Pa
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"question": None}, r'path = .* line 1.*"question"'),
+        ({"question": None}, r'path = .*, line 1.*"question"'),
         ({"answers": []}, r'line 1.*"answers"'),
         ({"answers": ["yes", ""]}, r'line 1.*"answers"'),
         ({"answers": "yes"}, r'line 1.*"answers"'),
@@ -208,8 +208,8 @@ def test_an_unreadable_file_is_named(tmp_path: Path) -> None:
     latin.write_bytes('{"question": "né"}\n'.encode("latin-1"))
     for file, message in (
         (torn, "torn.jsonl.gz"),
-        (broken, "broken.jsonl line 2"),
-        (latin, "latin.jsonl line 1.*UTF-8"),
+        (broken, "broken.jsonl, line 2"),
+        (latin, "latin.jsonl, line 1.*UTF-8"),
     ):
         with pytest.raises(UserError, match=message):
             _task(file, 1).examples("evaluation")
