@@ -131,7 +131,7 @@ def check(
         "task": lambda: instantiate(given("task"), Task, "task"),  # type: ignore[type-abstract]
         "search": lambda: instantiate(given("search"), Search, "search"),  # type: ignore[type-abstract]
         "model": lambda: _model(given("model")),
-        "choice": lambda: MethodChoice.of(given("method"), typed),
+        "choice": lambda: _method(data, made, typed),
         "runtime": lambda: build(Runtime, given("runtime") or {}, "runtime"),
         "experiment": lambda: (
             build(Experiment, given("experiment"), "experiment") if given("experiment") else None
@@ -245,6 +245,20 @@ def _study(data: dict[str, Any], typed: Sequence[str]) -> Study | None:
     if not study.uses_method and not any(key.split(".")[0] == "method" for key in typed):
         data["method"] = dict(NONE)
     return study
+
+
+def _method(data: dict[str, Any], made: Mapping[str, Any], typed: Sequence[str]) -> MethodChoice:
+    """The method of a config; none instead of the default where constants are missing that nothing can find:
+    on a task without calibration questions."""
+    choice = MethodChoice.of(data["method"], typed)
+    searched = isinstance(made.get("task"), EvaluationOnly) and data.get("study") is None
+    chosen = data.get("experiment") or any(
+        key.split(".")[0] in ("method", "search", "stages") for key in typed
+    )
+    if searched and not chosen and not _builds(choice, {}, choice):
+        data["method"] = dict(NONE)
+        choice = MethodChoice.of(data["method"])
+    return choice
 
 
 def _stages(

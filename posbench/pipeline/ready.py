@@ -80,6 +80,12 @@ def ready(composed: Composed, download: bool = True) -> Ready:
     quiet()
     read = reader(config.model)
     fit = _Fit(config, read)
+    asked = composed.raw["method"]["name"]
+    if config.choice.name == "none" != asked and config.study is None:
+        why = (
+            f"no constants of {config.model.name} are known, and {config.task.name} has nothing to search on"
+        )
+        fit.said["method"] = asked, "none", f"{why} (posbench model={config.model.path} finds them)"
     for group in ("task", "search"):
         with faults.collecting():
             getattr(fit, group)()

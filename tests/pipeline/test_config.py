@@ -129,9 +129,10 @@ def test_a_method_without_constants_is_searched_first_unless_stages_are_typed() 
     command = r"posbench stages=\[search\] model=posbench://tiny method=scale_channel"
     with pytest.raises(UserError, match=r"method.channel = None.*" + command):
         config_of("model=hf", model, "stages=[evaluate]")
-    # A task without calibration questions has nothing to search on.
+    # A task without calibration questions has nothing to search on: the model alone is measured.
+    assert config_of("model=hf", model, "task=mmlu").choice.build() == Unmodified()
     with pytest.raises(UserError, match=r"method.channel = None.*" + command):
-        config_of("model=hf", model, "task=mmlu")
+        config_of("model=hf", model, "task=mmlu", "method=scale_channel")
     assert config_of("model=tiny", "task=mmlu").stages == ("intervene", "evaluate", "report")
 
 
