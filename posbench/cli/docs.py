@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from posbench.cli.verbs import option
+from posbench.cli.options import option
 from posbench.errors import UserError
 from posbench.files.atomic import write_bytes, write_text
 from posbench.files.markdown import markdown

@@ -29,12 +29,14 @@ HELP = """posbench finds, explains and removes position bias in language models.
 
   posbench figures [NAMES] [paper=yu2025] [model=NAME] [--jobs N]   many experiments, side by side
   posbench ls [models|methods|tasks|searches|studies|runtimes|experiments|families] [--config-dir DIR]
+  posbench ls runs [FILTERS] [--outputs DIR]       find runs again: what ran, score, bias, age, state
+  posbench compare RUN RUN... [--out FOLDER]       runs side by side: one table, one figure
   posbench fetch [OVERRIDES] [--dry-run]           list and download what a config needs
   posbench check-data FILE [OVERRIDES]             what a file of your own holds, and the command that asks it
   posbench validate [OVERRIDES]                    compose and check configs, run nothing
   posbench report DIR                              redraw the figures and report.html of a run or a sweep
   posbench report OUTPUTS [--out FOLDER]           of many runs: one gallery of all figures, PDFs and tables
-  posbench rescore DIR                             score saved outputs again, without a model
+  posbench rescore DIR                             score saved replies of a run or sweep again, no model
   posbench show DIR [--wrong] [--all] [--id ID]    prompts, expected answers, replies and scores of a run
   posbench docs PAGE [DIR] [--out FILE]            a page of the documentation from code or runs, as Markdown:
                                                    families, data, claims, run, experiments or gallery
@@ -109,7 +111,7 @@ def _usage(name: str, verb: Callable[[list[str]], int]) -> str:
 
 def _verbs() -> dict[str, Callable[[list[str]], int]]:
     # Help and version do without the libraries that verbs need.
-    from posbench.cli import check_data, docs, figures, lm_eval, verbs
+    from posbench.cli import check_data, docs, figures, lm_eval, runs, verbs
 
     each: tuple[Callable[[list[str]], int], ...] = (
         verbs.ls,
@@ -118,6 +120,7 @@ def _verbs() -> dict[str, Callable[[list[str]], int]]:
         verbs.report,
         verbs.rescore,
         verbs.show,
+        runs.compare,
     )
     each += docs.docs, figures.figures
     return {

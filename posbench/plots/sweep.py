@@ -41,7 +41,7 @@ def with_setting(summary: pd.DataFrame, axis: str | Sequence[str]) -> tuple[pd.D
     setting = pd.Series("", index=summary.index)
     for column in swept:
         cells = summary[column]
-        text = cells.map(lambda v: f"{v:g}" if isinstance(v, float) else str(v))
+        text = _apart(cells.map(lambda v: f"{v:g}" if isinstance(v, float) else str(v)))
         text = text.where(cells.notna(), "(default)")
         front = f"{column.rsplit('.', 1)[-1]}=" if len(swept) > 1 else ""
         setting += (", " if column != swept[0] else "") + front + text
@@ -51,6 +51,14 @@ def with_setting(summary: pd.DataFrame, axis: str | Sequence[str]) -> tuple[pd.D
     if numbers is not None:
         settings = [settings[i] for i in np.argsort(numbers, kind="stable")]
     return rows, settings, " and ".join(swept)
+
+
+def _apart(texts: pd.Series) -> pd.Series:
+    """Paths without the folders that all of them share; other texts as they are."""
+    parts = {text: text.split("/") for text in texts.unique()}
+    while len(parts) > 1 and len({part[0] for part in parts.values()}) == 1 < min(map(len, parts.values())):
+        parts = {text: part[1:] for text, part in parts.items()}
+    return texts.map({text: "/".join(part) for text, part in parts.items()})
 
 
 def _numbers(settings: list[str]) -> np.ndarray | None:

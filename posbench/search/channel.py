@@ -196,7 +196,7 @@ class ChannelSearch(Search):
         def keep(state: Sums) -> None:
             save(run, vars(state))
 
-        with run.progress("search: random strings", self.strings) as advance:
+        with run.progress("search: random strings", self.strings, start.count) as advance:
             return average_states(run.lm, self.drawn, start=start, keep=keep, advance=advance)
 
     def losses(self, run: Run, file: str, candidates: Sequence[ScaleChannel]) -> Array:

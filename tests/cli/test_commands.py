@@ -107,6 +107,9 @@ def test_the_default_run_on_the_embedded_model(posbench: Callable[..., Result], 
     facts = json.loads((folder / "provenance.json").read_text())
     assert facts["command"].startswith("posbench task.limit=4") and facts["posbench"] == __version__
     assert "report.html" in result.out
+    page, names = (folder / "report.html").read_text(), ["time", "tokens/s", "peak memory"]
+    assert all(f"<td>{name}" in page for name in names) and "\ntime: search " in result.out
+    assert set(json.loads((folder / "status.json").read_text())["spent"]) >= {"search", "evaluate", "report"}
 
 
 def test_a_sweep_over_a_task_keeps_each_runs_own_baseline(

@@ -134,7 +134,7 @@ def tried(
     monkeypatch.setattr(execute, "claim", claim)
     monkeypatch.setattr(base, "load", once)
     # The same for every try, and a walk through the package.
-    monkeypatch.setattr(identity, "source_digest", lambda _: "code")
+    monkeypatch.setattr(identity, "source_digest", lambda *_: "code")
     before = signal.signal(signal.SIGALRM, late)
 
     looked = execute.preflight

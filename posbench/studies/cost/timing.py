@@ -46,7 +46,13 @@ class Timed(Study):
     clock: Literal["wall", "processor"] = "wall"  # processor where a CPU is shared with other work
 
     def compared(
-        self, work: str, ways: Mapping[str, Callable[[], Any]], device: torch.device, *, faster: bool = True
+        self,
+        work: str,
+        ways: Mapping[str, Callable[[], Any]],
+        device: torch.device,
+        *,
+        faster: bool = True,
+        advance: Callable[[int], None] = lambda n: None,
     ) -> list[Row]:
         """Time the ways of doing a work in turn, A B C A B C ..., after a warm-up: drift hits all alike.
 
@@ -68,6 +74,7 @@ class Timed(Study):
                 wait(device)
                 spent = clock() - start
                 times[way] += [spent] if number else []
+                advance(1)
                 if found[way] != found[base]:
                     raise RuntimeError(f"{work}: {way} gives other results than {base}")
         rows, kind = [], "speedup" if faster else "ratio"
