@@ -102,6 +102,12 @@ def test_choices_have_letters_and_are_chosen() -> None:
     )
 
 
+def test_subsets_are_asked_by_name() -> None:
+    assert [e.id for e in task(DATA / "choices.jsonl", subsets=["things"]).evaluation()] == ["1", "3"]
+    with pytest.raises(UserError, match=r"task\.subsets = 'thing'.*did you mean things"):
+        task(DATA / "choices.jsonl", subsets=["thing"]).evaluation()
+
+
 def test_a_long_text_can_be_cut() -> None:
     first, _ = task(DATA / "long_text.jsonl").evaluation()
     assert first.document is not None
