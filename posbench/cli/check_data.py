@@ -22,14 +22,17 @@ PLAIN = re.compile(r"[\w ./:@+-]+", re.ASCII)
 
 
 def check_data(args: list[str]) -> int:
-    """Print what a data file holds, and the command that asks it; or what is wrong with its lines.
+    """Print what a data file holds and the command that asks it, or what is wrong with its lines.
 
-    posbench check-data FILE                    a file of your own, of the kinds in docs/own_data.md
-    posbench check-data FILE task=nq_multidoc   a file of a benchmark; any key of the task can be set
-    posbench check-data FILE model=DIR          lengths in tokens, too
+    usage: posbench check-data FILE [OVERRIDES] [--config-dir DIR]
 
-    Raises:
-        UserError: No file, or what is wrong with its lines (the first ten faults).
+      FILE       a file of your own, of the kinds that docs/own_data.md shows; or of a benchmark
+      OVERRIDES  task=NAME for a benchmark's file, any key of the task (task.positions=[0,4]), and
+                 model=NAME_OR_DIR for lengths in its tokens
+
+    It loads no weights. Of wrong lines the first ten faults are named, and the status is 2.
+
+    example: posbench check-data my_file.jsonl model=mistral7b
     """
     if not args or args[0].startswith("-") or re.match(r"(task|model)[.\w]*=", args[0]):
         raise UserError("check-data", " ".join(args), "a file, then keys to set", "posbench check-data FILE")
