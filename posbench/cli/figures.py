@@ -18,15 +18,15 @@ import yaml
 from rich.console import Console
 
 from posbench import paths
-from posbench.cli.verbs import option
+from posbench.cli.options import option
 from posbench.errors import UserError, choices, in_one_line, near
 from posbench.files import sources
 from posbench.pipeline.compose import Composed, compose
 from posbench.pipeline.config import Config, check
 from posbench.pipeline.execute import absent, finished
 from posbench.report import sweep
+from posbench.report.console import terminal
 from posbench.report.experiments import PAPERS, trains
-from posbench.report.terminal import terminal
 from posbench.run.folder import owned
 from posbench.run.progress import Work, progress
 from posbench.run.runtime import Runtime

@@ -10,12 +10,9 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-import torch.nn.functional as F
-from torch import Tensor
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig
 
 from posbench.embedded.data import Batch, draw_batch, end_prior
 from posbench.embedded.network import block_logits, build_model
@@ -23,6 +20,11 @@ from posbench.embedded.recipe import Recipe, TrainStage
 from posbench.embedded.tokenizer import END, QUOTE, VOCAB, build_tokenizer
 from posbench.errors import UserError
 from posbench.files.atomic import write_bytes
+from posbench.late import F, torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PreTrainedModel
 
 TRAINING_FILE = "training.json"  # next to the weights: seed, recipe, training curve, wall time
 REPORT_EVERY = 100  # steps between two rows of the curve, and two checkpoints

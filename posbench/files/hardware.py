@@ -1,10 +1,12 @@
 """The machine that a number was made on."""
 
+from __future__ import annotations
+
 import platform
 import sys
 from pathlib import Path
 
-import torch
+from posbench.late import torch
 
 if sys.platform != "win32":
     import resource

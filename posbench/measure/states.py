@@ -7,19 +7,21 @@ import string
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from posbench.errors import UserError
+from posbench.late import inference_mode, torch
 from posbench.model import families
 from posbench.model.families import Site
 from posbench.model.guard import finite, guarded
 from posbench.model.hooks import before_each
 from posbench.model.lm import LM
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Array = NDArray[np.floating]
 Alphabet = Literal["characters", "tokens"]
@@ -72,7 +74,7 @@ class Sums:
 
 
 @guarded
-@torch.inference_mode()
+@inference_mode
 def average_states(
     lm: LM,
     strings: Strings,
@@ -153,7 +155,7 @@ class Moments(NamedTuple):
 
 
 @guarded
-@torch.inference_mode()
+@inference_mode
 def moments(
     lm: LM, strings: Strings, site: Site, channels: Sequence[int], skip: int, advance: Callable[[int], None]
 ) -> Moments:

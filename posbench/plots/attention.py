@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import pandas as pd
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
+from posbench.late import pd
 from posbench.plots import base as plot
 from posbench.stats import frames
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 
 @plot.styled
@@ -37,7 +39,8 @@ def attention_by_position(attention: pd.DataFrame, layers: Sequence[int] | None 
         for method, rows in gold.groupby("method", sort=False)
     }
     base = grids.pop(frames.UNMODIFIED, None) if len(grids) > 1 else None
-    figure, ((left, *others),) = plot.new_figure(plot.PAGE, 2.6, 1, 1 + len(grids), squeeze=False)
+    counts = attention.get("n", ())
+    figure, ((left, *others),) = plot.new_figure(plot.PAGE, 2.6, 1, 1 + len(grids), n=counts, squeeze=False)
     picked = gold[gold["layer"].isin(shown)]
     frames.need(picked, f"attention (layers {shown})", "attention")
     styles = iter(range(len(grids) + 1))

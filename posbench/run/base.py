@@ -12,12 +12,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 from rich.text import Text
 
 from posbench.files.atomic import Row, digest
 from posbench.files.hardware import peak_memory
+from posbench.late import torch
 from posbench.measure.replies import encode, plan
 from posbench.methods import Method
 from posbench.methods.choice import MethodChoice

@@ -10,11 +10,11 @@ from itertools import pairwise
 from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
-import pandas as pd
 from annotated_types import Ge
 
 from posbench.errors import UserError
 from posbench.files.atomic import Row, write_csv
+from posbench.late import pd
 from posbench.methods import curves
 from posbench.plots.search import convergence, curve_figure
 from posbench.plots.section import Section
@@ -247,7 +247,7 @@ class GeneticSearch(ScaleSearch):
         drawn = {}
         if generations is not None:
             words = "Fitness of the best candidate and of the parents on average, generation by generation."
-            drawn["convergence"] = convergence(generations), words
+            drawn["convergence"] = convergence(generations, table.loc[table["complete"], "scored"]), words
         if curve is not None:
             words = (
                 "Left: control points and curve. Middle: the scale of every layer. Right: accuracy on the "

@@ -12,9 +12,7 @@ from posbench.tasks import KVRetrieval
 from tests.model.test_encode import reader
 from tests.models import BUILDERS, VOCABULARY, build
 
-SMALL = dict(
-    prompt="compact", records="words", pairs=6, examples_per_position=2, max_new_tokens=1, positions=(0, 3, 5)
-)
+SMALL = dict(prompt="compact", records="words", pairs=6, limit=2, max_new_tokens=1, positions=(0, 3, 5))
 METHODS = {"none": Unmodified(), "scaled": ScaleChannel(channel=3, factor=-1.0, layers=(0, 1))}
 
 

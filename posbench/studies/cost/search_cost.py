@@ -7,8 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import pandas as pd
-
+from posbench.late import pd
 from posbench.methods.layer_scaling import LayerScaling
 from posbench.run.base import Run
 from posbench.search.genetic import GeneticSearch, Genome

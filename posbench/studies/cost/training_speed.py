@@ -13,13 +13,11 @@ from functools import partial
 from itertools import chain, product
 from typing import ClassVar
 
-import pandas as pd
-import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, SequentialSampler
 
 from posbench.files.atomic import Row
+from posbench.late import F, nn, pd, torch
 from posbench.run.base import Run
 from posbench.schema import Count
 from posbench.studies.cost.timing import Timed, table

@@ -14,12 +14,11 @@ from multiprocessing.queues import SimpleQueue
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-import pandas as pd
-import torch
 from annotated_types import MinLen
 
 from posbench.errors import Faults, UserError
 from posbench.files.hardware import hardware
+from posbench.late import pd, torch
 from posbench.model.load import torch_device
 from posbench.plots.section import Drawn
 from posbench.run.base import Run

@@ -15,11 +15,10 @@ from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
-import torch
-import torch.nn.functional as F
 
 from posbench.errors import UserError
 from posbench.files.atomic import Row, digest, write_bytes
+from posbench.late import F, torch
 from posbench.run.folder import RunDir, owned
 from posbench.schema import Count, NonNegative, Positive, Several, build
 from posbench.studies.wu2025 import sequences as data
