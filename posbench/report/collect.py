@@ -9,18 +9,18 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
 import yaml
 
 from posbench import paths
+from posbench.late import pd
 from posbench.report import tables
-from posbench.report.folder import CAPTIONS, JOBS, read_csv, read_json, runs_of
+from posbench.report.folder import CAPTIONS, read_csv, read_json, runs_of
 from posbench.report.page import measured
 from posbench.report.paper import cells, counted, paper_table, with_subsets
 from posbench.report.sweep import axes_of, sweep_table
 from posbench.report.tables import Table
 from posbench.report.text import decided, headline
-from posbench.run.folder import CONFIG, MANIFEST, PROVENANCE, RunDir, opened
+from posbench.run.folder import CONFIG, JOBS, MANIFEST, PROVENANCE, RunDir, opened, runs_in
 
 
 @dataclass(frozen=True)
@@ -176,18 +176,9 @@ def collect(folder: Path) -> list[Entry]:
     runs of the newest sweep, else every run. Damaged and unfinished ones are named and left out.
     """
     suites: dict[str, list[Path]] = {}
-    for found in inside(folder):
+    for found in runs_in(folder):
         suites.setdefault(found.parents[1].name, []).append(found)
     return [_entry(name, suites[name]) for name in sorted(suites, key=_natural)]
-
-
-def inside(folder: Path) -> list[Path]:
-    """Run and sweep folders in version folders of a folder, at any of the three depths."""
-    folder = folder.resolve()
-    files = (file for depth in ("*", "*/*", "*/*/*") for file in folder.glob(f"{depth}/*.*"))
-    found = {file.parent for file in files if file.name in (CONFIG, JOBS)}
-    named = (run for run in found if not run.name.startswith("."))
-    return sorted(run for run in named if re.fullmatch("v[0-9]+", run.parent.name))
 
 
 def _natural(name: str) -> list[Any]:

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
-import pandas as pd
 from PIL import Image
 
 from posbench import paths
 from posbench.errors import UserError
-from posbench.files.atomic import write_csv, write_text
+from posbench.files.atomic import new_folder, write_csv, write_text
 from posbench.files.markdown import markdown
+from posbench.late import pd
 from posbench.report.collect import Entry, Part, collect
 from posbench.report.experiments import PAPERS
 from posbench.report.page import size
@@ -43,22 +43,15 @@ def write_gallery(folder: Path, out: Path | None = None) -> Path:
     if out.exists() and not ours and (not out.is_dir() or any(out.iterdir())):
         raise UserError("--out", str(out), "a new folder, or a gallery to replace", "name another folder")
     entries = collect(folder)
-    # All of it is made beside the old one, and takes its place at the end.
-    made, old = (out.with_name(f".{out.name}.{state}") for state in ("new", "old"))
-    for left in (made, old):
-        shutil.rmtree(left, ignore_errors=True)
-    made.mkdir(parents=True)
-    shown: dict[str, list[dict[str, Any]]] = {}
-    for entry in entries:
-        shown.setdefault(paper_of(entry), []).append(_write(entry, made))
-    source = (paths.PACKAGE / "report" / "gallery.html.j2").read_text()
-    template = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(source)
-    grouped = [(title, shown[paper]) for paper, title in GROUPS.items() if paper in shown]
-    write_text(made / PAGE, template.render(mark=MARK, papers=grouped, sentence=_sentence(entries)))
-    if out.exists():
-        out.rename(old)
-    made.rename(out)
-    shutil.rmtree(old, ignore_errors=True)
+    with new_folder(out) as made:
+        shown: dict[str, list[dict[str, Any]]] = {}
+        for entry in entries:
+            shown.setdefault(paper_of(entry), []).append(_write(entry, made))
+        source = (paths.PACKAGE / "report" / "gallery.html.j2").read_text()
+        page_of = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+        grouped = [(title, shown[paper]) for paper, title in GROUPS.items() if paper in shown]
+        told = {"mark": MARK, "papers": grouped, "sentence": _sentence(entries)}
+        write_text(made / PAGE, page_of.from_string(source).render(**told))
     return page
 
 

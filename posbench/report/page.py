@@ -13,18 +13,18 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
-import pandas as pd
 
 from posbench import paths
 from posbench.files.atomic import write_bytes, write_text
+from posbench.late import pd
 from posbench.plots.attention import attention_by_position
-from posbench.plots.base import save, sign
+from posbench.plots.base import counted, save, sign
 from posbench.plots.scores import accuracy_by_position, by_subset
 from posbench.plots.section import Section
 from posbench.report import failures, tables
 from posbench.report.folder import CAPTIONS, need_folder, read_csv, read_json, read_text, study_tables
 from posbench.report.paper import beside, reference_text
-from posbench.report.text import FEW, answer, applied, headline, shortened, subject
+from posbench.report.text import FEW, answer, applied, headline, shortened, spent, subject
 from posbench.run.folder import opened
 from posbench.schema import instantiate
 from posbench.search import held_back
@@ -55,9 +55,18 @@ def render_run(folder: Path) -> Path:
     sentence, sections = read_run(folder)
     config = opened(folder).config()
     model = config.get("model")
-    models = [str(model["name"])] if isinstance(model, dict) and "name" in model else []
+    study = read_json(folder / "study.json") or {}
+    # Where there is no model the study says what it is.
+    models = [
+        str(
+            (model if isinstance(model, dict) and "name" in model else {"name": study.get("study", "")})[
+                "name"
+            ]
+        )
+    ]
     facts = {name: read_json(folder / f"{name}.json") or {} for name in ("prompts", "provenance", "status")}
     facts["provenance"].pop("sum", None)
+    facts["provenance"] = spent(facts["status"]) | facts["provenance"]
     text = read_text(folder / "config.yaml")
     if (folder / failures.FILE).is_file():
         facts["failures"] = failures.on_page(opened(folder), opened(folder).config("task"))
@@ -89,7 +98,7 @@ def read_run(folder: Path) -> tuple[str, list[Section]]:
         if attention["method"].nunique() > 1:
             caption = f"Left: {what.lower()}. Right: what the method changes in each layer."
         drawn = {"attention": (attention_by_position(attention), caption)}
-        sections.append(Section("Attention", figures=drawn, n=tuple(attention["n"])))
+        sections.append(Section("Attention", figures=drawn))
     if "search" in (config.get("stages") or ()):
         search: Search = instantiate(config.get("search", {}), Search, "search")  # type: ignore[type-abstract]
         sections += search.sections(lambda name: read_csv(folder / f"{name}.csv"))
@@ -134,9 +143,11 @@ def _study(folder: Path, config: Mapping[str, Any]) -> list[Section]:
         section.header, section.rows = tables.findings_table(findings)
         section.text = f"{HOLDS} "
     found = study_tables(folder, facts["tables"])
+    section.figures = study.figures(found)
     counts = {int(n) for table in found.values() if "n" in table for n in table["n"].dropna()}
-    # Tables of several counts draw figures of several, which their captions tell.
-    section.figures, section.n = study.figures(found), tuple(counts) if len(counts) == 1 else ()
+    for figure, _ in section.figures.values():
+        if not figure.get_label() and len(counts) == 1:  # the one count of all tables is that of every figure
+            figure.set_label(counted(counts))
     text = [f"{experiment['title']}."] if experiment.get("title") else []
     text += [f"The paper reads: {'; '.join(experiment['claims'])}."] if experiment.get("claims") else []
     section.text += " ".join([*text, f"Numbers: {', '.join(f'{name}.csv' for name in facts['tables'])}."])
@@ -153,7 +164,6 @@ def _scores(folder: Path, metrics: pd.DataFrame, subsets: pd.DataFrame | None) -
         section.title = f"{what} by gold position"
         caption = f"{what} over the position of the answer. Bands: 95 % intervals."
         section.figures = {"accuracy": (accuracy_by_position(metrics), caption)}
-        section.n = tuple(at_positions(metrics)["n"])
     out, bias = [section], tables.bias_table(metrics)
     out += [Section("Position bias", "", *bias)] if bias[1] else []
     out += beside(folder, metrics, subsets)
@@ -191,7 +201,7 @@ def write_page(
     for section in sections:
         drawn = []
         for name, (figure, caption) in section.figures.items():
-            sign(figure, ", ".join([*models, *counted(section.n)]))
+            sign(figure, models)
             png, _ = save(figure, folder / "figures" / re.sub(r"\W", "-", name))
             captions[png.stem] = caption
             data = png.read_bytes()
@@ -209,9 +219,3 @@ def write_page(
     )
     write_bytes(folder / "report.html", page.encode())
     return folder / "report.html"
-
-
-def counted(n: Sequence[int]) -> list[str]:
-    """`n = 20`, or the lowest and the highest; nothing where none is known."""
-    ends = dict.fromkeys((min(n), max(n))) if len(n) else {}
-    return [f"n = {' to '.join(map(str, ends))}"] if ends else []

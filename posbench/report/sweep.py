@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
 from rich.console import Console
 
 from posbench.errors import UserError
 from posbench.files.atomic import Row, digest, write_csv, write_text
+from posbench.late import pd
 from posbench.plots import sweep as plots
 from posbench.plots.scores import accuracy_by_model
 from posbench.plots.section import Section
@@ -22,13 +24,19 @@ from posbench.report.paper import beside
 from posbench.report.terminal import show_findings, show_reference, text_table
 from posbench.report.text import answer, title, verdict_table
 from posbench.report.trend import trends
-from posbench.run.folder import PROVENANCE, RunDir, checked, opened
+from posbench.run.folder import CONFIG, JOBS, PROVENANCE, RunDir, checked, opened
 from posbench.stats.frames import at_positions, metric_name, overall, shown
 from posbench.stats.scores import COLUMNS
 
+TABLES = ("metrics", "attention", "subsets", "findings")
+READ = [CONFIG, "experiment.json", "reference.json", "attention.jsonl", "predictions.jsonl"]
+READ += [f"{name}.csv" for name in TABLES]
+"""Files of a run that its sweep reads."""
 
-def summarise(jobs: Sequence[dict[str, Any]], console: Console) -> Path | None:
-    """Collect the finished runs of a multirun into ``sweep__<axes>__<hash>/`` beside them, and print it.
+
+def summarise(jobs: Sequence[dict[str, Any]], console: Console, folder: Path | None = None) -> Path | None:
+    """Collect the finished runs of a multirun into ``sweep__<axes>__<hash>/`` beside them, and print it; with
+    ``folder``, into that of an earlier time.
 
     Of each job: its ``overrides`` (``key=value``), run ``folder`` (None if it failed), exit ``status``.
     Returns the folder, or None when no job finished.
@@ -45,21 +53,21 @@ def summarise(jobs: Sequence[dict[str, Any]], console: Console) -> Path | None:
     if not finished:
         return None
     runs = [path for _, path in finished]
-    folder = _place(varied, runs)
+    folder = folder or _place(varied, runs)
     folder.mkdir(parents=True, exist_ok=True)
     for run in runs:
-        checked(run)  # the first of many may have finished days ago
-    for file in ("metrics", "attention", "subsets", "findings"):
+        checked(run, only=READ)  # the first of many may have finished days ago
+    for file in TABLES:
         there = [(s, p / f"{file}.csv") for s, p in finished if (p / f"{file}.csv").is_file()]
         if there:
             out = "summary.csv" if file == "metrics" else f"{file}_summary.csv"
-            write_csv(folder / out, pd.concat([_labelled(p, s, axes) for s, p in there], ignore_index=True))
+            write_text(folder / out, _together(there, axes))
     _share_experiment(folder, runs)
     trend, findings = trends(finished, axes)
     if len(trend):
         write_csv(folder / "trend.csv", trend)
         write_csv(folder / "findings.csv", findings)
-    write_text(folder / "jobs.json", json.dumps(list(jobs), indent=2) + "\n")
+    write_text(folder / JOBS, json.dumps(list(jobs), indent=2) + "\n")
     _show(folder, console)
     RunDir(folder).seal(str(RunDir(runs[0]).facts(PROVENANCE).get("command", "")))
     return folder
@@ -123,11 +131,30 @@ def _label(run: Path) -> str:
     return f"{run.parent.name}/{run.name}"
 
 
-def _labelled(file: Path, setting: dict[str, str], axes: Sequence[str]) -> pd.DataFrame:
-    """A run's table, behind its label and its values of the swept keys."""
-    frame = pd.read_csv(file, dtype=str, keep_default_na=False)
-    labels = {"run": _label(file.parent), **{axis: setting.get(axis) for axis in axes}}
-    return pd.concat([pd.DataFrame([labels] * len(frame)), frame], axis=1)
+def _together(files: Sequence[tuple[dict[str, str], Path]], axes: Sequence[str]) -> str:
+    """The tables of runs as one CSV, each row behind its run's label and values of the swept keys."""
+    tables = []
+    for setting, file in files:
+        with open(file, newline="", encoding="utf-8") as stream:
+            header, *rows = csv.reader(stream)
+        front = [_label(file.parent), *(setting.get(axis, "") for axis in axes)]
+        tables.append((front, header, rows))
+    names = list(dict.fromkeys(name for _, header, _ in tables for name in header))
+    writer = csv.writer(out := io.StringIO(), lineterminator="\n")
+    writer.writerow(["run", *axes, *names])
+    for front, header, rows in tables:
+        if header != names:
+            rows = [[dict(zip(header, row, strict=True)).get(name, "") for name in names] for row in rows]
+        writer.writerows([*front, *row] for row in rows)
+    return out.getvalue()
+
+
+def again(folder: Path, console: Console) -> None:
+    """Collect a sweep again, whose runs have changed since."""
+    checked(folder, only=[JOBS])
+    runs = iter(runs_of(folder))
+    jobs = [{**job, "folder": job["folder"] and str(next(runs))} for job in read_json(folder / JOBS)]
+    summarise(jobs, console, folder)
 
 
 def render_sweep(folder: Path) -> Path:
@@ -148,16 +175,15 @@ def render_sweep(folder: Path) -> Path:
         left, right = "score over all positions with 95 % intervals", "score over the position of the answer"
         caption = f"Left: {left}. Right: {right}."
     drawn = {"sweep": (figure, caption)}
-    n = tuple(at_positions(summary)["n"]) or tuple(overall(summary)["n"])
-    sections = [Section("Settings", "", header, rows, drawn, n)]
+    sections = [Section("Settings", "", header, rows, drawn)]
     if attention is not None:
         caption = "Attention of the last prompt token to the item with the answer over its position"
         drawn = {"attention": (plots.attention_sweep(attention, axes), f"{caption}, for each setting.")}
-        sections.append(Section("Attention", figures=drawn, n=tuple(attention["n"])))
+        sections.append(Section("Attention", figures=drawn))
     if trend is not None and findings is not None:
         caption = "Bands: 95 % intervals over questions. Dotted: no side preferred. Dashed: the"
         drawn = {"trend": (plots.trend(trend), f"{caption} unmodified model.")}
-        sections.append(Section("Trend", "", *tables.findings_table(findings), drawn, tuple(trend["n"])))
+        sections.append(Section("Trend", "", *tables.findings_table(findings), drawn))
         sentence = f"{sentence} {answer(findings)}"
     models, rows = list(dict.fromkeys(summary["model"])), plots.modified_of(summary)
     swept = [axis for axis in axes if axis not in COLUMNS and axis != "run"]

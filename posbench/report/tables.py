@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import pandas as pd
-
+from posbench.late import pd
 from posbench.stats.frames import UNMODIFIED, at_positions, of_metric, own_metric, shown
 from posbench.stats.position_bias import STATISTICS
 

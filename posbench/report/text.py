@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from datetime import timedelta
 from typing import Any
 
 import numpy as np
-import pandas as pd
 
+from posbench.late import pd
 from posbench.report.tables import Table, bias_table, findings_table, limits, number, pct, points
 from posbench.stats.findings import VERDICTS
 from posbench.stats.frames import UNMODIFIED, at_positions, metric_name, overall, shown
@@ -23,6 +24,28 @@ def short(text: str) -> str:
     # A list of numbers, such as a swept setting, is no interval.
     pattern = r"(?<=\d) \[(-?[\d.]+), (-?[\d.]+)\]$"
     return re.sub(pattern, lambda m: f" [{float(m[1]):.0f}, {float(m[2]):.0f}]", text)
+
+
+def spent(status: Mapping[str, Any]) -> dict[str, str]:
+    """What a run took, from its ``status.json``: time by stage, tokens a second of the loops over prompts,
+    the most memory of its process. Drawing the page is left out: that is done later again."""
+    known = status.get("spent", {})
+    stages = {name: known[name] for name in ("search", "study", "intervene", "evaluate") if name in known}
+    looped = {stage: facts for stage, facts in stages.items() if facts.get("loop_seconds")}
+    tokens = {stage: facts["prompt_tokens"] + facts["reply_tokens"] for stage, facts in looped.items()}
+    rates = [f"{stage} {n / looped[stage]['loop_seconds']:,.0f}" for stage, n in tokens.items() if n]
+    peaks = {name: max((f.get(name, 0) for f in stages.values()), default=0) for name in ("resident", "cuda")}
+    told = {
+        "time": ", ".join(f"{stage} {duration(facts['seconds'])}" for stage, facts in stages.items()),
+        "tokens/s": f"{', '.join(rates)} (prompts and replies)" if rates else "",
+        "peak memory": ", ".join(f"{peak / 1e9:.2f} GB {name}" for name, peak in peaks.items() if peak),
+    }
+    return {name: words for name, words in told.items() if words}
+
+
+def duration(seconds: float) -> str:
+    """`4.2 s`, from 100 seconds on `0:01:40`."""
+    return f"{seconds:.1f} s" if seconds < 100 else str(timedelta(seconds=round(seconds)))
 
 
 def title(what: Iterable[str], models: Iterable[str], tasks: Iterable[str], swept: Iterable[str] = ()) -> str:

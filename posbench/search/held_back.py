@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import pandas as pd
-
+from posbench.late import pd
 from posbench.plots.section import Section
 from posbench.stats.bootstrap import paired
 

@@ -36,7 +36,8 @@ def picture(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The stem of a small figure as PNG and PDF."""
     figure = Figure(figsize=(3, 2), layout="constrained")
     figure.add_subplot().plot([0, 1])
-    sign(figure, "tiny, n = 20")
+    figure.set_label("n = 20")
+    sign(figure, ["tiny"])
     return save(figure, tmp_path_factory.mktemp("figure") / "drawn")[0].with_suffix("")
 
 

@@ -18,6 +18,7 @@ from posbench.report.text import (
     headline,
     short,
     shortened,
+    spent,
     subject,
     title,
     verdict_table,
@@ -60,6 +61,18 @@ def test_headline_without_method_without_comparison_and_without_metrics() -> Non
     unpaired = metrics()[lambda f: f["metric"] == "accuracy"]
     assert "no paired comparison was recorded" in headline(unpaired)
     assert headline(None) == "Nothing was scored in this run."
+
+
+def test_what_a_run_took_is_told_by_stage_and_tokens_by_the_seconds_of_the_loops() -> None:
+    evaluate = {"seconds": 100.4, "loop_seconds": 50, "prompt_tokens": 120_000, "reply_tokens": 5_000}
+    status = {"spent": {"evaluate": evaluate | {"resident": 2_345_000_000}, "intervene": {"seconds": 3.3}}}
+    status["spent"]["report"] = {"seconds": 9, "resident": 9e9}
+    assert spent(status) == {
+        "time": "intervene 3.3 s, evaluate 0:01:40",
+        "tokens/s": "evaluate 2,500 (prompts and replies)",
+        "peak memory": "2.35 GB resident",
+    }
+    assert spent({"state": "done", "stages": {}}) == {}, "a run of an older version"
 
 
 def test_intervals_are_rounded_and_lists_are_not() -> None:
