@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import inspect
 import io
 import logging
 import os
@@ -11,6 +13,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from importlib import import_module
 from typing import Any
 
 from posbench import versions
@@ -27,17 +30,17 @@ HELP = """posbench finds, explains and removes position bias in language models.
   posbench experiment=yu2025_fig6                  one table or figure of a paper
   posbench model=llama2_13b runtime=gpu runtime.device_map=auto     over all GPUs of this machine
 
-  posbench figures [NAMES] [paper=yu2025] [model=NAME] [--jobs N]   many experiments, side by side
-  posbench ls [models|methods|tasks|searches|studies|runtimes|experiments|families] [--config-dir DIR]
-  posbench fetch [OVERRIDES] [--dry-run]           list and download what a config needs
-  posbench validate [OVERRIDES]                    compose and check configs, run nothing
-  posbench report DIR                              redraw the figures and report.html of a run or a sweep
-  posbench report OUTPUTS [--out FOLDER]           of many runs: one gallery of all figures, PDFs and tables
-  posbench rescore DIR                             score saved outputs again, without a model
-  posbench show DIR [--wrong] [--all] [--id ID]    prompts, expected answers, replies and scores of a run
-  posbench docs PAGE [DIR] [--out FILE]            a page of the documentation from code or runs, as Markdown:
-                                                   families, claims, run, experiments or gallery
-  posbench lm_eval FLAGS                           lm-evaluation-harness under a method; its own flags
+Verbs; posbench VERB --help says more:
+  figures       many experiments, side by side
+  ls            what there is to choose from
+  fetch         list and download what a config needs
+  validate      compose and check configs, run nothing
+  report        redraw a run or a sweep; of many runs write one gallery
+  rescore       score saved outputs again, without a model
+  show          prompts, expected answers, replies and scores of a run
+  docs          a page of the documentation from code or runs, as Markdown
+  lm_eval       lm-evaluation-harness under a method
+  completion    completion of verbs, names and keys for bash, zsh or fish
 
 Every key can be set as key=value; `--cfg job` prints the whole config, `--config-dir DIR` adds your own YAML
 files, `--hydra-help` lists Hydra's own flags. Runs go to outputs/<task>/vNNN/<model>__<method>__<hash>; the
@@ -45,6 +48,12 @@ same command resumes. Exit status: 0 done; 1 some rows failed (run again to retr
 correct in the input; 3 the machine stands in the way: disk, permission, memory; 130 stopped by Ctrl-C; 143 by
 SIGTERM.
 """
+
+VERBS = {
+    **dict.fromkeys(("ls", "fetch", "validate", "report", "rescore", "show"), "verbs"),
+    **{name: name for name in ("figures", "docs", "lm_eval", "completion")},
+}
+"""The verbs, each a function of that name, with its module; only the one that is asked for is imported."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -63,11 +72,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
         versions.check()
         with _terminable():
-            verb = _verbs().get(args[0]) if args else None
-            if verb and args[0] != "lm_eval" and {"-h", "--help"} & set(args[1:]):
-                print(_usage(args[0], verb))
+            if not args or args[0] not in VERBS:
+                return _run(args)
+            verb, name = find_verb(args[0]), args.pop(0)
+            if {"-h", "--help"} & set(args[:1] if name == "lm_eval" else args):
+                print(usage(verb))
                 return 0
-            return verb(args[1:]) if verb else _run(args)
+            return verb(args)
     except KeyboardInterrupt as stop:
         print("posbench: stopped; the same command resumes", file=sys.stderr)
         return 143 if isinstance(stop, _Terminated) else 130
@@ -100,26 +111,15 @@ def _terminable() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _usage(name: str, verb: Callable[[list[str]], int]) -> str:
-    """How a verb is called, as :data:`HELP` has it, and what it does."""
-    form = next(line.strip() for line in HELP.splitlines() if line.startswith(f"  posbench {name} "))
-    return f"usage: {form.split('  ')[0]}\n{(verb.__doc__ or '').splitlines()[0]}"
+def find_verb(name: str) -> Callable[[list[str]], int]:
+    """The function of a verb."""
+    verb: Callable[[list[str]], int] = getattr(import_module(f"posbench.cli.{VERBS[name]}"), name)
+    return verb
 
 
-def _verbs() -> dict[str, Callable[[list[str]], int]]:
-    # Help and version do without the libraries that verbs need.
-    from posbench.cli import docs, figures, lm_eval, verbs
-
-    each: tuple[Callable[[list[str]], int], ...] = (
-        verbs.ls,
-        verbs.fetch,
-        verbs.validate,
-        verbs.report,
-        verbs.rescore,
-        verbs.show,
-    )
-    each += docs.docs, figures.figures
-    return {**{verb.__name__: verb for verb in each}, "lm_eval": lm_eval.command}
+def usage(verb: Callable[[list[str]], int]) -> str:
+    """What ``posbench VERB --help`` prints: the verb's docstring, without what it raises."""
+    return (inspect.getdoc(verb) or "").split("\n\nRaises:")[0]
 
 
 def _run(args: list[str]) -> int:
@@ -182,6 +182,15 @@ def _show_config(args: list[str]) -> int:
     rest = [a for a in (*args[:at], *args[at + 2 :]) if a != "--resolve"]
     compose(rest, lambda composed: print(yaml.safe_dump(composed.raw, sort_keys=False), end=""))
     return 0
+
+
+def run_below(parent: int) -> None:
+    """Entry point of a process that another one started, and that ends with it where Linux can tell."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+        if os.getppid() != parent:
+            sys.exit(143)
+    run()
 
 
 def run() -> None:

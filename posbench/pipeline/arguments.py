@@ -28,10 +28,11 @@ TOP = (*GROUPS, "stages", "experiment")
 
 @dataclass(frozen=True)
 class Request:
-    """What Hydra gets: primary config, flags, overrides; what the experiment set; overrides as typed."""
+    """What Hydra gets: primary config, folders to search beside posbench's (the first has the config, unless
+    posbench's has it), overrides; what the experiment set; overrides as typed."""
 
     config: str
-    flags: tuple[str, ...]
+    searched: tuple[Path, ...]
     overrides: tuple[str, ...]
     multirun: bool
     set_by_experiment: frozenset[str]
@@ -61,17 +62,16 @@ def requested(overrides: Sequence[str], folders: Sequence[Path], multirun: bool)
     """Overrides as Hydra shall see them."""
     names = [o.removeprefix("experiment=") for o in overrides if o.startswith("experiment=")]
     parsed = _parsed([o for o in overrides if not o.startswith("experiment=")])
-    path = [f"file://{folder}" for folder in folders[1:]]
-    config, flags, experiment = "config", list[str](), dict[str, Any]()
+    searched, added = list(folders[1:]), list[str]()
+    config, experiment = "config", dict[str, Any]()
     if names:
         file = _experiment(names[-1], [paths.EXPERIMENTS, *(folder / "experiment" for folder in folders[1:])])
         config, experiment = file.stem, dict(yaml.safe_load(file.read_text()))
         # The last --config-dir wins, so the user's own goes on the search path.
         parsed = [o for o in parsed if o.key_or_group != "hydra.searchpath"]
-        flags = ["--config-dir", str(file.parent)]
-        flags += [f"hydra.searchpath=[{','.join(path)}]"] if path else []
+        searched = [file.parent, *searched]
         table = file.parent / str(((experiment.get("experiment") or {}).get("reference") or {}).get("file"))
-        flags += [f"experiment.reference.file={table}"] if table.is_file() else []
+        added = [f"experiment.reference.file={table}"] if table.is_file() else []
     typed = {o.key_or_group for o in parsed}
     grid = (experiment.get("experiment") or {}).get("grid") or {}
     swept = {key: values for key, values in grid.items() if key not in typed}
@@ -83,7 +83,7 @@ def requested(overrides: Sequence[str], folders: Sequence[Path], multirun: bool)
         shown.append(text)
         spelled[text.split("=")[0]] = str(override.input_line).split("=")[0]
     set_by = frozenset(k for group in GROUPS for k in _leaves(experiment.get(group), group))
-    return Request(config, tuple(flags), tuple(shown), bool(swept), set_by, spelled)
+    return Request(config, tuple(searched), (*added, *shown), bool(swept), set_by, spelled)
 
 
 def _parsed(overrides: Sequence[str]) -> list[Override]:
