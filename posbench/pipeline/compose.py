@@ -128,8 +128,9 @@ def _directly(known: Any, request: Request) -> list[DictConfig] | None:
     own = [override for override in known.overrides if override.lstrip("+~").startswith("hydra")]
     if own or known.cfg or known.info or known.help or known.hydra_help or known.shell_completion:
         return None
-    primary, *others = *request.searched[: request.config != "config"], paths.CONF, *request.searched
-    path = _search_path([folder for folder in others if folder != primary])
+    named = request.config != "config"  # it stands in the first of the folders, that of its experiment
+    primary, others = (request.searched[0], request.searched[1:]) if named else (paths.CONF, request.searched)
+    path = _search_path([*[paths.CONF] * named, *others])
     multirun = bool(known.multirun or request.multirun)
     with hydra.initialize_config_dir(str(primary), "posbench", version_base="1.3"):
         parser = OverridesParser.create(GlobalHydra.instance().config_loader())

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
-from posbench.late import pd
+from posbench.late import Figure, pd
 from posbench.plots import base as plot
 from posbench.stats.frames import need
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 POSITIONS = ("beginning", "middle", "end")
 

@@ -241,7 +241,7 @@ def test_a_broken_file_of_the_user_is_named(own: Path) -> None:
 @pytest.mark.parametrize(
     "args",
     [
-        ["model=tiny_b", "task.pairs=16", "~experiment", "++method.factor=0"],
+        ["model=tiny_b", "task.pairs=16", "++method.factor=0"],
         ["-m", "method.factor=1,0", "model=tiny,tiny_b", "stages=[evaluate],[search]"],
         ["method=[layer_scaling,scale_channel]", "method.parts.scale_channel.factor=0.5"],
         ["experiment=yu2025_table1_kv", "model=tiny"],
