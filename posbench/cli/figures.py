@@ -149,7 +149,8 @@ def figures(args: list[str]) -> int:
       --jobs N          so many at a time; one on each core unless said
       --config-dir DIR  your own YAML files; also your experiments
 
-    What is finished is not run again. Each writes a log to OUTPUTS/figures. @MINUTES@
+    What is finished is not run again. Each writes a log to OUTPUTS/figures. All of them take 17 minutes
+    on two cores; `posbench ls experiments` has the minutes of each.
 
     example: posbench figures yu2025_fig6 lpes_table7 --jobs 2
 

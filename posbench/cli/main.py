@@ -21,17 +21,17 @@ from posbench.errors import complain, in_one_line
 
 HELP = """posbench finds, explains and removes position bias in language models.
 
-  posbench                                         the embedded model: search, intervene, evaluate, report
+  posbench                                         the embedded model, all stages, half a minute
   posbench task=kv_retrieval model=mistral7b method=scale_channel
   posbench model=hf model.path=DIR stages=[search] find the channel of your own checkpoint
   posbench method=[layer_scaling,scale_channel]    one inside the other
   posbench -m method.factor=1,0.5,0,-0.5,-1        sweep; ends with one table and one figure
   posbench study=rollout                           what happens inside the model
-  posbench experiment=yu2025_fig6                  one table or figure of a paper
+  posbench experiment=yu2025_fig6                  one table or figure of a paper, seconds to minutes
   posbench model=llama2_13b runtime=gpu runtime.device_map=auto     over all GPUs of this machine
 
 Verbs; posbench VERB --help says more:
-  figures       many experiments, side by side
+  figures       many experiments, side by side; all that need no weights: 17 minutes on two cores
   ls            what there is to choose from
   fetch         list and download what a config needs
   validate      compose and check configs, run nothing

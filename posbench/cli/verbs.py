@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import shlex
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -124,7 +125,8 @@ def fetch(args: list[str]) -> int:
     if problems:
         raise problems[0]
     if needed:
-        sources.fetch(needed, dry_run="--dry-run" in args, console=terminal())
+        wide = terminal(width=None if sys.stdout.isatty() else 10_000)
+        sources.fetch(needed, dry_run="--dry-run" in args, console=wide)
     return 0
 
 
