@@ -15,7 +15,7 @@ import yaml
 from hydra._internal.utils import get_args_parser
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
+from hydra.core.override_parser.types import Glob, Override
 from hydra.errors import HydraException
 
 from posbench import paths
@@ -133,7 +133,7 @@ def _check(override: Override, folders: Sequence[Path], multirun: bool) -> None:
         raise UserError(key, value, "one value; a list as [a,b]", "sweep with -m (--multirun)")
     if key in GROUPS and not override.is_delete():
         there = choices(*(folder / key for folder in folders))
-        for name in _values(override):
+        for name in _values(override, there):
             listed = re.fullmatch(r"\[(.*)\]", name)
             parts = [part.strip() for part in listed[1].split(",")] if listed and key == "method" else [name]
             for number, part in enumerate(parts):
@@ -144,8 +144,10 @@ def _check(override: Override, folders: Sequence[Path], multirun: bool) -> None:
                     raise UserError(key, name, allowed, hint)
 
 
-def _values(override: Override) -> list[str]:
-    """The values that an override chooses among."""
+def _values(override: Override, there: Sequence[str]) -> list[str]:
+    """The values that an override chooses among; of a pattern those of ``there`` that match, else itself."""
+    if isinstance(pattern := override.value(), Glob):
+        return pattern.filter(list(there)) or [str(override.input_line).partition("=")[2]]
     if override.is_sweep_override():
         return [str(value) for value in override.sweep_string_iterator()]
     return [override.get_value_element_as_str() if override.value() is not None else "null"]
