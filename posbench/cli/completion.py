@@ -62,7 +62,7 @@ def completion(args: list[str]) -> int:
 def words(line: str) -> list[str]:
     """What the last word of a command line, typed up to here, can become."""
     *typed, word = line.split(" ")[1:] or [""]
-    verb = typed[0] if typed and typed[0] in main.VERBS else ""
+    verb = main.verb_of(typed)
     roots = paths.config_folders(dict(itertools.pairwise(typed)).get("--config-dir"))
     experiments = choices(paths.EXPERIMENTS, *(root / "experiment" for root in roots[1:]))
     key, value, _ = word.partition("=")
@@ -74,7 +74,7 @@ def words(line: str) -> list[str]:
         found = [f"{key}={name}" for name in names]
     elif verb in ("", "fetch", "validate", "figures"):
         found = [f"{name}=" for name in (*GROUPS, "experiment", "stages")]
-        found += [] if typed else [*main.VERBS]
+        found += [] if typed else [verb for verb in main.VERBS if " " not in verb]
         found += experiments if verb == "figures" else []
         found += [f"{name}=" for name in _fields(word.partition(".")[0], typed, roots)] if "." in word else []
     else:

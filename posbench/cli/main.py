@@ -7,6 +7,7 @@ import inspect
 import io
 import logging
 import os
+import re
 import shlex
 import signal
 import sys
@@ -33,10 +34,13 @@ HELP = """posbench finds, explains and removes position bias in language models.
 Verbs; posbench VERB --help says more:
   figures       many experiments, side by side; all that need no weights: 17 minutes on two cores
   ls            what there is to choose from
+  ls runs       find runs again: what ran, score, bias, age, state
+  compare       runs side by side: one table, one figure
+  check-data    what a file of your own holds, and the command that asks it
   fetch         list and download what a config needs
   validate      compose and check configs, run nothing
   report        redraw a run or a sweep; of many runs write one gallery
-  rescore       score saved outputs again, without a model
+  rescore       score saved replies of a run or a sweep again, without a model
   show          prompts, expected answers, replies and scores of a run
   docs          a page of the documentation from code or runs, as Markdown
   lm_eval       lm-evaluation-harness under a method
@@ -52,6 +56,7 @@ SIGTERM.
 VERBS = {
     **dict.fromkeys(("ls", "fetch", "validate", "report", "rescore", "show"), "verbs"),
     **{name: name for name in ("figures", "docs", "lm_eval", "completion")},
+    **{"ls runs": "runs", "compare": "runs", "check-data": "check_data"},
 }
 """The verbs, each a function of that name, with its module; only the one that is asked for is imported."""
 
@@ -72,9 +77,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
         versions.check()
         with _terminable():
-            if not args or args[0] not in VERBS:
+            name = verb_of(args)
+            if not name:
                 return _run(args)
-            verb, name = find_verb(args[0]), args.pop(0)
+            verb, args = find_verb(name), args[len(name.split()) :]
             if {"-h", "--help"} & set(args[:1] if name == "lm_eval" else args):
                 print(usage(verb))
                 return 0
@@ -111,9 +117,15 @@ def _terminable() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
+def verb_of(args: Sequence[str]) -> str:
+    """The verb that begins a command line; empty for a run."""
+    return next((name for name in (" ".join(args[:2]), *args[:1]) if name in VERBS), "")
+
+
 def find_verb(name: str) -> Callable[[list[str]], int]:
     """The function of a verb."""
-    verb: Callable[[list[str]], int] = getattr(import_module(f"posbench.cli.{VERBS[name]}"), name)
+    module = import_module(f"posbench.cli.{VERBS[name]}")
+    verb: Callable[[list[str]], int] = getattr(module, re.sub("[ -]", "_", name))
     return verb
 
 

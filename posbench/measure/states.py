@@ -83,7 +83,7 @@ def average_states(
     """Hidden states averaged over random strings, float32.
 
     Goes on from the sums of ``start`` and calls ``keep`` with them every `SAVE_EVERY` strings; ``advance`` is
-    told how many strings are done.
+    told how many strings more are done.
 
     Returns:
         ``attention_input`` [L, P, D]: the tensor after each layer's first norm; ``residual`` [L + 1, P, D]:
@@ -95,7 +95,6 @@ def average_states(
     def add(site: Site) -> Callable[[int, Tensor], None]:
         return lambda layer, hidden: captured[site].update({layer: hidden.float().sum(0)})
 
-    advance(state.count)
     saved_at = state.count
     with reading(lm, "attention_input", add("attention_input")), reading(lm, "residual", add("residual")):
         for first in range(state.count, len(rows), strings.batch_size):

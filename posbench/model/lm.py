@@ -42,6 +42,8 @@ class LM(Encoder):
     name: str
     context_window: int
     chat_template: str = "auto"
+    read: int = 0  # tokens of the prompts in all batches so far, padding left out
+    written: int = 0  # tokens of all replies so far, each up to its end
 
     @property
     def device(self) -> torch.device:
@@ -59,6 +61,7 @@ class LM(Encoder):
     def pad(self, rows: Sequence[Sequence[int]]) -> dict[str, Tensor]:
         """Left-pad rows to one batch: ``input_ids``, ``attention_mask`` and ``position_ids``, each [B, T]."""
         width, fill = max(len(row) for row in rows), self._pad_id()
+        self.read += sum(map(len, rows))
         ids = torch.tensor([[fill] * (width - len(row)) + list(row) for row in rows], device=self.device)
         mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows], device=self.device)
         # A bare forward counts positions from the first column, padding included; generate() from the mask.
@@ -133,6 +136,7 @@ class LM(Encoder):
         criteria = transformers.StoppingCriteriaList([said] if stop else [])
         with replaced(self.model, "generation_config", settings):
             out = self.model.generate(**inputs, stopping_criteria=criteria, logits_processor=checking())
+        self.written += _length(out[:, width:], settings.eos_token_id or [], self._pad_id())
         return [str(text) for text in tokenizer.batch_decode(out[:, width:], skip_special_tokens=True)]
 
     @guarded
@@ -295,6 +299,12 @@ class LM(Encoder):
 def checking() -> LogitsProcessorList:
     """What lets ``generate`` stop at the first token whose logits are no numbers."""
     return transformers.LogitsProcessorList([lambda ids, scores: finite(scores)])
+
+
+def _length(replies: Tensor, ends: list[int], fill: int) -> int:
+    """Tokens of replies [B, T], their ends counted, and not what fills them up."""
+    end = torch.isin(replies, torch.tensor(ends, dtype=replies.dtype, device=replies.device))
+    return int(((end.cumsum(1) - end.int() == 0) & (end | (replies != fill))).sum())
 
 
 def _nats(logits: Tensor, targets: Tensor) -> Tensor:

@@ -82,7 +82,7 @@ def execute(config: Config, *, command: str, console: Console) -> Path:
         out.resume(config.stages, config.raw, facts)
         try:
             for stage in config.stages:
-                with out.recorded(stage):
+                with out.recorded(stage), run.measured(stage):
                     STAGES[stage](config, run)
                     _need_unchanged(read, out)
         except BaseException as error:
@@ -127,7 +127,7 @@ def _place(
     """Outputs, suite, version key and name: what :func:`posbench.run.claim.find` asks for."""
     suite = config.experiment.name if config.experiment else config.study_name or config.task.name
     outputs = Path(config.runtime.outputs).expanduser()
-    return outputs, suite, version_key(config, who, read), run_name(config, who, read)
+    return outputs, suite, version_key(), run_name(config, who, read)
 
 
 def _ended(out: RunDir, config: Config) -> bool:

@@ -21,5 +21,4 @@ class Section:
     header: Sequence[str] = ()
     rows: Sequence[Sequence[str]] = ()
     figures: Drawn = field(default_factory=dict)
-    n: Sequence[int] = ()  # observations behind the points of the figures
     block: str = ""

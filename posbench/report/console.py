@@ -28,12 +28,13 @@ class _Terminal(Console):
 def show_lists(
     lists: Mapping[str, Sequence[Record]],
     as_json: bool = False,
-    look: Callable[[Record], Mapping[str, str]] | None = None,
+    look: Callable[[Sequence[Record]], Sequence[Mapping[str, str]]] | None = None,
 ) -> None:
     """Print lists by their titles; all records of a list have the same columns.
 
-    On a terminal each is a table, of what ``look`` makes of its records. A pipe gets TSV: a header, then a
-    line for each record; where there are several lists, each below ``# title`` and a blank line apart.
+    On a terminal each is a table, of what ``look`` makes of its records, without empty columns. A pipe gets
+    TSV: a header, then a line for each record; where there are several lists, each below ``# title`` and a
+    blank line apart.
     ``as_json``: the records of the one list, or of several by title.
     """
     console = terminal()
@@ -42,7 +43,7 @@ def show_lists(
         print(json.dumps(data if len(data) > 1 else next(iter(data.values())), indent=2, default=str))
     elif console.is_terminal:
         for title, records in lists.items():
-            console.print(_table(title, [look(r) if look else _cells(r) for r in records]))
+            console.print(_table(title, look(records) if look else [*map(_cells, records)]))
     else:
         parts = []
         for title, records in lists.items():
@@ -64,8 +65,9 @@ def _text(value: object) -> str:
 
 def _table(title: str, rows: Sequence[Mapping[str, str]]) -> Table:
     table = Table(title=Text(title), title_justify="left", box=None, pad_edge=False)
-    for number, name in enumerate(rows[0] if rows else ()):
-        table.add_column(Text(name), no_wrap=number == 0, overflow="fold")
+    told = [name for name in (rows[0] if rows else ()) if any(row[name] for row in rows)]
+    for name in told:
+        table.add_column(Text(name), no_wrap=name == told[0], overflow="fold")
     for row in rows:
-        table.add_row(*map(Text, row.values()))
+        table.add_row(*(Text(row[name]) for name in told))
     return table

@@ -57,8 +57,7 @@ class GradientSearch(ScaleSearch):
         if known:
             scales.data.copy_(known["scales"])
             optimizer.load_state_dict(known["optimizer"])
-        with run.progress("search: epochs", self.epochs) as advance:
-            advance(len(history))
+        with run.progress("search: epochs", self.epochs, len(history)) as advance:
             for epoch in range(len(history), self.epochs):
                 rng = random.Random(f"posbench gradient {self.seed}/{epoch}")
                 drawn = [rng.choice(rng.choices(pools, weights=self.weights)[0]) for _ in range(self.samples)]

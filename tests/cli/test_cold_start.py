@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 
+OWN = Path(__file__).parents[1] / "data" / "own" / "items.jsonl"
 HEAVY = {"torch", "transformers", "pandas", "matplotlib", "datasets", "scipy.stats", "lm_eval"}
 CALLS = (
     (["--help"], 0),
@@ -13,6 +15,7 @@ CALLS = (
     (["ls", "tasks"], 0),
     (["validate", "model=mistral7b", "study=chain"], 0),
     (["validate", "method=moice", "search=router"], 0),
+    (["check-data", str(OWN)], 0),
     (["task=nope"], 2),
     (["method.nope=1"], 2),
     (["runtime.resamples=1"], 2),

@@ -28,7 +28,7 @@ def commands(file: Path) -> Iterator[str]:
     for line in file.read_text().splitlines():
         for found in re.findall(r"(?:`|^(?:    )?)posbench ([^`#]*=[^`#]*)", line):
             text = re.split(r"  +", found.strip())[0]
-            if not re.match(r"(fetch|docs|lm_eval|report|validate) ", text) and not re.search(
+            if not re.match(r"(fetch|docs|lm_eval|report|validate|check-data) ", text) and not re.search(
                 r"[A-Z]{3}", text
             ):
                 yield text
@@ -106,7 +106,7 @@ def test_the_pages_that_there_are_stand_in_the_error(
 ) -> None:
     assert main(["docs", *args]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert "families, claims DIR, run DIR, experiments DIR, gallery DIR" in line
+    assert "families, data, claims DIR, run DIR, experiments DIR, gallery DIR" in line
 
 
 def test_a_folder_without_claims_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -25,9 +25,7 @@ from posbench.tasks import KVRetrieval
 from posbench.tasks.kv_retrieval import WORDS
 from tests.models import VOCABULARY, build
 
-TASK = KVRetrieval(
-    prompt="compact", records="words", pairs=6, examples_per_position=2, max_new_tokens=2, positions=(0, 3, 5)
-)
+TASK = KVRetrieval(prompt="compact", records="words", pairs=6, limit=2, max_new_tokens=2, positions=(0, 3, 5))
 SEARCH = ChannelSearch(
     strings=6, length=40, window=6, skip=2, alphabet="tokens", batch_size=4, factors=(0.0,)
 )

@@ -17,7 +17,7 @@ from posbench.plots import base as plot
 from posbench.plots.section import Drawn
 from posbench.run.base import Run
 from posbench.schema import Count
-from posbench.stats.frames import UNMODIFIED
+from posbench.stats.frames import UNMODIFIED, shown
 from posbench.studies.base import Study, Tables
 from posbench.studies.cost.timing import applicable, table
 
@@ -104,7 +104,8 @@ def errors_figure(errors: pd.DataFrame) -> Figure:
     figure, axes = plot.new_figure(plot.PAGE, 2.4)
     for index, (weights, rows) in enumerate(errors.groupby("weights", sort=False)):
         label = "effect of the method, float64" if weights == "float64" else f"error of {weights}"
-        axes.plot(rows["mean"], rows["method"], **plot.line_style(index) | {"linestyle": "", "label": label})
+        names = rows["method"].map(shown)
+        axes.plot(rows["mean"], names, **plot.line_style(index) | {"linestyle": "", "label": label})
     axes.set(xscale="log", xlabel="mean absolute difference of logits")
-    plot.legend_below(figure, axes)
+    plot.legend_below(figure)
     return figure

@@ -30,8 +30,8 @@ SHIPPED = paths.PACKAGE.parent / "tests" / "data" / "scored"  # what is free to 
 
 def longbench(folder: Path) -> Scored:
     """Fields ``_id``, ``pred``, ``answers``, ``all_classes``, ``official_score``; one file per task."""
-    task = LongBench(tasks=tuple(PROMPTS))
-    for name in task.tasks:
+    task = LongBench(subsets=tuple(PROMPTS))
+    for name in task.subsets:
         for _, row in rows("study.data", folder / "scored_predictions" / f"{name}.jsonl"):
             meta = {"task": name, "all_classes": row["all_classes"]}
             example = Example(id=row["_id"], prompt="", answers=tuple(row["answers"]), subset=name, meta=meta)

@@ -56,7 +56,7 @@ class Throughput(Timed):
         """Rows of one model at one number of pairs, generation first, then choices."""
         count, places = self.examples, tuple(dict.fromkeys((0, pairs // 2, pairs - 1)))
         made: dict[str, Any] = {"records": "words", "prompt": "compact", "max_new_tokens": self.new_tokens}
-        made |= {"pairs": pairs, "positions": places, "examples_per_position": -(-count // len(places))}
+        made |= {"pairs": pairs, "positions": places, "limit": -(-count // len(places))}
         task = KVRetrieval(**made)
         generated = task.examples("evaluation")[:count]
         values = [e.answers[0] for e in generated]

@@ -227,7 +227,7 @@ def train(
     *,
     hardware: str,
     device: str = "cpu",
-    advance: Callable[[int], None] = lambda iterations: None,
+    advance: Callable[..., None] = lambda iterations, **how: None,
 ) -> Measured:
     """Train every seed for that many iterations in all, going on where its folder under the root has got to.
 
@@ -244,7 +244,7 @@ def train(
             stack.enter_context(owned(run.path))
             state = _open(run, condition, seed, where)
             at = state["iteration"] if state else 0
-            advance(min(at, iterations))
+            advance(min(at, iterations), before=True)
             groups.setdefault(seed if where.type == "cpu" else at, {})[seed] = state
         for group in groups.values():
             ensemble = Ensemble(condition, list(group), where)

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -131,7 +131,7 @@ class ChannelSubtraction(Study):
 
     def figures(self, tables: Tables) -> Drawn:
         """See :meth:`Study.figures`."""
-        caption = "Mean of the channel over every item, and attention to it (95 %); circle: the changed item."
+        caption = "Mean of the channel over every item, and attention to it (95 %)."
         return {"channel_subtraction": (items_figure(tables["items"]), caption)}
 
     def findings(self, tables: Tables) -> Sequence[Finding]:
@@ -195,22 +195,24 @@ def panel(axes: Axes, items: pd.DataFrame, where: str, measure: str) -> None:
     """The channel or the attention of every item, unmodified and with one item changed (the circle)."""
     rows, labels = items[items["measure"] == measure], {UNMODIFIED: "unmodified", where: "channel changed"}
     plot.bands(axes, rows, "variant", labels, x="item", scale=1)
+    axes.axvline(rows["gold"].iloc[0], color=plot.GOLD, linewidth=3, alpha=0.4, zorder=0, label="gold item")
     if measure == "attention":
         controls = rows[rows["variant"].str.startswith(f"{where}_control_")].groupby("item")["value"].mean()
-        axes.plot(controls, label="random channel", color=plot.COLOURS[1], linestyle="--")
-        axes.set(xlabel="item (0 is the first)", ylabel="attention\n(mean weight per token)")
+        axes.plot(controls, label="random channel (control)", **plot.ON_TOP)
+        axes.set(xlabel=plot.ITEM, ylabel="attention\n(mean weight per token)")
         # The gold item has a hundred times the weight of the others, whose levels matter here.
         axes.set_yscale("log")
     for line in axes.lines:
         line.set_markersize(2)
     circle = rows[(rows["variant"] == where) & (rows["item"] == rows[where])]
-    axes.plot(circle["item"], circle["value"], "o", markersize=9, markerfacecolor="none", color="black")
+    ring: dict[str, Any] = dict(color=plot.BLUE, markersize=9, markerfacecolor="none")
+    axes.plot(circle["item"], circle["value"], "o", label="changed item", **ring)
 
 
 @plot.styled
 def items_figure(items: pd.DataFrame) -> Figure:
     """Channel (above) and attention (below) of every item, a column for each changed item."""
-    figure, grid = plot.new_figure(plot.PAGE, 4.2, 2, 2, sharex=True, sharey="row")
+    figure, grid = plot.new_figure(plot.PAGE, 4.2, 2, 2, n=items["n"], sharex=True, sharey="row")
     first = items.iloc[0]
     for column, (where, words) in zip(grid.T, WHERE.items(), strict=True):
         for axes, measure in zip(column, ("channel", "attention"), strict=True):
@@ -218,5 +220,5 @@ def items_figure(items: pd.DataFrame) -> Figure:
         column[0].set_title(f"{words} changed (item {first[where]})")
     grid[0][0].set_ylabel(f"mean of channel {first['tested_channel']}")
     grid[1][1].set_ylabel("")
-    plot.legend_below(figure, grid[1][0])
+    plot.legend_below(figure)
     return figure
