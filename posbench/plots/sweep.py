@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from posbench.errors import UserError
-from posbench.late import pd
+from posbench.late import Axes, Figure, pd
 from posbench.plots import base as plot
 from posbench.stats import frames
 from posbench.stats.findings import columns
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 CENTRE, HALVES = "centre of attention", "score of the first minus the second half of the gold positions"
 SPREAD = "position bias"
