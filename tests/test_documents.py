@@ -13,7 +13,8 @@ from urllib.parse import unquote
 
 import pytest
 
-from posbench.cli.main import main
+from posbench.pipeline.compose import compose
+from posbench.pipeline.config import check
 from posbench.report.experiments import experiments
 from tests.cli import test_examples, test_experiments, test_kills, test_tasks
 from tests.conftest import Result, config_of, run_folders
@@ -26,7 +27,7 @@ READ = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").gl
 TOLD = [*READ, *(ROOT / f"{name}/README.md" for name in ("outputs", "experiments", "experiments/results"))]
 PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "docs").glob("*.ipynb"), TOLD[-3]]
 PAGES += [*(ROOT / "experiments").rglob("*.md"), *(ROOT / "posbench").rglob("*.md")]
-VERBS = ("ls", "fetch", "validate", "report", "rescore", "show", "docs", "figures", "lm_eval")
+VERBS = ("ls", "fetch", "validate", "report", "rescore", "show", "docs", "figures", "lm_eval", "check-data")
 
 
 def prose(file: Path) -> str:
@@ -112,7 +113,7 @@ def test_the_runs_that_documents_show_compose_and_check(monkeypatch: pytest.Monk
     # An experiment alone is checked by tests of its own; nothing at all would check every choice.
     for text in RUNS:
         if text and not re.fullmatch(r"experiment=\w+", text):
-            assert main(["validate", *shlex.split(text)]) == 0, text
+            compose(shlex.split(text), lambda made: check(made.raw, made.typed, made.folders) and None)
 
 
 def shrunk(text: str, reader: Path, files: Path) -> list[str]:
@@ -155,7 +156,7 @@ def test_the_runs_that_documents_show_run(
 
 def verbs(file: Path) -> Iterator[list[str]]:
     """Verbs with arguments that a page shows, placeholders included; prose names verbs without any."""
-    for found in re.findall(r"(?:`|^(?:    )?)posbench ([a-z_]+ [^`#\n]+)", file.read_text(), re.MULTILINE):
+    for found in re.findall(r"(?:`|^(?:    )?)posbench ([a-z_-]+ [^`#\n]+)", file.read_text(), re.MULTILINE):
         args = shlex.split(re.split(r"  +", found.strip())[0])
         if args[0] in VERBS:
             yield args
