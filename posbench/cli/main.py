@@ -29,14 +29,17 @@ HELP = """posbench finds, explains and removes position bias in language models.
 
   posbench figures [NAMES] [paper=yu2025] [model=NAME] [--jobs N]   many experiments, side by side
   posbench ls [models|methods|tasks|searches|studies|runtimes|experiments|families] [--config-dir DIR]
+  posbench ls runs [FILTERS] [--outputs DIR]       find runs again: what ran, score, bias, age, state
+  posbench compare RUN RUN... [--out FOLDER]       runs side by side: one table, one figure
   posbench fetch [OVERRIDES] [--dry-run]           list and download what a config needs
+  posbench check-data FILE [OVERRIDES]             what a file of your own holds, and the command that asks it
   posbench validate [OVERRIDES]                    compose and check configs, run nothing
   posbench report DIR                              redraw the figures and report.html of a run or a sweep
   posbench report OUTPUTS [--out FOLDER]           of many runs: one gallery of all figures, PDFs and tables
-  posbench rescore DIR                             score saved outputs again, without a model
+  posbench rescore DIR                             score saved replies of a run or sweep again, no model
   posbench show DIR [--wrong] [--all] [--id ID]    prompts, expected answers, replies and scores of a run
   posbench docs PAGE [DIR] [--out FILE]            a page of the documentation from code or runs, as Markdown:
-                                                   families, claims, run, experiments or gallery
+                                                   families, data, claims, run, experiments or gallery
   posbench lm_eval FLAGS                           lm-evaluation-harness under a method; its own flags
 
 Every key can be set as key=value; `--cfg job` prints the whole config, `--config-dir DIR` adds your own YAML
@@ -108,7 +111,7 @@ def _usage(name: str, verb: Callable[[list[str]], int]) -> str:
 
 def _verbs() -> dict[str, Callable[[list[str]], int]]:
     # Help and version do without the libraries that verbs need.
-    from posbench.cli import docs, figures, lm_eval, verbs
+    from posbench.cli import check_data, docs, figures, lm_eval, runs, verbs
 
     each: tuple[Callable[[list[str]], int], ...] = (
         verbs.ls,
@@ -117,16 +120,21 @@ def _verbs() -> dict[str, Callable[[list[str]], int]]:
         verbs.report,
         verbs.rescore,
         verbs.show,
+        runs.compare,
     )
     each += docs.docs, figures.figures
-    return {**{verb.__name__: verb for verb in each}, "lm_eval": lm_eval.command}
+    return {
+        **{verb.__name__: verb for verb in each},
+        "lm_eval": lm_eval.command,
+        "check-data": check_data.check_data,
+    }
 
 
 def _run(args: list[str]) -> int:
     """Run what the arguments ask for, once or once per job of a sweep."""
     from posbench.pipeline.compose import compose
+    from posbench.report.console import terminal
     from posbench.report.sweep import summarise
-    from posbench.report.terminal import terminal
 
     if "--cfg" in args:
         return _show_config(args)
@@ -144,7 +152,7 @@ def _job(composed: Any, command: str) -> None:
     from posbench.pipeline.compose import leave
     from posbench.pipeline.config import check
     from posbench.pipeline.execute import execute
-    from posbench.report.terminal import terminal
+    from posbench.report.console import terminal
     from posbench.run.base import IncompleteRun
 
     facts = {"overrides": composed.overrides, "multirun": composed.multirun}

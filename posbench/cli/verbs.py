@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import shlex
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,8 @@ import yaml
 from rich.table import Table
 
 from posbench import paths
+from posbench.cli.options import option
+from posbench.cli.runs import ls_runs, outputs_of
 from posbench.errors import UserError, choices, complain, near
 from posbench.files import sources
 from posbench.model.families import FAMILIES
@@ -21,33 +22,30 @@ from posbench.pipeline.compose import Composed, compose
 from posbench.pipeline.config import check, needs
 from posbench.pipeline.identity import need_same_data
 from posbench.pipeline.stages import evaluate
-from posbench.report.collect import inside
+from posbench.report import sweep
+from posbench.report.console import terminal
 from posbench.report.failures import Examples, few
+from posbench.report.folder import runs_of
 from posbench.report.gallery import write_gallery
+from posbench.report.index import run_named
 from posbench.report.page import render_run
-from posbench.report.sweep import render_sweep
-from posbench.report.terminal import terminal
-from posbench.run.folder import CONFIG, DRAWN, PROVENANCE, RunDir, checked, is_run, open_run, owned
+from posbench.run.folder import CONFIG, DRAWN, PROVENANCE, RunDir, checked, is_run, open_run, owned, runs_in
 from posbench.run.runtime import Runtime
-from posbench.schema import build, instantiate, target
+from posbench.schema import build, target
 from posbench.tasks import Task
+from posbench.tasks.base import recorded
 
 TASK_COLUMNS = ("version", "metric", "size", "source", "licence")
 KINDS = {plural: group for group, plural in PLURALS.items()}
 
 
-def option(args: Sequence[str], flag: str) -> tuple[str | None, list[str]]:
-    """The value of ``flag VALUE`` or ``flag=VALUE``, None where it is absent, and the other arguments."""
-    parts = [part for arg in args for part in (arg.split("=", 1) if arg.startswith(f"{flag}=") else [arg])]
-    at = parts.index(flag) if flag in parts[:-1] else None
-    return (None, parts) if at is None else (parts[at + 1], parts[:at] + parts[at + 2 :])
-
-
 def ls(args: list[str]) -> int:
-    """List the choices of each group, the experiments and the families."""
+    """List the choices of each group, the experiments and the families; ``ls runs`` lists runs."""
+    if args[:1] == ["runs"]:
+        return ls_runs(args[1:])
     kinds, (own, args) = [*KINDS, "experiments", "families"], option(args, "--config-dir")
     if len(args) > 1 or (args and args[0] not in kinds):
-        raise UserError("ls", " ".join(args), ", ".join(kinds), "posbench ls models")
+        raise UserError("ls", " ".join(args), ", ".join([*kinds, "runs"]), "posbench ls models")
     for kind in args or kinds:
         if kind == "families":
             facts = [[f.name, ", ".join(f.model_types), f.position] for f in FAMILIES]
@@ -138,6 +136,7 @@ def validate(args: list[str]) -> int:
 def _every() -> list[list[str]]:
     """A job for every choice; with what it cannot do without."""
     jobs = [[f"{group}={name}"] for group in GROUPS for name in choices(paths.CONF / group)]
+    jobs.remove(["task=own_data"])  # nothing without a file
     jobs += [[f"experiment={name}"] for name in choices(paths.EXPERIMENTS)]
     for job in jobs:
         job += ["model.path=posbench://tiny"] if job == ["model=hf"] else []
@@ -149,9 +148,11 @@ def _every() -> list[list[str]]:
 
 
 def _folder(verb: str, args: list[str]) -> Path:
+    """The folder that the arguments name, or whose hash they do."""
+    outputs, args = outputs_of(args)
     if len(args) != 1:
         raise UserError(verb, " ".join(args), "one folder", f"posbench {verb} DIR")
-    return Path(args[0]).expanduser()
+    return run_named(args[0], outputs)
 
 
 def _evaluated(verb: str, args: list[str]) -> tuple[RunDir, dict[str, Any]]:
@@ -166,7 +167,7 @@ def report(args: list[str]) -> int:
     """Redraw the figures and the page of a run or a sweep; of a folder of many runs, write their gallery."""
     out, args = option(args, "--out")
     folder = _folder("report", args)
-    if not is_run(folder) and inside(folder):
+    if not is_run(folder) and runs_in(folder):
         print(write_gallery(folder, Path(out).expanduser() if out else None))
         return 0
     if out is not None:
@@ -176,15 +177,24 @@ def report(args: list[str]) -> int:
     run = open_run(folder)
     with owned(run.path):
         # A study may have a table of the name summary.csv, too.
-        sweep = not (checked(run.path, DRAWN).path / CONFIG).is_file()
-        print(render_sweep(folder) if sweep else render_run(folder))
+        swept = not (checked(run.path, DRAWN).path / CONFIG).is_file()
+        print(sweep.render_sweep(folder) if swept else render_run(folder))
         run.renew(DRAWN)
     return 0
 
 
 def rescore(args: list[str]) -> int:
-    """Score saved outputs again, without a model."""
-    run = open_run(_folder("rescore", args))
+    """Score saved outputs of a run, or of all runs of a sweep, again, without a model."""
+    folder = _folder("rescore", args)
+    runs = runs_of(folder)
+    for run in runs or [folder]:
+        _rescored(open_run(run))
+    if runs:
+        sweep.again(folder, terminal())
+    return 0
+
+
+def _rescored(run: RunDir) -> None:
     again = (*DRAWN, *evaluate.TABLES)
     with owned(run.path):
         checked(run.path, again)
@@ -193,14 +203,13 @@ def rescore(args: list[str]) -> int:
         if torn or not rows or not run.done:
             allowed = f"a finished run that evaluated, with whole rows (damaged here: {torn})"
             raise UserError("DIR", str(run.path), allowed, "repeat its command, with evaluate in the stages")
-        task = instantiate(raw["task"], Task, "task")  # type: ignore[type-abstract]
+        task = recorded(raw["task"])
         runtime = build(Runtime, raw["runtime"], "runtime")
         need_same_data(task, run.facts(PROVENANCE))
         changed = evaluate.rescore(task, raw["model"]["name"], runtime.resamples, run)
         page = render_run(run.path)
-        run.renew(again)
+        run.renew((*again, evaluate.FILE))
     print(f"{changed} of {len(rows)} scores changed; {page}")
-    return 0
 
 
 def show(args: list[str]) -> int:

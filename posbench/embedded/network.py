@@ -5,18 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-import torch.nn.functional as F
-import transformers
 from torch import Tensor
-from transformers import PreTrainedConfig, PreTrainedModel
 
 from posbench.embedded.data import Batch, block_mask, block_positions
 from posbench.embedded.recipe import Recipe
 from posbench.embedded.start import initialise, rope_tables, rotate
 from posbench.embedded.tokenizer import END, VOCAB
+from posbench.late import F, torch, transformers
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 Map = Callable[[Tensor], Tensor]
 Layer = tuple[Tensor, Tensor, Tensor, Tensor, Map, Map, Map]

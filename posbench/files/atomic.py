@@ -5,11 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
+from posbench.late import pd
 
 Row = dict[str, Any]
 """One line of a JSON-lines file."""
@@ -17,15 +19,16 @@ Row = dict[str, Any]
 
 def digest(data: Any, length: int = 8) -> str:
     """Short hash of plain data, the same for equal content: 0 and 0.0 are equal, a tuple and a list too."""
-    text = json.dumps(_canonical(data), sort_keys=True, default=str)
+    text = json.dumps(canonical(data), sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:length]
 
 
-def _canonical(data: Any) -> Any:
+def canonical(data: Any) -> Any:
+    """Plain data where equal content looks equal: 0.0 is 0, a tuple a list."""
     if isinstance(data, Mapping):
-        return {key: _canonical(value) for key, value in data.items()}
+        return {key: canonical(value) for key, value in data.items()}
     if isinstance(data, list | tuple):
-        return [_canonical(value) for value in data]
+        return [canonical(value) for value in data]
     return int(data) if isinstance(data, float) and data.is_integer() else data
 
 
@@ -42,6 +45,20 @@ def write_bytes(path: Path, data: bytes) -> None:
 def write_text(path: Path, text: str) -> None:
     """Write a whole text file or nothing."""
     write_bytes(path, text.encode())
+
+
+@contextmanager
+def new_folder(out: Path) -> Iterator[Path]:
+    """A folder that takes the place of ``out`` when the block ends without an error."""
+    made, old = (out.with_name(f".{out.name}.{state}") for state in ("new", "old"))
+    for left in (made, old):
+        shutil.rmtree(left, ignore_errors=True)
+    made.mkdir(parents=True)
+    yield made
+    if out.exists():
+        out.rename(old)
+    made.rename(out)
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def write_csv(path: Path, frame: pd.DataFrame) -> None:

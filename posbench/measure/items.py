@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
-import torch.nn.functional as F
 from numpy.typing import NDArray
-from torch import Tensor
 
+from posbench.late import F, inference_mode, torch
 from posbench.model.encode import Encoded
 from posbench.model.guard import finite, guarded
 from posbench.model.lm import LM
 from posbench.tasks import Example
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def item_tokens(encoded: Encoded, example: Example) -> list[tuple[int, int]]:
@@ -30,7 +32,7 @@ def item_tokens(encoded: Encoded, example: Example) -> list[tuple[int, int]]:
 
 
 @guarded
-@torch.inference_mode()
+@inference_mode
 def attention_to_items(
     lm: LM, encoded: Sequence[Encoded], examples: Sequence[Example], *, heads: bool = False
 ) -> Tensor:
@@ -67,7 +69,7 @@ def pooled(weights: Sequence[Tensor], pool: Tensor) -> Tensor:
 
 
 @guarded
-@torch.inference_mode()
+@inference_mode
 def attention_to_thirds(
     lm: LM, prompts: Sequence[Sequence[int]], plan: Sequence[Sequence[int]]
 ) -> NDArray[np.float64]:

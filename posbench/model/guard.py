@@ -7,15 +7,16 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 from weakref import WeakKeyDictionary
 
-import torch
-from torch import Tensor, nn
-
 from posbench.errors import UserError
+from posbench.late import inference_mode, nn, torch
 from posbench.model import families
 from posbench.model.hooks import attending
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -139,7 +140,7 @@ def _looking(lm: Any) -> Iterator[None]:
 
 
 @guarded
-@torch.inference_mode()
+@inference_mode
 def probe(lm: Any, ids: Sequence[int]) -> None:
     """Run one prompt and look at the queries, keys and values of every layer, too.
 

@@ -1,31 +1,27 @@
 """From a name, a directory, a hub id or a model object to a ready LM."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-import torch
 import yaml
 from safetensors import SafetensorError
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    PreTrainedConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
-from transformers.utils import is_flash_attn_2_available
 
 from posbench import paths
 from posbench.errors import MachineError, UserError
 from posbench.files import sources
+from posbench.late import torch, transformers
 from posbench.model import families, guard
 from posbench.model.encode import CHAT_TEMPLATES
 from posbench.model.lm import LM
 from posbench.schema import Count, Positive, Tokens, build
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 Kernel = Literal["auto", "sdpa", "eager", "flash_attention_2"]
 Dtype = Literal["auto", "float64", "float32", "bfloat16", "float16"]
@@ -106,7 +102,7 @@ def load(
             the model or hold others.
         MachineError: Too little memory.
     """
-    if isinstance(source, PreTrainedModel):
+    if isinstance(source, transformers.PreTrainedModel):
         families.family_of(source)
         _kernel(source.config, families.text_config(source)._attn_implementation)
         window = families.context_window(source.config)
@@ -141,7 +137,7 @@ def _load_checkpoint(
     max_memory: dict[int | str, str] | None,
 ) -> LM:
     where = torch_device(device)
-    if config.attention == "flash_attention_2" and not is_flash_attn_2_available():
+    if config.attention == "flash_attention_2" and not transformers.utils.is_flash_attn_2_available():
         allowed = "sdpa or eager on this machine (flash-attn is not installed)"
         hint = "set model.attention=sdpa, or install the extra posbench[flash]"
         raise UserError("model.attention", config.attention, allowed, hint)
@@ -151,17 +147,17 @@ def _load_checkpoint(
     with _explained(config, where):
         origin: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
         # Read as plain data first: transformers would not name the families for a type that it does not know.
-        facts, _ = PreTrainedConfig.get_config_dict(path, **origin)
+        facts, _ = transformers.PreTrainedConfig.get_config_dict(path, **origin)
         if facts:
             families.family_of_type(facts.get("model_type"))
-        hf_config = AutoConfig.from_pretrained(path, **origin)
+        hf_config = transformers.AutoConfig.from_pretrained(path, **origin)
         kernel = _kernel(hf_config, None if config.attention == "auto" else config.attention)
-        tokenizer = AutoTokenizer.from_pretrained(path, **origin)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(path, **origin)
         dtype = config.dtype if config.dtype != "auto" else ("float32" if where.type == "cpu" else "auto")
         with torch.random.fork_rng(range(torch.cuda.device_count())):
             # Tensors that a partial checkpoint lacks are drawn: the same ones each time.
             torch.manual_seed(0)
-            model, told = AutoModelForCausalLM.from_pretrained(
+            model, told = transformers.AutoModelForCausalLM.from_pretrained(
                 path,
                 dtype=dtype,
                 attn_implementation=kernel,

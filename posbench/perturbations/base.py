@@ -12,16 +12,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
-
-import torch
-from torch import Tensor, nn
-from transformers import PreTrainedModel
+from typing import TYPE_CHECKING, Any
 
 from posbench.errors import UserError
+from posbench.late import nn, torch
 from posbench.model import families
 from posbench.model.hooks import before_each
 from posbench.model.lm import LM
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PreTrainedModel
 
 Span = tuple[int, int]
 """First token in the prompt, padding not counted, and the one behind the last; (0, 0) holds none."""

@@ -24,6 +24,8 @@ from posbench.errors import UserError, choices, near
 GROUPS = ("model", "task", "method", "search", "runtime", "study")
 PLURALS = {group: {"search": "searches", "study": "studies"}.get(group, f"{group}s") for group in GROUPS}
 TOP = (*GROUPS, "stages", "experiment")
+STAGES = re.compile(r"stages=(?!null$)([a-z]+(?:,[a-z]+)*)")
+"""Stages as one would type them; Hydra takes a comma for a sweep."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,7 @@ def read_flags(args: Sequence[str]) -> Any:
 def requested(overrides: Sequence[str], folders: Sequence[Path], multirun: bool) -> Request:
     """Overrides as Hydra shall see them."""
     names = [o.removeprefix("experiment=") for o in overrides if o.startswith("experiment=")]
-    parsed = _parsed([o for o in overrides if not o.startswith("experiment=")])
+    parsed = _parsed([_listed(o) for o in overrides if not o.startswith("experiment=")])
     path = [f"file://{folder}" for folder in folders[1:]]
     config, flags, experiment = "config", list[str](), dict[str, Any]()
     if names:
@@ -84,6 +86,10 @@ def requested(overrides: Sequence[str], folders: Sequence[Path], multirun: bool)
         spelled[text.split("=")[0]] = str(override.input_line).split("=")[0]
     set_by = frozenset(k for group in GROUPS for k in _leaves(experiment.get(group), group))
     return Request(config, tuple(flags), tuple(shown), bool(swept), set_by, spelled)
+
+
+def _listed(override: str) -> str:
+    return f"stages=[{found[1]}]" if (found := STAGES.fullmatch(override)) else override
 
 
 def _parsed(overrides: Sequence[str]) -> list[Override]:

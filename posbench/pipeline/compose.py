@@ -246,7 +246,8 @@ def _fill(node: dict[str, Any], where: str, blocks: Mapping[str, Mapping[str, An
     block = next((blocks[name] for name in names if name in blocks), {})
     fields = defaults(cls)
     for key, value in block.items():
-        if key in fields and f"{where}.{key}" not in kept:
+        # Keys of an earlier release come along to be refused by name.
+        if key in (*fields, *getattr(cls, "renamed", ())) and f"{where}.{key}" not in kept:
             node[key] = value
     for key, value in fields.items():
         node.setdefault(key, value)

@@ -8,8 +8,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import torch
-import transformers
 from rich.console import Console
 from rich.text import Text
 
@@ -17,6 +15,7 @@ from posbench import paths
 from posbench.errors import UserError
 from posbench.files.digests import Content, changed, in_place
 from posbench.files.sources import Source, cached
+from posbench.late import torch, transformers
 from posbench.measure.replies import encode_longest
 from posbench.model import families
 from posbench.model.guard import probe
@@ -83,7 +82,7 @@ def execute(config: Config, *, command: str, console: Console) -> Path:
         out.resume(config.stages, config.raw, facts)
         try:
             for stage in config.stages:
-                with out.recorded(stage):
+                with out.recorded(stage), run.measured(stage):
                     STAGES[stage](config, run)
                     _need_unchanged(read, out)
         except BaseException as error:
@@ -128,7 +127,7 @@ def _place(
     """Outputs, suite, version key and name: what :func:`posbench.run.claim.find` asks for."""
     suite = config.experiment.name if config.experiment else config.study_name or config.task.name
     outputs = Path(config.runtime.outputs).expanduser()
-    return outputs, suite, version_key(config, who, read), run_name(config, who, read)
+    return outputs, suite, version_key(), run_name(config, who, read)
 
 
 def _ended(out: RunDir, config: Config) -> bool:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 import inspect
 import platform
+import re
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -27,6 +28,8 @@ NUMBERS += " pipeline/stages schema.py files/atomic.py"
 """Parts of the package that can move a number: a changed figure, page or message starts no new version."""
 READ = (".py", ".json", ".yaml", ".jinja")
 """What the package computes with: code, and the tables, shapes and chat templates beside it."""
+DRAWS = re.compile(rb"^@plot\.styled\ndef .*?(?=^[^\s)]|\Z)", re.M | re.S)
+"""A function that draws: it stands beside what it draws, and moves no number."""
 
 
 def files(config: Config) -> list[sources.Source]:
@@ -58,7 +61,7 @@ def identity(config: Config, read: Sequence[Content]) -> dict[str, Any]:
     """What, apart from method and settings of the task, can move a number: code, libraries, weights, data,
     kernel, precision, device kind; ``read`` as :func:`reads` gives it."""
     model, runtime = config.model, config.runtime
-    found: dict[str, Any] = {"code": source_digest(config), "device": torch_device(runtime.device).type}
+    found: dict[str, Any] = {"code": source_digest(_own(config)), "device": torch_device(runtime.device).type}
     found |= {name: version(name) for name in ("torch", "transformers")}
     found |= {name: getattr(runtime, name) for name in ("batch_size", "batch_tokens")}
     found |= {"threads": threads(config), "data": digest(keys(read, "task"), 16)}
@@ -73,13 +76,10 @@ def threads(config: Config) -> int | None:
     return config.runtime.threads or (config.model.threads if config.uses_model else None)
 
 
-def version_key(config: Config, who: Mapping[str, Any], read: Sequence[Content]) -> dict[str, Any]:
-    """What runs of one version folder share: code and examples."""
-    key = {"posbench": versions.__version__, "code": who["code"]}
-    if config.uses_task:
-        task = in_place(config.raw, read)["task"]
-        key |= {"task": task, "task_version": config.task.version, "data": who["data"]}
-    return key
+def version_key() -> dict[str, Any]:
+    """What runs of one version folder share: posbench's code. So an experiment and a sweep, whose runs may
+    differ in all else, stay in one version."""
+    return {"posbench": versions.__version__, "code": source_digest()}
 
 
 def run_name(config: Config, who: Mapping[str, Any], read: Sequence[Content]) -> str:
@@ -87,7 +87,7 @@ def run_name(config: Config, who: Mapping[str, Any], read: Sequence[Content]) ->
     runtime, raw = config.runtime, in_place(config.raw, read)
     measured = [runtime.intervene_examples, runtime.resamples]
     moves = {"identity": who, "measured": measured, "typed": config.raw["typed"]}
-    moves |= {key: raw[key] for key in ("method", "study", "search") if key in raw}
+    moves |= {key: raw[key] for key in ("task", "method", "study", "search") if key in raw}
     if config.every:
         moves["every"] = {name: choice.values for name, choice in config.every.items()}
     moves["files"] = keys(read, "method", "search", "study")
@@ -104,21 +104,24 @@ def fingerprint(read: Sequence[Content]) -> str:
     return hub[0] if hub else digest(keys(files, "model"), 16)
 
 
-def source_digest(config: Config) -> str:
-    """Hash of the code that can move a number, the user's own too: two codes never meet in one folder."""
-    total = hashlib.sha256()
+def _own(config: Config) -> set[Path]:
+    """The files of the classes that take part, the user's own among them."""
     searching = "search" in config.stages
     parts = [*[config.task] * config.uses_task, *[config.search] * searching, *filter(None, [config.study])]
     classes = [*config.choice.classes, *(choice.cls for choice in config.every.values()), *map(type, parts)]
-    own = {inspect.getsourcefile(cls) for cls in classes}
-    files = {Path(file).resolve() for file in own if file}
+    return {Path(file).resolve() for file in map(inspect.getsourcefile, classes) if file}
+
+
+def source_digest(own: Iterable[Path] = ()) -> str:
+    """Hash of the code that can move a number, and of ``own`` files: two codes never meet in one folder."""
+    total, files = hashlib.sha256(), set(own)
     for name in NUMBERS.split():
         part = paths.PACKAGE / name
         inside = (f for suffix in READ for f in part.rglob(f"*{suffix}") if paths.MODELS not in f.parents)
         files |= {part} if part.is_file() else set(inside)
     for file in sorted(files):
         name = file.relative_to(paths.PACKAGE).as_posix() if file.is_relative_to(paths.PACKAGE) else file.name
-        total.update(name.encode() + file.read_bytes())
+        total.update(name.encode() + DRAWS.sub(b"", file.read_bytes()))
     return total.hexdigest()[:12]
 
 

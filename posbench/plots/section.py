@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, TypeAlias
 
-from matplotlib.figure import Figure
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
-Drawn = Mapping[str, tuple[Figure, str]]
+Drawn: TypeAlias = "Mapping[str, tuple[Figure, str]]"
 """Figures with their captions, by file name."""
 
 
@@ -20,5 +22,4 @@ class Section:
     header: Sequence[str] = ()
     rows: Sequence[Sequence[str]] = ()
     figures: Drawn = field(default_factory=dict)
-    n: Sequence[int] = ()  # observations behind the points of the figures
     block: str = ""

@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
 import yaml
 
 from posbench import paths
 from posbench.errors import UserError, choices
 from posbench.files.markdown import markdown
+from posbench.late import pd
 from posbench.report.collect import Entry, collect
 from posbench.report.paper import AGREEMENT
 from posbench.report.text import tally

@@ -7,16 +7,17 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
 import yaml
 
 from posbench.errors import UserError
+from posbench.late import pd
+from posbench.run.folder import JOBS
 from posbench.stats.findings import COLUMNS as FINDINGS
 from posbench.stats.scores import COLUMNS as METRICS
 from posbench.stats.scores import SUBSET_COLUMNS
 
-CAPTIONS, JOBS = "captions.json", "jobs.json"
-"""Captions of the figures beside them, by file name; the jobs of a sweep."""
+CAPTIONS = "captions.json"
+"""Captions of the figures beside them, by file name."""
 TEXT_COLUMNS = {"run", "model", "method", "task", "gold_position", "metric", "channel", "site"}
 TEXT_COLUMNS |= {"kind", "claim", "statistic", "verdict", "note"}
 ATTENTION = ("model", "method", "task", "gold_position", "layer", "item", "attention")
@@ -65,7 +66,10 @@ def _plain_csv(path: Path, **options: Any) -> pd.DataFrame:
 def runs_of(sweep: Path) -> list[Path]:
     """Folders of a sweep's finished jobs, wherever the outputs lie now; none of a run."""
     made = [Path(job["folder"]) for job in read_json(sweep / JOBS) or () if job["folder"]]
-    return [sweep.parents[1] / run.parent.name / run.name for run in made]
+    suites = {run.parents[1].name for run in made}
+    # The tasks of a sweep over tasks have folders of their own; one folder may have got another name.
+    tops = {name: sweep.parents[2] / name if len(suites) > 1 else sweep.parents[1] for name in suites}
+    return [tops[run.parents[1].name] / run.parent.name / run.name for run in made]
 
 
 def read_text(path: Path) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import itertools
 import shutil
-import struct
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,16 +14,18 @@ from PIL import Image
 
 from posbench import paths
 from posbench.errors import UserError
-from posbench.files.atomic import write_csv, write_text
+from posbench.files.atomic import new_folder, write_csv, write_text
 from posbench.files.markdown import markdown
+from posbench.late import pd
 from posbench.report.collect import Entry, Part, collect
 from posbench.report.experiments import PAPERS
+from posbench.report.page import size
 from posbench.report.tables import latex
+from posbench.report.text import tally
 
 GROUPS = PAPERS | {"": "Other runs"}
 """The papers in the order of the page, and what is of none."""
-PAGE, SCALE = "index.html", 0.66
-"""Name of the page; pixels of the page for one of a figure."""
+PAGE = "index.html"
 MARK = '<meta name="generator" content="posbench gallery">'
 """What tells a gallery from any other folder: only a gallery is replaced."""
 
@@ -42,23 +43,25 @@ def write_gallery(folder: Path, out: Path | None = None) -> Path:
     if out.exists() and not ours and (not out.is_dir() or any(out.iterdir())):
         raise UserError("--out", str(out), "a new folder, or a gallery to replace", "name another folder")
     entries = collect(folder)
-    # All of it is made beside the old one, and takes its place at the end.
-    made, old = (out.with_name(f".{out.name}.{state}") for state in ("new", "old"))
-    for left in (made, old):
-        shutil.rmtree(left, ignore_errors=True)
-    made.mkdir(parents=True)
-    shown: dict[str, list[dict[str, Any]]] = {}
-    for entry in entries:
-        shown.setdefault(paper_of(entry), []).append(_write(entry, made))
-    source = (paths.PACKAGE / "report" / "gallery.html.j2").read_text()
-    template = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(source)
-    grouped = [(title, shown[paper]) for paper, title in GROUPS.items() if paper in shown]
-    write_text(made / PAGE, template.render(mark=MARK, papers=grouped))
-    if out.exists():
-        out.rename(old)
-    made.rename(out)
-    shutil.rmtree(old, ignore_errors=True)
+    with new_folder(out) as made:
+        shown: dict[str, list[dict[str, Any]]] = {}
+        for entry in entries:
+            shown.setdefault(paper_of(entry), []).append(_write(entry, made))
+        source = (paths.PACKAGE / "report" / "gallery.html.j2").read_text()
+        page_of = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+        grouped = [(title, shown[paper]) for paper, title in GROUPS.items() if paper in shown]
+        told = {"mark": MARK, "papers": grouped, "sentence": _sentence(entries)}
+        write_text(made / PAGE, page_of.from_string(source).render(**told))
     return page
+
+
+def _sentence(entries: Sequence[Entry]) -> str:
+    """How many experiments are shown, and how the papers' claims fared in them."""
+    found = [entry.findings for entry in entries if len(entry.findings)]
+    verdicts = [each.loc[each["kind"] == "paper", "verdict"] for each in found]
+    count = f"{len(entries)} experiment{'s' * (len(entries) != 1)}, {sum(len(e.runs) for e in entries)} runs"
+    told = tally(pd.concat(verdicts)) if verdicts else ""
+    return f"{count}. Claims of the papers, each on each model: {told}." if told else f"{count}."
 
 
 def paper_of(entry: Entry) -> str:
@@ -122,10 +125,7 @@ def _figure(entry: Entry, part: Part, name: str, root: Path) -> dict[str, Any]:
         copied(drawn / f"{name}.{kind}", root, entry, f"{part.label}-{name}") for kind in ("png", "pdf")
     )
     with open(drawn / f"{name}.png", "rb") as stream:
-        width, height = struct.unpack(">II", stream.read(24)[16:])
-    # The same letters in all figures, whatever their width: the widest fills the page.
-    size = {"width": round(width * SCALE), "height": round(height * SCALE)}
-    facts = {"png": png, "pdf": pdf, **size}
+        facts = {"png": png, "pdf": pdf, **size(stream.read(24))}
     return {**facts, "caption": part.figures[name], "label": part.label if len(entry.parts) > 1 else ""}
 
 

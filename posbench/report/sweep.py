@@ -2,33 +2,41 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
 from rich.console import Console
 
 from posbench.errors import UserError
 from posbench.files.atomic import Row, digest, write_csv, write_text
+from posbench.late import pd
 from posbench.plots import sweep as plots
 from posbench.plots.scores import accuracy_by_model
 from posbench.plots.section import Section
 from posbench.report import tables
-from posbench.report.folder import need_folder, read_csv, read_json
-from posbench.report.page import write_page
+from posbench.report.folder import need_folder, read_csv, read_json, runs_of
+from posbench.report.page import HOLDS, write_page
 from posbench.report.paper import beside
 from posbench.report.terminal import show_findings, show_reference, text_table
-from posbench.report.text import verdicts
+from posbench.report.text import answer, title, verdict_table
 from posbench.report.trend import trends
-from posbench.run.folder import PROVENANCE, RunDir, checked
-from posbench.stats.frames import at_positions, metric_name, overall
+from posbench.run.folder import CONFIG, JOBS, PROVENANCE, RunDir, checked, opened
+from posbench.stats.frames import at_positions, metric_name, overall, shown
 from posbench.stats.scores import COLUMNS
 
+TABLES = ("metrics", "attention", "subsets", "findings")
+READ = [CONFIG, "experiment.json", "reference.json", "attention.jsonl", "predictions.jsonl"]
+READ += [f"{name}.csv" for name in TABLES]
+"""Files of a run that its sweep reads."""
 
-def summarise(jobs: Sequence[dict[str, Any]], console: Console) -> Path | None:
-    """Collect the finished runs of a multirun into ``sweep__<axes>__<hash>/`` beside them, and print it.
+
+def summarise(jobs: Sequence[dict[str, Any]], console: Console, folder: Path | None = None) -> Path | None:
+    """Collect the finished runs of a multirun into ``sweep__<axes>__<hash>/`` beside them, and print it; with
+    ``folder``, into that of an earlier time.
 
     Of each job: its ``overrides`` (``key=value``), run ``folder`` (None if it failed), exit ``status``.
     Returns the folder, or None when no job finished.
@@ -45,21 +53,21 @@ def summarise(jobs: Sequence[dict[str, Any]], console: Console) -> Path | None:
     if not finished:
         return None
     runs = [path for _, path in finished]
-    folder = _place(varied, runs)
+    folder = folder or _place(varied, runs)
     folder.mkdir(parents=True, exist_ok=True)
     for run in runs:
-        checked(run)  # the first of many may have finished days ago
-    for file in ("metrics", "attention", "subsets", "findings"):
+        checked(run, only=READ)  # the first of many may have finished days ago
+    for file in TABLES:
         there = [(s, p / f"{file}.csv") for s, p in finished if (p / f"{file}.csv").is_file()]
         if there:
             out = "summary.csv" if file == "metrics" else f"{file}_summary.csv"
-            write_csv(folder / out, pd.concat([_labelled(p, s, axes) for s, p in there], ignore_index=True))
+            write_text(folder / out, _together(there, axes))
     _share_experiment(folder, runs)
     trend, findings = trends(finished, axes)
     if len(trend):
         write_csv(folder / "trend.csv", trend)
         write_csv(folder / "findings.csv", findings)
-    write_text(folder / "jobs.json", json.dumps(list(jobs), indent=2) + "\n")
+    write_text(folder / JOBS, json.dumps(list(jobs), indent=2) + "\n")
     _show(folder, console)
     RunDir(folder).seal(str(RunDir(runs[0]).facts(PROVENANCE).get("command", "")))
     return folder
@@ -94,8 +102,10 @@ def _show(folder: Path, console: Console) -> None:
         show_findings(folder, console)
         show_reference(folder, summary, read_csv(folder / "subsets_summary.csv"), console)
         console.print(f"sweep: {render_sweep(folder)}", soft_wrap=True)
-    elif (folder / "findings_summary.csv").is_file():
-        console.print(f"verdicts of all runs: {folder / 'findings_summary.csv'}", soft_wrap=True)
+    elif (findings := read_csv(folder / "findings_summary.csv")) is not None:
+        console.print(text_table(*verdict_table(_by_setting(findings))))
+        console.print(answer(findings))
+        console.print(f"sweep: {render_sweep(folder)}", soft_wrap=True)
 
 
 def _share_experiment(folder: Path, runs: Sequence[Path]) -> None:
@@ -121,21 +131,40 @@ def _label(run: Path) -> str:
     return f"{run.parent.name}/{run.name}"
 
 
-def _labelled(file: Path, setting: dict[str, str], axes: Sequence[str]) -> pd.DataFrame:
-    """A run's table, behind its label and its values of the swept keys."""
-    frame = pd.read_csv(file, dtype=str, keep_default_na=False)
-    labels = {"run": _label(file.parent), **{axis: setting.get(axis) for axis in axes}}
-    return pd.concat([pd.DataFrame([labels] * len(frame)), frame], axis=1)
+def _together(files: Sequence[tuple[dict[str, str], Path]], axes: Sequence[str]) -> str:
+    """The tables of runs as one CSV, each row behind its run's label and values of the swept keys."""
+    tables = []
+    for setting, file in files:
+        with open(file, newline="", encoding="utf-8") as stream:
+            header, *rows = csv.reader(stream)
+        front = [_label(file.parent), *(setting.get(axis, "") for axis in axes)]
+        tables.append((front, header, rows))
+    names = list(dict.fromkeys(name for _, header, _ in tables for name in header))
+    writer = csv.writer(out := io.StringIO(), lineterminator="\n")
+    writer.writerow(["run", *axes, *names])
+    for front, header, rows in tables:
+        if header != names:
+            rows = [[dict(zip(header, row, strict=True)).get(name, "") for name in names] for row in rows]
+        writer.writerows([*front, *row] for row in rows)
+    return out.getvalue()
+
+
+def again(folder: Path, console: Console) -> None:
+    """Collect a sweep again, whose runs have changed since."""
+    checked(folder, only=[JOBS])
+    runs = iter(runs_of(folder))
+    jobs = [{**job, "folder": job["folder"] and str(next(runs))} for job in read_json(folder / JOBS)]
+    summarise(jobs, console, folder)
 
 
 def render_sweep(folder: Path) -> Path:
     """Draw the figures of what :func:`summarise` wrote, and its report.html, whose path it returns. Raises
-    `UserError` where summary.csv is missing or a file cannot be read."""
-    need_folder(folder, "a sweep folder (it holds summary.csv)", "summary.csv")
+    `UserError` where it has neither scores nor verdicts, or a file cannot be read."""
+    need_folder(folder, "a sweep folder (it holds summary.csv)", "summary.csv", "findings_summary.csv")
     names = ("summary", "attention_summary", "subsets_summary", "trend", "findings")
     summary, attention, subsets, trend, findings = (read_csv(folder / f"{name}.csv") for name in names)
     if summary is None:
-        raise UserError("summary.csv", "no row", "rows of at least one run", "run the sweep first")
+        return _render_verdicts(folder)
     axes = axes_of(summary)
     header, rows, sentence = sweep_table(summary, axes)
     if "model" in axes and set(axes) <= {"model", "method"} and len(at_positions(summary)):
@@ -146,19 +175,46 @@ def render_sweep(folder: Path) -> Path:
         left, right = "score over all positions with 95 % intervals", "score over the position of the answer"
         caption = f"Left: {left}. Right: {right}."
     drawn = {"sweep": (figure, caption)}
-    n = tuple(at_positions(summary)["n"]) or tuple(overall(summary)["n"])
-    sections = [Section("Settings", "", header, rows, drawn, n)]
+    sections = [Section("Settings", "", header, rows, drawn)]
     if attention is not None:
         caption = "Attention of the last prompt token to the item with the answer over its position"
         drawn = {"attention": (plots.attention_sweep(attention, axes), f"{caption}, for each setting.")}
-        sections.append(Section("Attention", figures=drawn, n=tuple(attention["n"])))
+        sections.append(Section("Attention", figures=drawn))
     if trend is not None and findings is not None:
         caption = "Bands: 95 % intervals over questions. Dotted: no side preferred. Dashed: the"
         drawn = {"trend": (plots.trend(trend), f"{caption} unmodified model.")}
-        sections.append(Section("Trend", "", *tables.findings_table(findings), drawn, tuple(trend["n"])))
-        sentence = f"{sentence} {verdicts(findings)}"
-    models = list(dict.fromkeys(summary["model"]))
-    return write_page(folder, sentence, [*sections, *beside(folder, summary, subsets)], models)
+        sections.append(Section("Trend", "", *tables.findings_table(findings), drawn))
+        sentence = f"{sentence} {answer(findings)}"
+    models, rows = list(dict.fromkeys(summary["model"])), plots.modified_of(summary)
+    swept = [axis for axis in axes if axis not in COLUMNS and axis != "run"]
+    told = title(map(shown, rows["method"]), models, rows["task"], swept)
+    return write_page(folder, told, sentence, [*sections, *beside(folder, summary, subsets)], models)
+
+
+def _render_verdicts(folder: Path) -> Path:
+    """The page of a sweep whose runs judged claims and scored nothing."""
+    findings = read_csv(folder / "findings_summary.csv")
+    if findings is None:
+        raise UserError("summary.csv", "no row", "rows of at least one run", "run the sweep first")
+    settings = _by_setting(findings)
+    runs = settings.drop_duplicates("model")[["model", "run"]].astype(str).to_numpy().tolist()
+    sections = [
+        Section("Verdicts", HOLDS, *verdict_table(settings)),
+        Section("Numbers", "", *tables.findings_table(settings, models=True)),
+        Section("Runs", "Each has a page with its figures.", ["model", "run"], runs),
+    ]
+    configs = [opened(run).config() for run in runs_of(folder)]
+    studies = [f"study {(config.get('study') or {}).get('name', '')}" for config in configs]
+    told = title(studies, findings["model"], (), [c for c in findings if "." in c])
+    return write_page(folder, told, answer(findings), sections)
+
+
+def _by_setting(findings: pd.DataFrame) -> pd.DataFrame:
+    """Findings of many runs, whose model is told with what was swept beside it."""
+    texts, swept = findings["model"].fillna(""), findings.columns[: list(findings).index("model")]
+    for column in swept.drop("run"):
+        texts += f" {column.rpartition('.')[2]}=" + findings[column].astype(str)
+    return findings.assign(model=texts.str.strip())
 
 
 def axes_of(summary: pd.DataFrame) -> list[str]:
@@ -173,7 +229,12 @@ def swept_columns(summary: pd.DataFrame) -> list[str]:
     swept = [c for c in summary.columns[: list(summary.columns).index("model")] if c != "run"]
     rows = plots.modified_of(summary)
     named = [c for c in ("model", "method", "task") if rows[c].nunique() > 1 and f"{c} (swept)" not in swept]
-    return [*named, *swept] or (["seed"] if rows["seed"].nunique() > 1 else ["method"])
+    told: list[str] = []
+    for column in [*named, *swept]:
+        # A checkpoint's path says nothing where its name tells the rows apart already.
+        if not told or (rows.groupby(told, dropna=False)[column].nunique(dropna=False) > 1).any():
+            told.append(column)
+    return told or (["seed"] if rows["seed"].nunique() > 1 else ["method"])
 
 
 def sweep_table(summary: pd.DataFrame, axes: list[str]) -> tuple[list[str], list[list[str]], str]:
@@ -182,7 +243,7 @@ def sweep_table(summary: pd.DataFrame, axes: list[str]) -> tuple[list[str], list
     header = [label, metric_name(summary), "unmodified", "difference", "position bias", "n", "run"]
     table: list[list[str]] = []
     averages, biases = list[tuple[float, str]](), list[tuple[float, str]]()
-    tally = {"raise": 0, "lower": 0, "do not reliably change": 0}
+    tally = {"raise it": 0, "lower it": 0, "cannot be told apart": 0}
     for setting in settings:
         here, plain = rows[rows["setting"] == setting], plots.unmodified_of(rows, setting)
         shown = plots.modified_of(here)
@@ -193,8 +254,8 @@ def sweep_table(summary: pd.DataFrame, axes: list[str]) -> tuple[list[str], list
         averages += [(point.value, setting)] if point is not None else []
         biases += [(bias.value, setting)] if bias is not None and not pd.isna(bias.value) else []
         if difference is not None:
-            lower = "lower" if difference.ci_high < 0 else "do not reliably change"
-            tally["raise" if difference.ci_low > 0 else lower] += 1
+            lower = "lower it" if difference.ci_high < 0 else "cannot be told apart"
+            tally["raise it" if difference.ci_low > 0 else lower] += 1
         run = ", ".join(dict.fromkeys(map(str, here["run"]))) if "run" in here else ""
         texts = map(tables.cell, cells, ("{:.1f}", "{:.1f}", "{:+.1f}", "{:.1f}"))
         table.append([setting, *texts, "" if point is None else str(point.n), run])
@@ -203,7 +264,7 @@ def sweep_table(summary: pd.DataFrame, axes: list[str]) -> tuple[list[str], list
     text = [f"Over {len(settings)} settings of {label}, the average runs from {_span(averages, ' %', ' %')}"]
     verdicts = ", ".join(f"{count} {word}" for word, count in tally.items() if count)
     if verdicts:
-        text.append(f"of {sum(tally.values())} compared with the unmodified model, {verdicts} it")
+        text.append(f"of {sum(tally.values())} compared with the unmodified model, {verdicts}")
     if biases:
         text.append(f"the position bias from {_span(biases, '', ' points')}")
     else:

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pandas as pd
 import yaml
 
 from posbench.files.atomic import Row
+from posbench.late import pd
 from posbench.methods import Method
 from posbench.methods.base import SweepClaims
 from posbench.plots.sweep import CENTRE, HALVES, SPREAD

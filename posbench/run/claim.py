@@ -58,7 +58,7 @@ def claim(
     """Claim ``outputs/suite/vNNN/name`` for this process.
 
     The version folder is the one that holds this run, else the newest whose key equals ``version_key``, else
-    a new one: what lies in one version was scored on the same examples by the same code. A new run folder
+    a new one: what lies in one version was made by the same code. A new run folder
     appears at once, with ``config.yaml`` and ``provenance.json``. A finished run where nothing can be
     written is yielded without a lock: it can be read.
 

@@ -6,6 +6,7 @@ import hashlib
 import json
 import logging
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -21,11 +22,14 @@ from posbench.run.rows import checksum, lines, read_rows
 
 log = logging.getLogger(__name__)
 CONFIG, PROVENANCE, STATUS, MANIFEST = "config.yaml", "provenance.json", "status.json", "manifest.json"
+JOBS = "jobs.json"
+"""What a sweep ran: it is the folder's mark, as :data:`CONFIG` is that of a run."""
 ROWS = ".jsonl"
 READ = (ROWS, ".csv", ".json", ".yaml")
 """Kinds of files that numbers are read from: one more of them in a finished run is damage too."""
 DRAWN = ("figures/", "report.html")
 """What ``posbench report`` makes again from the other files."""
+YAML = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # many times faster where there is a C library
 
 
 @dataclass
@@ -52,7 +56,7 @@ class RunDir:
         """The recorded config, empty where there is none; `UserError` where it is none, or lacks a group."""
         file, found = self.path / CONFIG, None
         with suppress(yaml.YAMLError, UnicodeDecodeError):
-            found = yaml.safe_load(file.read_text()) if file.is_file() else {}
+            found = yaml.load(file.read_text(), YAML) if file.is_file() else {}
         if not isinstance(found, dict) or not all(isinstance(found.get(group), dict) for group in groups):
             allowed, hint = "a config as posbench records it", "repeat the command that made this run"
             raise UserError(CONFIG, str(file), allowed, hint)
@@ -112,6 +116,14 @@ class RunDir:
         if state == "done":
             self.seal(str(self.facts(PROVENANCE).get("command", "")))
 
+    def spend(self, stage: str, took: Mapping[str, float], peaks: Mapping[str, int]) -> None:
+        """Add what a session took of a stage to ``spent``; of all sessions the highest peak stays."""
+        status = self.status()
+        known = status.setdefault("spent", {}).setdefault(stage, {})
+        known |= {name: round(known.get(name, 0) + value, 2) for name, value in took.items()}
+        known |= {name: max(known.get(name, 0), value) for name, value in peaks.items()}
+        self.write_facts(STATUS, status)
+
     # Damage
 
     def seal(self, command: str) -> None:
@@ -142,27 +154,31 @@ class RunDir:
             ours = [n for n in self._stamps() if n in old["files"] or n.startswith(tuple(changed))]
             self._seal(str(old["command"]), ours)
 
-    def damaged(self) -> list[str]:
-        """Names of files that are not what the run left: by the manifest of a finished run, or by what the
-        stages of an unfinished one recorded. Of rows only a search's are among the latter: all carry
-        checksums.
+    def damaged(self, only: Sequence[str] | None = None) -> list[str]:
+        """Names of files that are not what the run left, of all or of ``only`` these: by the manifest of a
+        finished run, or by what the stages of an unfinished one recorded. Of rows only a search's are among
+        the latter: all carry checksums.
         """
         manifest, end = self.facts(MANIFEST), self.path / "DONE"
+        sealed = end.is_file() and end.read_text(errors="replace").strip() == self._sum(MANIFEST)
+        if manifest and (sealed or not end.is_file()):
+            if only is not None:
+                return self._unlike({name: manifest["files"].get(name, "") for name in only})
+            added = [n for n in self._stamps() if n not in manifest["files"] and n.endswith(READ)]
+            return [*self._unlike(manifest["files"]), *added]
         books = [name for name in (STATUS, PROVENANCE) if not self.facts(name)]
         # One that posbench of an earlier version made has neither with a checksum.
         lost = books if self.id or len(books) == 1 else []
-        if end.is_file() and end.read_text(errors="replace").strip() != self._sum(MANIFEST):
+        if end.is_file() and not sealed:
             # An empty DONE without a manifest is of an earlier version too.
             lost = ["DONE", MANIFEST, *lost] if manifest or end.stat().st_size else []
-        elif manifest:
-            added = [n for n in self._stamps() if n not in manifest["files"] and n.endswith(READ)]
-            return [*self._unlike(manifest["files"]), *added]
         elif (self.path / MANIFEST).is_file():
             lost = [MANIFEST, *lost]
         recorded = dict[str, str]()
         for facts in self.status()["stages"].values():
             recorded |= facts.get("files", {})
-        return [*lost, *self._unlike(recorded)]
+        asked = {name: known for name, known in recorded.items() if only is None or name in only}
+        return [*lost, *self._unlike(asked)]
 
     def resume(self, stages: Sequence[str], config: Mapping[str, Any], provenance: Mapping[str, Any]) -> None:
         """Make an unfinished, extended or damaged run ready for stages: what is damaged goes, rows but the
@@ -179,6 +195,7 @@ class RunDir:
         text = yaml.safe_dump(plain(config), sort_keys=False)
         kept["config"] = {"files": {CONFIG: hashlib.sha256(text.encode()).hexdigest()}}
         told = {"state": "running", "error": None, "stages": kept, "seconds": status.get("seconds", 0)}
+        told |= {"spent": status.get("spent", {})}
         self.write_facts(STATUS, told)
         for name in damaged:
             file = self.path / name
@@ -301,7 +318,7 @@ def owned(folder: Path) -> Iterator[None]:
     # The lock lies beside the folder and goes with the process that holds it, however that one ends.
     lock = FileLock(locks / folder.name)
     try:
-        lock.acquire(timeout=0)
+        lock.acquire(timeout=0.2)  # who only looks (:func:`in_use`) holds it for a moment
     except Timeout as error:
         hint = "wait for the other run, or stop it"
         raise UserError("run folder", str(folder), "one process at a time", hint) from error
@@ -311,9 +328,30 @@ def owned(folder: Path) -> Iterator[None]:
         lock.release()
 
 
+def in_use(folder: Path) -> bool:
+    """Whether a process owns a run folder; also where that cannot be seen."""
+    lock = folder.absolute().parent / ".locks" / folder.name
+    if not lock.is_file():
+        return False
+    try:
+        with FileLock(lock, timeout=0):
+            return False
+    except (Timeout, OSError):
+        return True
+
+
 def is_run(folder: Path) -> bool:
     """Whether a folder is a run or a sweep."""
-    return any((folder / name).is_file() for name in (CONFIG, STATUS, PROVENANCE, MANIFEST, "summary.csv"))
+    return any((folder / name).is_file() for name in (CONFIG, STATUS, PROVENANCE, MANIFEST, JOBS))
+
+
+def runs_in(folder: Path) -> list[Path]:
+    """Run and sweep folders in an outputs folder, an experiment's or task's, or one version's."""
+    folder = folder.resolve()
+    versions = [v for depth in ("v[0-9]*", "*/v[0-9]*") for v in folder.glob(depth)] + [folder]
+    inside = (run for v in versions if re.fullmatch("v[0-9]+", v.name) and v.is_dir() for run in v.iterdir())
+    named = (run for run in inside if not run.name.startswith("."))
+    return sorted(run for run in named if any((run / mark).is_file() for mark in (CONFIG, JOBS)))
 
 
 def open_run(folder: Path) -> RunDir:
@@ -324,23 +362,25 @@ def open_run(folder: Path) -> RunDir:
     """
     if is_run(folder):
         return opened(folder)
-    inside = [p.parent for depth in ("*", "*/*", "*/*/*") for p in sorted(folder.glob(f"{depth}/{CONFIG}"))]
-    hint = "posbench prints the folder of each run" if folder.is_dir() else "no such folder; check the path"
+    inside = runs_in(folder) if folder.is_dir() else []
+    hint = "posbench ls runs lists them"
+    hint = hint if folder.is_dir() else f"no such folder; check the path: {hint}"
     if inside:
         more = f" and {len(inside) - 8} more" if len(inside) > 8 else ""
         hint = f"take a run in it: {', '.join(map(str, inside[:8]))}{more}"
     raise UserError("DIR", str(folder), f"a run folder (it holds {CONFIG})", hint)
 
 
-def checked(folder: Path, made_again: Sequence[str] = ()) -> RunDir:
+def checked(folder: Path, made_again: Sequence[str] = (), only: Sequence[str] | None = None) -> RunDir:
     """A run, or a sweep, whose files are as it left them, but for those (beginnings of names) that the caller
-    makes again. Of an unfinished run only what its finished stages wrote can be checked, which is said.
+    makes again; with ``only``, these files. Of an unfinished run only what its finished stages wrote can be
+    checked, which is said.
 
     Raises:
         UserError: It is no run folder, or files are damaged; the hint is the command that makes them again.
     """
     run = open_run(folder)
-    damaged = [name for name in run.damaged() if not name.startswith(tuple(made_again))]
+    damaged = [name for name in run.damaged(only) if not name.startswith(tuple(made_again))]
     if damaged:
         command = run.facts(MANIFEST).get("command") or run.facts(PROVENANCE).get("command")
         named = ", ".join(damaged[:4]) + (f" and {len(damaged) - 4} more" if len(damaged) > 4 else "")

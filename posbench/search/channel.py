@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
-import pandas as pd
 from annotated_types import MinLen
 
 from posbench.errors import UserError
 from posbench.files.atomic import Row, write_csv
+from posbench.late import pd
 from posbench.measure.losses import candidate_losses
 from posbench.measure.states import Alphabet, Site, Strings, Sums, average_states
 from posbench.methods.choice import MethodChoice
@@ -196,7 +196,7 @@ class ChannelSearch(Search):
         def keep(state: Sums) -> None:
             save(run, vars(state))
 
-        with run.progress("search: random strings", self.strings) as advance:
+        with run.progress("search: random strings", self.strings, start.count) as advance:
             return average_states(run.lm, self.drawn, start=start, keep=keep, advance=advance)
 
     def losses(self, run: Run, file: str, candidates: Sequence[ScaleChannel]) -> Array:
@@ -259,12 +259,13 @@ class ChannelSearch(Search):
                 counts = [str(row[name]) for name in ("n", "monotone_layers")]
                 last = [f"{row['smoothness']:.3g}", "yes" if row["selected"] else ""]
                 rows.append([candidate_label(row), *losses, *counts, *last])
-            caption = "Loss of the best candidates; dashed: unmodified model."
+            caption = "Loss of the best candidates."
             drawn = {"candidates": (candidate_losses_figure(table), caption)}
             out.append(Section("Search", text, header, rows, drawn))
         if channels is not None:
             shown = channels["channel"].unique()
-            drawn = {f"channel_{c}": (channel_curves(channels, c), f"Channel {c}. {CURVES}") for c in shown}
+            made = {c: channel_curves(channels, c, n=[self.strings]) for c in shown}
+            drawn = {f"channel_{c}": (figure, f"Channel {c}. {CURVES}") for c, figure in made.items()}
             out.append(Section("Positional channel", figures=drawn))
         return out
 
@@ -272,5 +273,6 @@ class ChannelSearch(Search):
 CURVES = (
     "Mean over random strings at each token (thin) and its sliding mean (thick), which the search fits: a "
     "line that keeps rising or falling means that the channel encodes position. Attention input: after a "
-    "layer's first norm. Residual: 0 is the embedding, the last one comes after the final norm."
+    "layer's first norm. Residual: 0 is the embedding, the last one comes after the final norm. Each layer "
+    "has an axis of its own; in brackets a first token that is off it."
 )

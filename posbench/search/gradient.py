@@ -5,13 +5,12 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
-import pandas as pd
-import torch
-from torch import Tensor
 
 from posbench.files.atomic import write_csv
+from posbench.late import pd, torch
 from posbench.methods.choice import MethodChoice
 from posbench.model import rope
 from posbench.model.guard import guarded
@@ -21,6 +20,9 @@ from posbench.run.base import Run
 from posbench.schema import Count, Positive, Scale
 from posbench.search.base import Read, save, saved, steps_section
 from posbench.search.scales import NEUTRAL, POSITIONS, ScaleSearch, Scores, answering, calibration
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,8 +61,7 @@ class GradientSearch(ScaleSearch):
         if known:
             scales.data.copy_(known["scales"])
             optimizer.load_state_dict(known["optimizer"])
-        with run.progress("search: epochs", self.epochs) as advance:
-            advance(len(history))
+        with run.progress("search: epochs", self.epochs, len(history)) as advance:
             for epoch in range(len(history), self.epochs):
                 rng = random.Random(f"posbench gradient {self.seed}/{epoch}")
                 drawn = [rng.choice(rng.choices(pools, weights=self.weights)[0]) for _ in range(self.samples)]

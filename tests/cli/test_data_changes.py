@@ -7,7 +7,6 @@ import random
 from collections.abc import Callable
 from pathlib import Path
 
-import pandas as pd
 import pytest
 
 from posbench.pipeline import execute
@@ -16,7 +15,7 @@ from posbench.tasks.kv_retrieval import WORDS
 from tests.conftest import Result, run_folders
 
 FIXED = [
-    "task.examples_per_position=4",
+    "task.limit=4",
     "method=scale_channel",
     "method.channel=3",
     "method.layers=[1,2]",
@@ -47,13 +46,7 @@ def evaluate(posbench: Callable[..., Result], small: list[str], data: Path) -> C
     return lambda *args: posbench(*small, *FIXED, f"task.path={data}", *args)
 
 
-def _metrics(outputs: Path) -> dict[str, pd.DataFrame]:
-    return {folder.parent.name: pd.read_csv(folder / "metrics.csv") for folder in run_folders(outputs)}
-
-
-def test_changed_data_is_another_run_in_another_version(
-    evaluate: Callable[..., Result], data: Path, outputs: Path
-) -> None:
+def test_changed_data_is_another_run(evaluate: Callable[..., Result], data: Path, outputs: Path) -> None:
     assert evaluate("method.factor=0.5").status == 0
     (first,) = run_folders(outputs)
     kept = {file.name: file.read_bytes() for file in first.iterdir() if file.is_file()}
@@ -65,13 +58,13 @@ def test_changed_data_is_another_run_in_another_version(
     (first / "predictions.jsonl").write_bytes(b"".join(rows[: len(rows) // 2]))
     _fill(data, 2)
     assert evaluate("method.factor=0.5").status == 0 and evaluate("method.factor=0.0").status == 0
-    folders = run_folders(outputs)
-    assert [folder.parent.name for folder in folders] == ["v001", "v002", "v002"]
+    folders = sorted(run_folders(outputs), key=lambda folder: folder != first)
+    assert {folder.parent for folder in folders} == {first.parent} and len(folders) == 3
     asked = [json.loads((folder / "prompts.json").read_text())["questions"] for folder in folders]
     assert asked[0] != asked[1] == asked[2], "the second method is compared on its own prompts"
     _fill(data, 1)
     result = evaluate("method.factor=0.5")
-    assert result.status == 0 and "finished before" not in result.out and run_folders(outputs) == folders
+    assert result.status == 0 and "finished before" not in result.out and len(run_folders(outputs)) == 3
     for name in ("metrics.csv", "prompts.json"):
         assert (first / name).read_bytes() == kept[name]
 

@@ -16,7 +16,7 @@ EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
 SMALL = [
     "task=roll_call",
     "task.names=8",
-    "task.examples_per_position=4",
+    "task.limit=4",
     "runtime.intervene_examples=2",
     "runtime.resamples=100",
 ]

@@ -19,7 +19,7 @@ from posbench import paths
 from posbench.cli import figures
 from tests.conftest import PROCESS, Result
 
-SMALL = {"pairs": 4, "positions": [0, 3], "examples_per_position": 4}
+SMALL = {"pairs": 4, "positions": [0, 3], "limit": 4}
 
 CHILD = """
 import os, signal, sys, time

@@ -33,7 +33,7 @@ def _only(outputs: Path) -> Path:
 
 def test_killed_at_any_moment(small: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All stages, in this process; tests/cli/test_kills.py kills every search and study sixty times."""
-    args = [*small, "task.examples_per_position=4", "task.calibration_examples=4"]
+    args = [*small, "task.limit=4", "task.calibration_examples=4"]
     monkeypatch.setattr("posbench.run.base.load", loaded_once(args))
     kills = Kills(args, tmp_path)
     assert kills.tried(6, whole=1) == (6, 6), kills.failures
@@ -115,8 +115,16 @@ def test_damaged_rows_are_computed_again(
     for late in ("metrics.csv", "DONE"):  # what a killed run lacks
         (finished / late).unlink()
     sizes = _count_work(monkeypatch)
-    assert posbench(*small).status == 0
+    result = posbench(*small)
+    assert result.status == 0
     assert len(sizes) == (1 if damage in ("torn", "flipped", "errored") else 0)
+    if damage in ("torn", "newline"):
+        # The last batch of 4 is read again; what both sessions read adds up, one reply token a prompt.
+        assert ("evaluate scale_channel 32/36 (88 %), 0:00:00 elapsed" in result.out) is (damage == "torn")
+        tokens, again = [json.loads(line)["tokens"] for line in lines], 4 if damage == "torn" else 0
+        spent = opened(finished).status()["spent"]["evaluate"]
+        assert spent["prompt_tokens"] == sum([*tokens, *tokens[len(tokens) - again :]])
+        assert spent["reply_tokens"] == len(tokens) + again
     assert _results(finished) == wanted
     rows = [json.loads(line) for line in file.read_bytes().splitlines()]
     assert sorted((r["method"], r["id"]) for r in rows) == sorted(
@@ -207,12 +215,12 @@ def test_nothing_is_overwritten(
     before = {p: p.read_bytes() for p in finished.rglob("*") if p.is_file()}
     assert posbench(*small, "task.seed=1").status == 0
     second = [p for p in run_folders(outputs) if p != finished]
-    assert [p.parent.name for p in second] == ["v002"]
+    assert [p.parent for p in second] == [finished.parent], "the same code"
     assert {p: p.read_bytes() for p in finished.rglob("*") if p.is_file()} == before
     # Another method beside the first task; then back to each.
     assert posbench(*small, "method=none", "stages=[intervene,evaluate]").status == 0
     assert posbench(*small, "task.seed=1").status == 0
-    assert sorted(p.parent.name for p in run_folders(outputs)) == ["v001", "v001", "v002"]
+    assert [p.parent.name for p in run_folders(outputs)] == ["v001"] * 3
 
 
 def test_the_unmodified_model_is_evaluated_once(

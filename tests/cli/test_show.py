@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from posbench.report.terminal import terminal
+from posbench.report.console import terminal
 from posbench.run.folder import RunDir
 from tests.conftest import PROCESS, Result, run_folders
 

@@ -59,7 +59,7 @@ def reader(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-POSITIONS = {"kv_retrieval", "nq_multidoc"}
+POSITIONS = {"kv_retrieval", "nq_multidoc", "own_data"}
 
 
 def test_they_are_tasks_of_posbench() -> None:

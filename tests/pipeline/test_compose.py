@@ -146,6 +146,22 @@ def test_an_experiments_grid_is_swept_unless_the_user_types_the_key() -> None:
     assert [job.raw["method"]["factor"] for job in other] == [3, 4]
 
 
+@pytest.mark.parametrize(
+    ("typed", "stages"),
+    [
+        ("evaluate", ["evaluate"]),
+        ("evaluate,report", ["evaluate", "report"]),
+        ("[evaluate,report]", ["evaluate", "report"]),
+        ("null", None),
+    ],
+)
+def test_stages_need_no_brackets_in_a_sweep_either(typed: str, stages: list[str] | None) -> None:
+    assert composed(f"stages={typed}").raw["stages"] == stages
+    found: list[Composed] = []
+    compose(["-m", "method.factor=0,1", f"stages={typed}"], found.append)
+    assert [job.raw["stages"] for job in found] == [stages, stages]
+
+
 def test_lists_stand_among_the_values_of_a_sweep() -> None:
     jobs = _jobs("-m", "method=none,[layer_scaling, scale_channel]", "task.positions=[0],[1,2]", "model=tiny")
     shown = [(job.raw["method"]["name"], job.raw["task"]["positions"]) for job in jobs]

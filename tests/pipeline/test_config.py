@@ -30,7 +30,7 @@ def _all(*args: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("group", ["task", "search", "runtime"])
 def test_every_choice_composes_and_checks(group: str) -> None:
-    names = choices(paths.CONF / group)
+    names = [name for name in choices(paths.CONF / group) if name != "own_data"]  # nothing without a file
     found = _all("-m", f"{group}={','.join(names)}", "model=tiny", "stages=[evaluate]")
     assert len(found) == len(names)
     if group == "task":

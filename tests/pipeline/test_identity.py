@@ -1,4 +1,4 @@
-"""What starts a new version, what makes another run of it, and what does neither."""
+"""What starts a new version, what makes another run, and what does neither."""
 
 from __future__ import annotations
 
@@ -46,55 +46,66 @@ LEAVES = [
 
 @pytest.mark.parametrize("file", [*MOVES, *LEAVES])
 def test_code_that_can_move_a_number_starts_a_new_version_and_other_code_does_not(
-    file: str, config: Any, package: Path
+    file: str, package: Path
 ) -> None:
-    before = identity.source_digest(config)
-    assert before == identity.source_digest(config)
+    before = identity.source_digest()
+    assert before == identity.source_digest()
     (package / file).write_text((package / file).read_text() + "# changed\n")
-    assert (identity.source_digest(config) != before) is (file in MOVES)
+    assert (identity.source_digest() != before) is (file in MOVES)
 
 
-def test_a_new_file_in_a_room_of_numbers_counts_and_a_renamed_one_too(config: Any, package: Path) -> None:
-    found = [identity.source_digest(config)]
+def test_a_changed_figure_of_a_study_starts_no_version(package: Path) -> None:
+    file = package / "studies/yu2025/attention_to_gold.py"
+    text, before = file.read_text(), identity.source_digest()
+    assert text.count("@plot.styled") == 3
+    drawn = text.replace("    figure, ", "    print()\n    figure, ")
+    assert drawn.count("print()") >= 2
+    file.write_text(drawn)
+    assert identity.source_digest() == before
+    # What stands between the functions that draw counts.
+    for at in (text.index("@plot.styled"), text.rindex("@plot.styled"), len(text)):
+        file.write_text(text[:at] + "NEW = 1\n" + text[at:])
+        assert identity.source_digest() != before
+
+
+def test_a_new_file_in_a_room_of_numbers_counts_and_a_renamed_one_too(package: Path) -> None:
+    found = [identity.source_digest()]
     (package / "methods" / "fresh.py").write_text("")
-    found.append(identity.source_digest(config))
+    found.append(identity.source_digest())
     (package / "methods" / "fresh.py").rename(package / "methods" / "other.py")
-    found.append(identity.source_digest(config))
+    found.append(identity.source_digest())
     (package / "report" / "fresh.py").write_text("")
-    assert len(set(found)) == 3 and identity.source_digest(config) == found[-1]
+    assert len(set(found)) == 3 and identity.source_digest() == found[-1]
 
 
-def _keys(config: Any) -> tuple[dict[str, Any], str]:
+def _name(config: Any) -> str:
     read = identity.reads(config)
-    who = identity.identity(config, read)
-    return identity.version_key(config, who, read), identity.run_name(config, who, read)
+    return identity.run_name(config, identity.identity(config, read), read)
 
 
 @pytest.mark.parametrize(
-    ("override", "version", "run"),
+    ("override", "run"),
     [
-        ("task.seed=1", True, False),
-        ("task.pairs=16", True, False),
-        ("method.factor=0.5", False, True),
-        ("method.factor=-1.0", False, True),
-        ("method=none", False, True),
-        ("model=tiny_b", False, True),
-        ("model.dtype=bfloat16", False, True),
-        ("model.context_window=300", False, True),
-        ("runtime.batch_size=8", False, True),
-        ("runtime.threads=2", False, True),
-        ("runtime.resamples=109", False, True),
-        ("runtime.intervene_examples=3", False, True),
-        ("search.strings=9", False, False),
-        ("runtime.outputs=elsewhere", False, False),
-        ("stages=[evaluate,report]", False, False),
+        ("task.seed=1", True),
+        ("task.pairs=16", True),
+        ("method.factor=0.5", True),
+        ("method.factor=-1.0", True),
+        ("method=none", True),
+        ("model=tiny_b", True),
+        ("model.dtype=bfloat16", True),
+        ("model.context_window=300", True),
+        ("runtime.batch_size=8", True),
+        ("runtime.threads=2", True),
+        ("runtime.resamples=109", True),
+        ("runtime.intervene_examples=3", True),
+        ("search.strings=9", False),
+        ("runtime.outputs=elsewhere", False),
+        ("runtime.log_every=5", False),
+        ("stages=[evaluate,report]", False),
     ],
 )
-def test_settings_start_a_version_a_run_or_neither(
-    override: str, version: bool, run: bool, config: Any
-) -> None:
-    (key, name), (other_key, other_name) = _keys(config), _keys(config_of(*BASE, override))
-    assert (key != other_key) is version
+def test_settings_that_move_a_number_make_another_run(override: str, run: bool, config: Any) -> None:
+    name, other_name = _name(config), _name(config_of(*BASE, override))
     assert (name != other_name) is run
     if override == "method.factor=-1.0":
         assert other_name.startswith("tiny__scale_channel__"), "the model's own value, but typed"
@@ -102,8 +113,8 @@ def test_settings_start_a_version_a_run_or_neither(
 
 def test_a_search_is_part_of_a_run_that_searches_and_a_study_names_its_folder() -> None:
     searches = [config_of("stages=[search,evaluate]", f"search.strings={n}") for n in (8, 9)]
-    assert _keys(searches[0])[1] != _keys(searches[1])[1]
-    assert _keys(config_of("study=crop_mask"))[1].startswith("tiny__crop_mask__none__")
+    assert _name(searches[0]) != _name(searches[1])
+    assert _name(config_of("study=crop_mask")).startswith("tiny__crop_mask__none__")
 
 
 def test_a_checkpoint_is_known_by_every_byte_that_it_is_loaded_from(tmp_path: Path, checkpoint: Path) -> None:
@@ -134,35 +145,33 @@ def test_a_checkpoint_is_known_by_every_byte_that_it_is_loaded_from(tmp_path: Pa
     assert found() != first
 
 
-READ: dict[str, tuple[bool, list[str]]] = {
-    "task.path": (True, []),
-    "task.calibration_path": (True, ["stages=[search,evaluate]"]),
-    "method.weights": (False, ["method=moice"]),
-    "method.parts.moice.weights": (False, ["method=[moice,scale_channel]", "method.parts.moice.top_k=7"]),
-    "search.data": (False, ["search=router", "method=moice", "stages=[search]"]),
-    "study.text": (False, ["study=score_map"]),
-    "study.trainings": (False, ["study=synthetic_results"]),
-    "study.published": (False, ["study=synthetic_results", "study.trainings=tests"]),
+READ: dict[str, list[str]] = {
+    "task.path": [],
+    "task.calibration_path": ["stages=[search,evaluate]"],
+    "method.weights": ["method=moice"],
+    "method.parts.moice.weights": ["method=[moice,scale_channel]", "method.parts.moice.top_k=7"],
+    "search.data": ["search=router", "method=moice", "stages=[search]"],
+    "study.text": ["study=score_map"],
+    "study.trainings": ["study=synthetic_results"],
+    "study.published": ["study=synthetic_results", "study.trainings=tests"],
 }
 
 
 @pytest.mark.parametrize("field", READ)
 def test_what_a_file_holds_is_part_of_a_run(field: str, tmp_path: Path) -> None:
-    starts_a_version, args = READ[field]
     given = tmp_path / "given"
     inside = {"study.trainings": "training/rows.jsonl", "study.published": "gaps.csv"}
     file = given / inside[field] if field in inside else given
     file.parent.mkdir(parents=True, exist_ok=True)
     base = BASE if not field.startswith(("study", "search")) else []
-    config, keys = config_of(*base, *args, f"{field}={given}"), []
+    config, names = config_of(*base, *READ[field], f"{field}={given}"), []
     for text in ("one", "two", "one"):
         file.write_text(text)
-        keys.append(_keys(config))
-    (version, name), (other_version, other_name), again = keys
-    assert again == keys[0] and name != other_name and (version != other_version) is starts_a_version
+        names.append(_name(config))
+    assert names[0] == names[2] != names[1]
 
 
-def test_a_folder_of_data_and_the_commit_of_hub_data_start_a_version(
+def test_a_folder_of_data_and_the_commit_of_hub_data_are_part_of_a_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
@@ -176,17 +185,16 @@ def test_a_folder_of_data_and_the_commit_of_hub_data_start_a_version(
         (hub / "snapshots" / sha / "gov_report.zip").write_text("the same")
         (hub / "refs/main").write_text(sha)
         (folder / "gov_report.zip").write_text(sha)
-        found += map(_keys, configs)
-    assert len({str(version) for version, _ in found}) == len({name for _, name in found}) == 4
+        found += map(_name, configs)
+    assert len(set(found)) == 4
 
 
 def test_libraries_are_part_of_a_run(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    version, name = _keys(config)
+    names = [_name(config)]
     for library in ("torch", "transformers"):
         monkeypatch.setattr(identity, "version", lambda asked, own=library: "9" if asked == own else "1")
-        other = _keys(config)
-        assert other[0] == version and other[1] != name
-        name = other[1]
+        names.append(_name(config))
+    assert len(set(names)) == 3
 
 
 def test_a_record_says_where_a_run_was_made(config: Any) -> None:

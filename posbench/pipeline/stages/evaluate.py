@@ -101,6 +101,9 @@ def rescore(task: Task, model: str, resamples: int, out: RunDir) -> int:
         if "error" not in row:
             scores = task.score(examples[row["id"]], row["output"])
             changed += scores != row["scores"]
-            rows.append({**row, "scores": scores})
-    write_metrics(task, model, resamples, out, rows)
+            row = {**row, "scores": scores}
+        rows.append(row)
+    if changed:
+        out.write_rows(FILE, rows)
+    write_metrics(task, model, resamples, out, [row for row in rows if "error" not in row])
     return changed

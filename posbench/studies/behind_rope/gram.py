@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import pandas as pd
-import torch
-from torch import Tensor
 
 from posbench.errors import UserError
+from posbench.late import inference_mode, pd
 from posbench.measure.scores import MeanMap, by_sample, check_interface, read_scores
 from posbench.model import families
 from posbench.model.lm import LM
@@ -23,6 +21,9 @@ from posbench.stats.findings import Finding, estimate, joint
 from posbench.studies.base import Tables
 from posbench.studies.behind_rope.maps import long_table, maps_figure, stacked
 from posbench.studies.behind_rope.score_map import Sampled
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 PANELS = {
     "a": "LN(X)",
@@ -114,7 +115,7 @@ def first_block(lm: LM) -> Any:
     return block
 
 
-@torch.inference_mode()
+@inference_mode
 def gram_panels(
     lm: LM, plan: Sequence[Sequence[Sequence[int]]], advance: Callable[[int], None] = lambda n: None
 ) -> dict[str, MeanMap]:

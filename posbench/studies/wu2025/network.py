@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import numpy as np
-import torch
 from annotated_types import Ge, Le
-from torch import Tensor, nn
 
+from posbench.late import nn, torch
 from posbench.schema import Count, NonNegative, Positive
 from posbench.studies.wu2025.sequences import Mixture
 from posbench.theory import masks
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 HIDDEN_LAYERS = 3  # of the classifier
 

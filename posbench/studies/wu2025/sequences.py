@@ -6,13 +6,13 @@ The items are of two classes, four copies each in random order; the query is of 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
-import torch
-import torch.nn.functional as F
-from torch import Tensor
-
+from posbench.late import F, torch
 from posbench.schema import NonNegative, Several, Whole
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,77 @@
+"""``posbench ls runs`` and ``compare``: find runs again, and put some side by side."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from posbench.cli.options import option
+from posbench.errors import UserError
+from posbench.report import index
+from posbench.report.compare import write_comparison
+from posbench.report.console import show_lists, terminal
+from posbench.report.terminal import text_table
+
+
+def outputs_of(args: Sequence[str]) -> tuple[Path, list[str]]:
+    """The folder that ``--outputs`` names, and the other arguments."""
+
+    given, rest = option(args, "--outputs")
+    return Path(given or "outputs").expanduser(), rest
+
+
+def ls_runs(args: list[str]) -> int:
+    """List the runs of an outputs folder, newest first.
+
+    usage: posbench ls runs [FILTERS] [--outputs DIR] [--json]
+
+    A filter is ``column=value`` (run, folder, model, task, method, study, state), ``key=value`` of a
+    setting, with ``*`` for anything, or a word of a row. Columns: the hash and version of a run, what ran,
+    the settings in which the rows shown differ, score and position bias of the method in % and points with
+    their 95 % intervals, verdicts of a study, age, and state: done, running, killed, failed, incomplete
+    (some rows failed), mixed (a file changed under it), damaged. A pipe gets TSV with all numbers.
+
+      posbench ls runs model=tiny task=kv_retrieval state=done
+      posbench ls runs task.pairs=12 scale_channel
+    """
+    outputs, rest = outputs_of(args)
+    filters = [arg for arg in rest if arg != "--json"]
+    for arg in filters:
+        if arg.startswith("-"):
+            raise UserError("flag", arg, "--outputs DIR, --json", "posbench ls runs --help")
+    # Where nothing ran yet there is nothing to refuse.
+    found = index.records(outputs, filters) if outputs.exists() or outputs.name != "outputs" else []
+    if not found:
+        asked = f" that passes {' '.join(filters)}" if filters else ""
+        print(f"posbench: no run in {outputs}{asked}", file=sys.stderr)
+    show_lists({index.title(found): found}, "--json" in rest, index.look)
+    return 0
+
+
+def compare(args: list[str]) -> int:
+    """Put runs side by side: a table, and a figure of their scores over the gold position.
+
+    usage: posbench compare RUN RUN... [--out FOLDER] [--outputs DIR]
+
+    A run is its folder, or the hash that ``posbench ls runs`` prints. Differences are those from the first
+    run, paired by prompt where one run asked all that the other did, with 95 % intervals over questions;
+    unpaired ones are said to be. FOLDER, or ``compare/`` in the outputs, gets ``comparison.csv`` and the
+    figure.
+
+      posbench compare 51cc60e3 d172d1d1
+    """
+    outputs, rest = outputs_of(args)
+    out, names = option(rest, "--out")
+    for name in names:
+        if name.startswith("-"):
+            raise UserError("flag", name, "--out FOLDER, --outputs DIR", "posbench compare --help")
+    folders = [index.run_named(name, outputs) for name in names]
+    folder, table, said = write_comparison(folders, Path(out).expanduser() if out else None)
+    console = terminal()
+    console.print(text_table(*table))
+    console.print("score in %, position bias and differences in points, [95 % interval]")
+    for line in said:
+        console.print(line)
+    console.print(f"comparison: {folder}", soft_wrap=True)
+    return 0

@@ -1,0 +1,173 @@
+"""Comparisons: paired where the prompts are the same, else said not to be, and never of two tasks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import yaml
+
+from posbench.errors import UserError
+from posbench.pipeline.stages.evaluate import write_metrics
+from posbench.report.compare import Compared, differences, labelled, said_of, write_comparison
+from posbench.run.folder import RunDir
+from posbench.schema import instantiate
+from posbench.tasks import Task
+from tests.conftest import Result
+
+TASK = {"_target_": "posbench.tasks.KVRetrieval", "name": "kv_retrieval", "pairs": 12, "records": "words"}
+QUESTIONS, PLACES = 30, (0, 5, 11)
+Right = Callable[[int, int], bool]
+
+
+def run(
+    outputs: Path,
+    name: str,
+    right: Right,
+    *,
+    seed: int = 0,
+    questions: int = QUESTIONS,
+    places: Sequence[int] = PLACES,
+    task: dict[str, Any] | None = None,
+    method: str = "scale_channel",
+    model: str = "tiny",
+) -> Path:
+    """A run that answered question q at place p right where ``right(q, p)``; unmodified only at the ends."""
+    folder = outputs / "kv_retrieval/v001" / f"{model}__{method}__{name}"
+    folder.mkdir(parents=True)
+    task = {**TASK, "seed": seed, **(task or {})}
+    config = {"model": {"name": model}, "task": task, "method": {"name": method, "x": name}}
+    out = RunDir(folder, name)
+    (folder / "config.yaml").write_text(yaml.safe_dump({**config, "runtime": {"resamples": 100}}))
+    rows = []
+    for way in dict.fromkeys(("none", method)):
+        answered: Right = right if way == method else lambda q, p: p != PLACES[1]
+        for q in range(questions):
+            for p in places:
+                one = {"method": way, "id": f"{q}-{p}", "gold_position": p, "cluster": str(q), "subset": ""}
+                told = {"scores": {"accuracy": float(answered(q, p))}, "output": "x"}
+                rows.append({**one, **told, "prompt": f"{seed} {q} {p}"})
+    out.write_rows("predictions.jsonl", rows)
+    made: Task = instantiate(task, Task, "task")  # type: ignore[type-abstract]
+    write_metrics(made, model, 100, out, rows)
+    out.write_facts("provenance.json", {"started": "2026-05-01T10:00:00+00:00"})
+    out.write_facts("status.json", {"state": "done", "stages": {}})
+    out.seal("posbench")
+    return folder
+
+
+def better(q: int, p: int) -> bool:
+    return p != 5 or q % 3 == 0
+
+
+def best(q: int, p: int) -> bool:
+    return p != 5 or q % 3 != 1
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Runs of one task by what they are."""
+    outputs = tmp_path_factory.mktemp("runs")
+    return {
+        "better": run(outputs, "aaaa0001", better),
+        "best": run(outputs, "aaaa0002", best),
+        "seed": run(outputs, "aaaa0003", best, seed=1),
+        "few": run(outputs, "aaaa0004", best, questions=12),
+        "other": run(outputs, "aaaa0005", best, places=(0, 11), questions=40),
+        "plain": run(outputs, "aaaa0006", lambda q, p: p != 5, method="none"),
+        "model": run(outputs, "aaaa0007", best, model="tiny_b"),
+    }
+
+
+def compared(runs: dict[str, Path], first: str, second: str) -> tuple[dict[str, Any], str]:
+    """How two runs differ, and what is said of it."""
+    a, b = labelled([Compared.of(runs[name]) for name in (first, second)])
+    found = differences(a, b)
+    return found, said_of(a, b, found)
+
+
+def test_paired_where_the_prompts_are_the_same(runs: dict[str, Path]) -> None:
+    out, (header, rows), said = write_comparison([runs["better"], runs["best"]])
+    outputs = runs["best"].parents[2]
+    assert out == outputs / "compare/aaaa0001_aaaa0002" and said == []
+    lines = pd.read_csv(out / "comparison.csv").set_index("run")
+    line = lines.loc["aaaa0002"]
+    ours, theirs = ([f(q, p) for q in range(QUESTIONS) for p in PLACES] for f in (best, better))
+    change = np.subtract(ours, theirs, dtype=float)
+    assert line["score"] == pytest.approx(np.mean(ours)) and line["pairs"] == line["n"] == 90
+    assert line["score_difference"] == pytest.approx(change.mean())
+    # Of whole questions, by hand: a third of them gains one answer of three.
+    each = change.reshape(QUESTIONS, 3).mean(1)
+    half = 2.045 * each.std(ddof=1) / np.sqrt(QUESTIONS)
+    reach = line["score_difference_ci_high"] - line["score_difference_ci_low"]
+    assert reach / 2 == pytest.approx(half, rel=0.2)
+    assert line["score_difference_ci_low"] > 0, "every question gains or stays"
+    assert line["position_bias_difference"] < 0 and np.isnan(lines.loc["aaaa0001", "score_difference"])
+    assert header[3] == "minus x=aaaa0001" and [row[0] for row in rows] == ["aaaa0001", "aaaa0002"]
+    assert {file.name for file in out.iterdir()} == {"comparison.csv", "accuracy.png", "accuracy.pdf"}
+
+
+def test_other_prompts_are_not_paired_and_that_is_said(runs: dict[str, Path]) -> None:
+    alone, said = compared(runs, "better", "seed")
+    assert alone["pairs"] == 0 and "unpaired, 0 of its 90 prompts" in said
+    paired, nothing = compared(runs, "better", "best")
+    assert nothing == "" and alone["score"].value == pytest.approx(paired["score"].value)
+    wide, narrow = (at["score"].ci_high - at["score"].ci_low for at in (alone, paired))
+    assert wide > 1.2 * narrow
+    # Neither asked all that the other did.
+    assert "unpaired, 60 of its 80 prompts" in compared(runs, "better", "other")[1]
+
+
+def test_fewer_prompts_are_paired_over_those_that_both_asked(runs: dict[str, Path]) -> None:
+    for names, sign in ((("better", "few"), 1), (("few", "better"), -1)):
+        found, said = compared(runs, *names)
+        assert found["pairs"] == 36 and "over the 36 prompts" in said
+        assert found["score"].value == pytest.approx(sign * 4 / 36)
+
+
+def test_two_models_answer_the_same_prompts(runs: dict[str, Path]) -> None:
+    found = labelled([Compared.of(runs[name]) for name in ("plain", "best", "model")])
+    told = ["tiny, unmodified", "tiny, scale_channel", "tiny_b, scale_channel"]
+    assert [run.label.split(", x=")[0] for run in found] == told
+    assert differences(found[0], found[2])["pairs"] == 90
+
+
+def test_rows_that_do_not_tell_their_prompt_are_not_taken_for_the_same(tmp_path: Path) -> None:
+    runs = {
+        name: run(tmp_path, name, better, seed=seed) for seed, name in enumerate(("aaaa0001", "aaaa0002"))
+    }
+    for name, folder in runs.items():
+        out = RunDir(folder, name)
+        rows = [{k: v for k, v in row.items() if k != "prompt"} for row in out.rows("predictions.jsonl")]
+        out.write_rows("predictions.jsonl", rows)
+        out.seal("posbench")
+    assert "unpaired" in compared(runs, *runs)[1]
+
+
+def test_refusals(tmp_path: Path, posbench: Callable[..., Result]) -> None:
+    first = run(tmp_path, "aaaa0001", better)
+    other = run(tmp_path, "aaaa0002", better, task={"name": "mine"})
+    for runs, words in {
+        (first,): "two runs or more",
+        (first, first): "each once",
+        (first, other): r"aaaa0002 \(task mine\).*runs of one task, kv_retrieval",
+        (first, tmp_path / "nowhere"): "no such folder",
+    }.items():
+        with pytest.raises(UserError, match=words):
+            write_comparison(runs)
+    second = run(tmp_path, "aaaa0003", best)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/file").write_text("")
+    with pytest.raises(UserError, match="a comparison to replace"):
+        write_comparison([first, second], tmp_path / "mine")
+    for _ in "12":  # a second one takes the place of the first
+        told = posbench("compare", "aaaa0001", "aaaa0003", "--outputs", str(tmp_path), verb=True)
+        assert told.status == 0 and f"comparison: {tmp_path}/compare/aaaa0001_aaaa0003" in told.out
+    (second / "DONE").unlink()
+    assert "finished run" in posbench("compare", str(first), str(second), verb=True).err
+    (second / "metrics.csv").write_text("")
+    assert "damaged" in posbench("compare", str(first), str(second), verb=True).err

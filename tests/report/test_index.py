@@ -1,0 +1,181 @@
+"""The list of runs: what each is and how it stands; only whole runs show numbers."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+import yaml
+from filelock import FileLock
+
+from posbench.cli.main import main
+from posbench.errors import UserError
+from posbench.report.index import age, look, records, run_named, spelled, title
+from posbench.run.folder import RunDir, open_run, runs_in
+from posbench.stats.findings import COLUMNS
+from tests.conftest import Result
+from tests.frames import metrics
+
+
+def made(folder: Path, method: dict[str, Any], day: int, state: str = "done", **more: Any) -> Path:
+    """A run folder of that state, begun on that day of May."""
+    folder.mkdir(parents=True)
+    task = {"name": "kv_retrieval", "pairs": 12, "positions": [0, 5], **more.pop("task", {})}
+    config = {"model": {"name": "tiny", "path": "x"}, "task": task, "method": method, **more}
+    run = RunDir(folder, folder.name[-8:])
+    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    run.write_facts("provenance.json", {"started": f"2026-05-{day:02d}T10:00:00+00:00"})
+    run.write_facts("status.json", {"state": state, "stages": {}, "seconds": 2.5})
+    metrics(method["name"]).to_csv(folder / "metrics.csv", index=False)
+    if state == "done":
+        run.seal("posbench")
+    return folder
+
+
+@pytest.fixture
+def outputs(tmp_path: Path) -> Path:
+    """Six runs of a task in two versions, one in each state, and one of a study."""
+    suite, scaled = tmp_path / "outputs/kv_retrieval", {"name": "scale_channel", "layers": [1, 2]}
+    made(suite / "v001/tiny__scale_channel__aaaa0001", scaled | {"factor": 0.0}, 1)
+    made(suite / "v001/tiny__scale_channel__aaaa0002", scaled | {"factor": -1}, 2, task={"pairs": 24})
+    made(suite / "v001/tiny__none__bbbb0001", {"name": "none"}, 3)
+    made(suite / "v002/tiny__none__bbbb0002", {"name": "none"}, 4, "running")
+    made(suite / "v002/tiny__none__bbbb0003", {"name": "none"}, 5, "failed")
+    study = made(tmp_path / "outputs/fig9/v001/tiny__maps__none__cccc0001", {"name": "none"}, 6, "running")
+    (study / "metrics.csv").unlink()
+    (study / "config.yaml").write_text(yaml.safe_dump({"model": {"name": "tiny"}, "study": {"name": "maps"}}))
+    row: dict[str, Any] = dict.fromkeys(COLUMNS, 0.0)
+    told = [("paper", "holds"), ("paper", "holds"), ("paper", "inconclusive"), ("control", "contradicted")]
+    found = pd.DataFrame([row | {"kind": kind, "verdict": verdict} for kind, verdict in told])
+    found.to_csv(study / "findings.csv", index=False)
+    RunDir(study, "cccc0001").seal("posbench")
+    return tmp_path / "outputs"
+
+
+def by_hash(outputs: Path, *filters: str) -> dict[str, Any]:
+    return {str(record["run"]): record for record in records(outputs, filters)}
+
+
+def test_newest_first_with_the_numbers_of_their_tables(outputs: Path) -> None:
+    found = by_hash(outputs)
+    assert [*found] == ["cccc0001", "bbbb0003", "bbbb0002", "bbbb0001", "aaaa0002", "aaaa0001"]
+    scaled, plain = found["aaaa0001"], found["bbbb0001"]
+    # The means over the positions of tests/frames.py.
+    assert scaled["score"] == pytest.approx((0.96 + 0.9 + 0.92) / 3) and scaled["n"] == 300
+    assert scaled["difference"] == pytest.approx(scaled["score"] - (0.98 + 0.6 + 0.94) / 3)
+    assert scaled["score_ci_high"] == pytest.approx(scaled["score"] + 0.03)
+    assert plain["score"] == pytest.approx((0.98 + 0.6 + 0.94) / 3) and plain["difference"] is None
+    assert found["cccc0001"]["verdicts"] == "2 hold, 1 inconclusive" and found["cccc0001"]["score"] is None
+    assert scaled["folder"] == str(outputs / "kv_retrieval/v001/tiny__scale_channel__aaaa0001")
+    assert scaled["seconds"] == 2.5 and scaled["started"].startswith("2026-05-01")
+
+
+def test_settings_are_those_in_which_the_rows_shown_differ(outputs: Path) -> None:
+    found = by_hash(outputs)
+    assert found["aaaa0001"]["settings"] == {"task.pairs": "12", "method.factor": "0"}
+    assert found["aaaa0002"]["settings"] == {"task.pairs": "24", "method.factor": "-1"}
+    assert found["bbbb0001"]["settings"] == {"task.pairs": "12"}, "a method without that key"
+    assert by_hash(outputs, "none")["bbbb0001"]["settings"] == {}, "alike among those shown"
+
+
+def test_states(outputs: Path) -> None:
+    states = {name: record["state"] for name, record in by_hash(outputs).items()}
+    assert states["bbbb0002"] == "killed" and states["bbbb0003"] == "failed" and states["aaaa0001"] == "done"
+    (outputs / "kv_retrieval/v002/.locks").mkdir()
+    with FileLock(outputs / "kv_retrieval/v002/.locks/tiny__none__bbbb0002"):
+        assert by_hash(outputs)["bbbb0002"]["state"] == "running"
+    unfinished = by_hash(outputs)["bbbb0003"]
+    assert unfinished["score"] is None, "its table may be half of it"
+
+
+@pytest.mark.parametrize("name", ["metrics.csv", "config.yaml", "manifest.json", "DONE"])
+def test_a_damaged_run_shows_no_number(name: str, outputs: Path) -> None:
+    file = outputs / "kv_retrieval/v001/tiny__scale_channel__aaaa0001" / name
+    file.write_bytes(file.read_bytes().replace(b"0", b"1").replace(b"a", b"b"))
+    found = by_hash(outputs)
+    assert found["aaaa0001"]["state"] == "damaged" and found["aaaa0001"]["score"] is None
+    assert found["aaaa0002"]["state"] == "done" and found["aaaa0002"]["score"] is not None
+
+
+def test_filters(outputs: Path) -> None:
+    for filters, names in {
+        ("state=done", "method=scale_*"): {"aaaa0001", "aaaa0002"},
+        ("task.pairs=24",): {"aaaa0002"},
+        ("method.factor=-1",): {"aaaa0002"},
+        ("task.positions=[0,5]", "v002"): {"bbbb0002", "bbbb0003"},
+        ("FIG9",): {"cccc0001"},
+        ("study=maps", "state=failed"): set(),
+        ("run=aaaa*",): {"aaaa0001", "aaaa0002"},
+    }.items():
+        assert set(by_hash(outputs, *filters)) == names, filters
+    with pytest.raises(UserError, match="did you mean model"):
+        records(outputs, ["modle=tiny"])
+    with pytest.raises(UserError, match=r"did you mean task\.pairs"):
+        records(outputs, ["task.pair=12"])
+
+
+def test_on_a_terminal(outputs: Path) -> None:
+    found = records(outputs, ["scale_channel"])
+    assert (
+        title(found)
+        == "2 runs, all: in v001, model tiny, task kv_retrieval, method / study scale_channel, state done"
+    )
+    first, second = look(found)
+    assert first["settings"] == "pairs=24\nfactor=-1" and second["run"] == "aaaa0001"
+    assert first["score"] == "92.7\n[90, 96]" and first["difference"] == "+8.7\n[5, 13]"
+    assert look(records(outputs, ["maps"]))[0] | {"age": ""} == {
+        **{"run": "cccc0001", "in": "fig9/v001", "model": "tiny", "task": "", "method / study": "maps"},
+        **{"settings": "", "score": "2 hold, 1 inconclusive", "difference": "", "position bias": ""},
+        **{"age": "", "state": "done"},
+    }
+
+
+def test_age() -> None:
+    now = datetime(2026, 5, 8, tzinfo=UTC)
+    for seconds, words in ((0, "0 s"), (59, "59 s"), (60, "1 min"), (7199, "1 h"), (86400 * 7, "7 d")):
+        assert age((now - timedelta(seconds=seconds)).isoformat(), now) == words
+    assert age("", now) == age("yesterday", now) == ""
+
+
+def test_values_are_spelled_as_one_types_them() -> None:
+    assert [spelled(v) for v in ("a", None, True, 1.0, 0.5, ["0%", 1.0])] == [
+        *("a", "null", "true", "1", "0.5", "[0%,1]")
+    ]
+
+
+def test_the_command_prints_tsv_and_json(outputs: Path, posbench: Callable[..., Result]) -> None:
+    table = posbench("ls", "runs", "state=done", "--outputs", str(outputs), verb=True)
+    header, *lines = [line.split("\t") for line in table.out.splitlines()]
+    assert table.status == 0 and len(lines) == 4 and {len(line) for line in lines} == {len(header)}
+    told = posbench("ls", "runs", "--json", f"--outputs={outputs}", verb=True)
+    assert json.loads(told.out)[0]["run"] == "cccc0001"
+    nothing = posbench("ls", "runs", "state=none", "--outputs", str(outputs), verb=True)
+    assert nothing.status == 0 and "no run in" in nothing.err
+    assert main(["ls", "runs", "--outputs", str(outputs / "nowhere")]) == 2
+    assert main(["ls", "runs", "--all"]) == 2
+
+
+def test_a_run_by_its_hash(outputs: Path) -> None:
+    folder = outputs / "kv_retrieval/v001/tiny__none__bbbb0001"
+    assert run_named("bbbb0001", outputs) == folder == run_named(str(folder), outputs)
+    with pytest.raises(UserError, match=r"bbbb0001.*bbbb0002.*bbbb0003"):
+        run_named("bbbb", outputs)
+    with pytest.raises(UserError, match="no such folder"):
+        open_run(run_named("dddd", outputs))
+
+
+def test_runs_are_found_from_any_height(outputs: Path) -> None:
+    every = runs_in(outputs)
+    assert len(every) == 6 and sorted(runs_in(outputs / "kv_retrieval")) == every[1:]
+    assert runs_in(outputs / "fig9/v001") == every[:1] and runs_in(every[0]) == []
+    sweep = outputs / "fig9/v001/sweep__x__y"
+    sweep.mkdir()
+    (sweep / "jobs.json").write_text("[]")
+    shutil.copytree(every[0], every[0].with_name(".new-run"))
+    assert len(runs_in(outputs)) == 7
