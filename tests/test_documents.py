@@ -187,11 +187,11 @@ def test_the_verbs_that_documents_show_run(
         assert posbench(*args).status == 0
     runs = [folder for folder in run_folders(tmp_path / "outputs") if "random" in folder.name]
     here = {"FILE.jsonl": "FILE", "FILE": "tests/data/own/documents.jsonl", "DIR": str(runs[0])}
+    hashes = cycle(folder.name.rpartition("__")[2] for folder in runs)
     for text in sorted({shlex.join(args) for file in TOLD for args in verbs(file)}):
         if text.split()[0] not in ("fetch", "figures", "lm_eval", "validate"):
             for placeholder, file in here.items():
                 text = text.replace(placeholder, file)
-            hashes = cycle(folder.name.rpartition("__")[2] for folder in runs)
             text = re.sub(r"\b[0-9a-f]{8}\b", lambda _: next(hashes), text)
             result = posbench(*shlex.split(text), verb=True)
             assert result.status == 0, (text, result.err)
