@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import yaml
 from safetensors import SafetensorError
@@ -14,14 +14,11 @@ from safetensors import SafetensorError
 from posbench import paths
 from posbench.errors import MachineError, UserError
 from posbench.files import sources
-from posbench.late import torch, transformers
+from posbench.late import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, torch, transformers
 from posbench.model import families, guard
 from posbench.model.encode import CHAT_TEMPLATES, Encoder
 from posbench.model.lm import LM
 from posbench.schema import Count, Positive, Tokens, build
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 Kernel = Literal["auto", "sdpa", "eager", "flash_attention_2"]
 Dtype = Literal["auto", "float64", "float32", "bfloat16", "float16"]

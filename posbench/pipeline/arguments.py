@@ -17,7 +17,7 @@ import yaml
 from hydra._internal.utils import get_args_parser
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
+from hydra.core.override_parser.types import Glob, Override
 from hydra.errors import HydraException
 
 from posbench import paths
@@ -35,10 +35,11 @@ STAGES = re.compile(r"stages=(?!null$)([a-z]+(?:,[a-z]+)*)")
 
 @dataclass(frozen=True)
 class Request:
-    """What Hydra gets: primary config, flags, overrides; what the experiment set; overrides as typed."""
+    """What Hydra gets: primary config, folders to search beside posbench's (the first has the config, unless
+    posbench's has it), overrides; what the experiment set; overrides as typed."""
 
     config: str
-    flags: tuple[str, ...]
+    searched: tuple[Path, ...]
     overrides: tuple[str, ...]
     multirun: bool
     set_by_experiment: frozenset[str]
@@ -67,20 +68,18 @@ def read_flags(args: Sequence[str]) -> Any:
 def requested(overrides: Sequence[str], folders: Sequence[Path], multirun: bool) -> Request:
     """Overrides as Hydra shall see them."""
     names = [o.removeprefix("experiment=") for o in overrides if o.startswith("experiment=")]
-    rest = [_listed(o) for o in overrides if not o.startswith("experiment=")]
-    rest, given = _models(rest, folders)
+    rest, given = _models([_listed(o) for o in overrides if not o.startswith("experiment=")], folders)
     parsed = _parsed(rest)
-    path = [f"file://{folder}" for folder in folders[1:]]
-    config, flags, experiment = "config", list[str](), dict[str, Any]()
+    searched, added = list(folders[1:]), list[str]()
+    config, experiment = "config", dict[str, Any]()
     if names:
         file = _experiment(names[-1], [paths.EXPERIMENTS, *(folder / "experiment" for folder in folders[1:])])
         config, experiment = file.stem, dict(yaml.safe_load(file.read_text()))
         # The last --config-dir wins, so the user's own goes on the search path.
         parsed = [o for o in parsed if o.key_or_group != "hydra.searchpath"]
-        flags = ["--config-dir", str(file.parent)]
-        flags += [f"hydra.searchpath=[{','.join(path)}]"] if path else []
+        searched = [file.parent, *searched]
         table = file.parent / str(((experiment.get("experiment") or {}).get("reference") or {}).get("file"))
-        flags += [f"experiment.reference.file={table}"] if table.is_file() else []
+        added = [f"experiment.reference.file={table}"] if table.is_file() else []
     typed = {o.key_or_group for o in parsed}
     grid = (experiment.get("experiment") or {}).get("grid") or {}
     swept = {key: values for key, values in grid.items() if key not in typed}
@@ -92,7 +91,7 @@ def requested(overrides: Sequence[str], folders: Sequence[Path], multirun: bool)
         shown.append(text)
         spelled[text.split("=")[0]] = str(override.input_line).split("=")[0]
     set_by = frozenset(k for group in GROUPS for k in _leaves(experiment.get(group), group))
-    return Request(config, tuple(flags), tuple(shown), bool(swept), set_by, spelled)
+    return Request(config, tuple(searched), (*added, *shown), bool(swept), set_by, spelled)
 
 
 def _listed(override: str) -> str:
@@ -183,7 +182,7 @@ def _check(override: Override, folders: Sequence[Path], multirun: bool, given: S
         raise UserError(key, value, "one value; a list as [a,b]", "sweep with -m (--multirun)")
     if key in GROUPS and not override.is_delete():
         there = choices(*(folder / key for folder in folders))
-        for name in _values(override):
+        for name in _values(override, there):
             listed = re.fullmatch(r"\[(.*)\]", name)
             parts = [part.strip() for part in listed[1].split(",")] if listed and key == "method" else [name]
             for number, part in enumerate(parts):
@@ -196,8 +195,10 @@ def _check(override: Override, folders: Sequence[Path], multirun: bool, given: S
                     raise UserError(key, name, allowed, hint)
 
 
-def _values(override: Override) -> list[str]:
-    """The values that an override chooses among."""
+def _values(override: Override, there: Sequence[str]) -> list[str]:
+    """The values that an override chooses among; of a pattern those of ``there`` that match, else itself."""
+    if isinstance(pattern := override.value(), Glob):
+        return pattern.filter(list(there)) or [str(override.input_line).partition("=")[2]]
     if override.is_sweep_override():
         return [str(value) for value in override.sweep_string_iterator()]
     return [override.get_value_element_as_str() if override.value() is not None else "null"]

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 from annotated_types import Ge, MinLen
 
 from posbench.errors import UserError
-from posbench.late import pd
+from posbench.late import Figure, pd
 from posbench.plots import base as plot
 from posbench.plots.section import Drawn
 from posbench.run.base import Run
@@ -22,9 +22,6 @@ from posbench.stats.findings import Finding
 from posbench.studies.base import Study, Tables
 from posbench.studies.behind_rope.maps import by_layer, long_table, maps_figure, stacked
 from posbench.theory import causal_mask as theory
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 PAPER = "Behind RoPE,"
 LAYERS = 4
@@ -348,7 +345,7 @@ def layernorm_figure(table: pd.DataFrame, length: str) -> Figure:
     for axes, (alpha, frame) in zip(panels, groups, strict=True):
         for colour, (norm, line) in zip(plot.COLOURS, frame.groupby("norm", sort=False), strict=False):
             axes.plot(line["key"], line["score"] / line["score"].max(), color=colour, label=str(norm))
-        exact = {"color": plot.PAPER, "label": "the paper's L2 norm, exact"}
+        exact = {"color": plot.PAPER, "linestyle": plot.DASHED, "label": "the paper's L2 norm, exact"}
         axes.plot(line["key"], line["l2"] / line["l2"].max(), **exact)
         axes.set(xlabel="key (from 1)", ylabel="score / largest", title=f"{alpha}, inputs of length {length}")
     axes.legend(loc="lower right")

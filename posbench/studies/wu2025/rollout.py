@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from posbench.files.atomic import Row, rounded
-from posbench.late import pd
+from posbench.late import Figure, pd
 from posbench.measure.flow import KINDS, flow
 from posbench.measure.replies import encode
 from posbench.plots import base as plot
@@ -22,9 +21,6 @@ from posbench.stats.findings import Finding, ends, estimate
 from posbench.studies.base import Study, Tables
 from posbench.studies.prompts import need_whole_maps
 from posbench.tasks import Example
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 METRICS = {"by_head": "heads (Gu et al.)", "by_entry": "attention entries (Wu et al.)"}
 
@@ -68,8 +64,8 @@ class Rollout(Study):
         for metric in [m for m in METRICS if m in changes]:
             sinks, at = tables["sinks"], changes[metric]
             first = sinks.loc[(sinks["metric"] == metric) & (sinks["token"] == 0), "share"].item()
-            statistic = f"share of {METRICS[metric]} in which token 1 is a sink, minus the strongest other"
-            note = f"token 1: {first:.3f}, strongest other of the first half: {first - at.value:.3f}"
+            statistic = f"share of {METRICS[metric]} with the first token a sink, minus the strongest other"
+            note = f"first token: {first:.3f}, strongest other of the first half: {first - at.value:.3f}"
             found.append(Finding.above(claim, statistic, at, note=note))
         claim = "Depth moves the content towards the first tokens (Wu et al. 2025, Theorem 4.1)"
         statistic = "weight of the last token on the first part, all layers minus one"

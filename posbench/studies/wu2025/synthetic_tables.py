@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from posbench.errors import renamed
 from posbench.files.atomic import Row
-from posbench.late import pd
+from posbench.late import Axes, Figure, pd
 from posbench.plots import base as plot
 from posbench.plots.section import Drawn
 from posbench.stats import reference
@@ -18,10 +18,6 @@ from posbench.studies.wu2025.network import Attention
 from posbench.studies.wu2025.sequences import Mixture, copying_gap
 from posbench.studies.wu2025.training import PAIRS, Measured
 from posbench.theory import masks
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 SETTINGS = ["vocabulary", "scale", "mask", "pe", "depth", "residual", "bias"]
 """Columns that tell conditions apart; the paper's cells have all but the scale."""
@@ -245,7 +241,7 @@ def curves_figure(gaps: pd.DataFrame, cells: pd.DataFrame, by_data: bool = False
             name = pair.replace("-", " - ") if seed == rows["seed"].min() else None
             axes.plot(line["iteration"] / 1000, line["gap"], label=name, **style)
             if line["paper"].notna().any():
-                own = plot.OPEN_DIAMOND | {"markerfacecolor": style["color"]}
+                own = plot.OPEN_DIAMOND | {"markerfacecolor": style["color"], "markeredgewidth": 0.7}
                 axes.plot([100], line["paper"].iloc[:1], clip_on=False, **own)
         title = f"bias: {condition['bias']}" + (scaled(condition) or ", std 1/sqrt(D)")
         title = title if by_data else label(condition)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated, Literal, get_args
+from typing import Annotated, Literal, get_args
 
 import numpy as np
 from annotated_types import MinLen
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from posbench.errors import UserError
 from posbench.files.atomic import Row, rounded
-from posbench.late import matplotlib, pd
+from posbench.late import Figure, matplotlib, pd
 from posbench.plots import base as plot
 from posbench.plots.attention import over_positions
 from posbench.plots.section import Drawn
@@ -28,9 +28,6 @@ from posbench.studies import prompts as shared
 from posbench.studies.base import Study, Tables
 from posbench.studies.prompts import Prompts, gold
 from posbench.tasks import Example, Task
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 Integers = NDArray[np.int64]
 View = Literal["maps", "heads", "head_maps", "gold", "lengths"]
@@ -317,8 +314,8 @@ def vertical_share(rows: pd.DataFrame) -> float:
 @plot.styled
 def map_panels(frame: pd.DataFrame, unit: str, titles: Mapping[int, str]) -> Figure:
     """A heat map of gold position x item for each value of the column ``unit``, on one colour scale."""
-    columns = min(4 if len(titles) <= 12 else 8, len(titles))
-    large, shape = columns <= 4, {"sharex": True, "sharey": True, "n": frame["n"]}
+    columns = 5 if len(titles) == 5 else 4 if len(titles) <= 12 else 8
+    large, shape = columns < 8, {"sharex": True, "sharey": True, "n": frame["n"]}
     figure, panels = plot.new_panels(len(titles), columns, 1.55 if large else 0.95, **shape)
     norm = matplotlib.colors.PowerNorm(0.5, vmin=0, vmax=float(frame["attention"].max()))
     for axes, (number, title) in zip(panels, titles.items(), strict=True):
