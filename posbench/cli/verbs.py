@@ -17,10 +17,12 @@ from posbench.cli.runs import ls_runs, outputs_of
 from posbench.errors import UserError, choices, complain, near
 from posbench.files import sources
 from posbench.model.families import FAMILIES
+from posbench.pipeline import estimate
 from posbench.pipeline.arguments import GROUPS, PLURALS
 from posbench.pipeline.compose import Composed, compose
 from posbench.pipeline.config import check, needs
 from posbench.pipeline.identity import need_same_data
+from posbench.pipeline.ready import Ready, ready
 from posbench.pipeline.stages import evaluate
 from posbench.report import sweep
 from posbench.report.console import terminal
@@ -110,15 +112,28 @@ def fetch(args: list[str]) -> int:
 
 
 def validate(args: list[str]) -> int:
-    """Compose and check configs; without arguments, every choice of every group and every experiment."""
-    jobs = [args] if args else _every()
+    """Check configs and what they read, and tell what a run takes; without arguments, every choice and every
+    experiment.
+
+    posbench validate [OVERRIDES] [--measure]
+
+    Prints the defaults that change to fit the model's window, prompts and tokens of each stage, and memory;
+    ``--measure`` loads the model and times a few batches. Status 2 where weights or data are not on this
+    machine, with what to fetch.
+    """
+    measure, args = "--measure" in args, [arg for arg in args if arg != "--measure"]
+    jobs = [args] if args or measure else _every()
     status = 0
     for job in jobs:
         problems: list[UserError] = []
+        made: list[Ready] = []
 
-        def look(composed: Composed, problems: list[UserError] = problems) -> None:
+        def look(composed: Composed, made: list[Ready] = made, problems: list[UserError] = problems) -> None:
             try:
-                check(composed.raw, composed.typed, composed.folders)
+                if args or measure:
+                    made.append(ready(composed, download=False))
+                else:
+                    check(composed.raw, composed.typed, composed.folders)
             except UserError as error:
                 problems.append(error)
 
@@ -130,6 +145,11 @@ def validate(args: list[str]) -> int:
         for problem in problems:
             complain(problem)
             status = 2
+        for one in made:
+            for line in one.said:
+                print(line)
+            if one.reader:
+                estimate.show(one.config, one.reader, measure, terminal())
     return status
 
 

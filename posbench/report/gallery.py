@@ -48,9 +48,7 @@ def write_gallery(folder: Path, out: Path | None = None) -> Path:
         for entry in entries:
             shown.setdefault(paper_of(entry), []).append(_write(entry, made))
         source = (paths.PACKAGE / "report" / "gallery.html.j2").read_text()
-        page_of = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(
-            source
-        )
+        page_of = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
         grouped = [(title, shown[paper]) for paper, title in GROUPS.items() if paper in shown]
         told = {"mark": MARK, "papers": grouped, "sentence": _sentence(entries)}
         write_text(made / PAGE, page_of.from_string(source).render(**told))

@@ -16,6 +16,8 @@ from posbench.cli import docs
 from posbench.cli.main import main
 from posbench.files.atomic import write_csv
 from posbench.model.families import FAMILIES
+from posbench.pipeline.compose import compose
+from posbench.pipeline.config import check
 from posbench.stats.findings import COLUMNS
 from tests.conftest import Result, run_folders
 
@@ -41,7 +43,7 @@ def test_the_runs_that_documents_show_compose_and_check(page: str, monkeypatch: 
     shown = dict.fromkeys(text for file in files for text in commands(file) if "my_files" not in text)
     assert shown or page == "CONTRIBUTING.md"
     for text in shown:
-        assert main(["validate", *shlex.split(text)]) == 0, text
+        compose(shlex.split(text), lambda made: check(made.raw, made.typed, made.folders) and None)
 
 
 def findings(model: str, *rows: tuple[str, float, str]) -> pd.DataFrame:

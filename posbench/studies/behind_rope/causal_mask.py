@@ -348,7 +348,7 @@ def layernorm_figure(table: pd.DataFrame, length: str) -> Figure:
     for axes, (alpha, frame) in zip(panels, groups, strict=True):
         for colour, (norm, line) in zip(plot.COLOURS, frame.groupby("norm", sort=False), strict=False):
             axes.plot(line["key"], line["score"] / line["score"].max(), color=colour, label=str(norm))
-        exact = {"color": plot.PAPER, "label": "the paper's L2 norm, exact"}
+        exact = {"color": plot.PAPER, "linestyle": plot.DASHED, "label": "the paper's L2 norm, exact"}
         axes.plot(line["key"], line["l2"] / line["l2"].max(), **exact)
         axes.set(xlabel="key (from 1)", ylabel="score / largest", title=f"{alpha}, inputs of length {length}")
     axes.legend(loc="lower right")

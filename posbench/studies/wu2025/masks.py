@@ -47,7 +47,8 @@ class Masks(Study):
 
     def figures(self, tables: Tables) -> Drawn:
         """Predictions as lines, stacks of attention as dots."""
-        theory = "Dots: stacks of attention, equal scores. Lines: the theorems; dotted: Theorem 4.1's bound."
+        theory = "Dots: stacks of attention, equal scores. Lines: the theorems; dotted: Theorem 4.1's bound. "
+        theory += "Tokens are counted from 1."
         rotated = (
             "Dots, thick lines: stacks of attention. Thin lines: the theorems; dotted: Appendix H's zero as "
         )

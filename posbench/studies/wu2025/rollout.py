@@ -68,8 +68,8 @@ class Rollout(Study):
         for metric in [m for m in METRICS if m in changes]:
             sinks, at = tables["sinks"], changes[metric]
             first = sinks.loc[(sinks["metric"] == metric) & (sinks["token"] == 0), "share"].item()
-            statistic = f"share of {METRICS[metric]} in which token 1 is a sink, minus the strongest other"
-            note = f"token 1: {first:.3f}, strongest other of the first half: {first - at.value:.3f}"
+            statistic = f"share of {METRICS[metric]} with the first token a sink, minus the strongest other"
+            note = f"first token: {first:.3f}, strongest other of the first half: {first - at.value:.3f}"
             found.append(Finding.above(claim, statistic, at, note=note))
         claim = "Depth moves the content towards the first tokens (Wu et al. 2025, Theorem 4.1)"
         statistic = "weight of the last token on the first part, all layers minus one"

@@ -245,7 +245,7 @@ def curves_figure(gaps: pd.DataFrame, cells: pd.DataFrame, by_data: bool = False
             name = pair.replace("-", " - ") if seed == rows["seed"].min() else None
             axes.plot(line["iteration"] / 1000, line["gap"], label=name, **style)
             if line["paper"].notna().any():
-                own = plot.OPEN_DIAMOND | {"markerfacecolor": style["color"]}
+                own = plot.OPEN_DIAMOND | {"markerfacecolor": style["color"], "markeredgewidth": 0.7}
                 axes.plot([100], line["paper"].iloc[:1], clip_on=False, **own)
         title = f"bias: {condition['bias']}" + (scaled(condition) or ", std 1/sqrt(D)")
         title = title if by_data else label(condition)

@@ -317,8 +317,8 @@ def vertical_share(rows: pd.DataFrame) -> float:
 @plot.styled
 def map_panels(frame: pd.DataFrame, unit: str, titles: Mapping[int, str]) -> Figure:
     """A heat map of gold position x item for each value of the column ``unit``, on one colour scale."""
-    columns = min(4 if len(titles) <= 12 else 8, len(titles))
-    large, shape = columns <= 4, {"sharex": True, "sharey": True, "n": frame["n"]}
+    columns = 5 if len(titles) == 5 else 4 if len(titles) <= 12 else 8
+    large, shape = columns < 8, {"sharex": True, "sharey": True, "n": frame["n"]}
     figure, panels = plot.new_panels(len(titles), columns, 1.55 if large else 0.95, **shape)
     norm = matplotlib.colors.PowerNorm(0.5, vmin=0, vmax=float(frame["attention"].max()))
     for axes, (number, title) in zip(panels, titles.items(), strict=True):

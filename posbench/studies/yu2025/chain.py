@@ -114,7 +114,7 @@ def _of(link: str, tables: Tables) -> Tables:
 def chain_figure(tables: Tables) -> Figure:
     """Six panels in the order of the argument; see the caption of :class:`Chain`."""
     bias, counts = tables["bias"], [n for table in tables.values() if "n" in table for n in table["n"]]
-    figure, grid = plot.new_figure(plot.PAGE, 5.6, 2, 3, n=counts)
+    figure, grid = plot.new_figure(plot.PAGE, 5.8, 2, 3, n=counts)
     labels = {method: f"with {method}" for method in bias["method"].unique()} | {UNMODIFIED: "unmodified"}
     over_positions(grid[0][1], grid[0][0], bias, "method", labels)
     grid[0][0].set_title("position bias")
@@ -129,10 +129,11 @@ def chain_figure(tables: Tables) -> Figure:
     plot.bands(grid[1][2], doubled, "mode", labels, name="score")
     plot.percent_axes(grid[1][2], "score (%)")
     grid[1][2].set_title("attention to accuracy")
-    narrow = {"ncols": 2, "fontsize": 6.5, "handlelength": 1.4, "columnspacing": 1.0}
+    narrow = {"fontsize": 6.5, "handlelength": 1.4, "columnspacing": 1.0}
     for letter, axes in zip("abcdef", grid.flat, strict=True):
         axes.set_title(f"({letter}) {axes.get_title()}")
-        axes.legend(loc="upper center", bbox_to_anchor=(0.45, -0.26), **narrow)
+        columns = 2 if letter in "abc" else 1
+        axes.legend(loc="upper center", bbox_to_anchor=(0.45, -0.26), ncols=columns, **narrow)
     return figure
 
 
@@ -146,4 +147,4 @@ def _channel(axes: Axes, curves: pd.DataFrame) -> None:
         if len(line):
             axes.plot(line, label=label, **style)
     ylabel = f"mean of channel {rows['channel'].iloc[0]}"
-    axes.set(xlabel=plot.TOKEN, ylabel=ylabel, title="mask to channel")
+    axes.set(xlabel=plot.TOKEN.replace("\n", " "), ylabel=ylabel, title="mask to channel")
