@@ -154,16 +154,18 @@ def _run(args: list[str]) -> int:
 def _job(composed: Any, command: str) -> None:
     """One run: everything that can go wrong ends as a status, so that a sweep goes on."""
     from posbench.pipeline.compose import leave
-    from posbench.pipeline.config import check
     from posbench.pipeline.execute import execute
+    from posbench.pipeline.ready import ready
     from posbench.report.console import terminal
     from posbench.run.base import IncompleteRun
 
     facts = {"overrides": composed.overrides, "multirun": composed.multirun}
     record: dict[str, Any] = {**facts, "folder": None, "status": 0}
     try:
-        config = check(composed.raw, composed.typed, composed.folders)
-        record["folder"] = str(execute(config, command=command, console=terminal()))
+        made = ready(composed)
+        for line in made.said:
+            terminal().print(line, soft_wrap=True, markup=False)
+        record["folder"] = str(execute(made.config, command=command, console=terminal()))
     except IncompleteRun as error:
         print(f"posbench: {error}", file=sys.stderr)
         record["status"] = 1

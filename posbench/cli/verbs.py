@@ -16,10 +16,12 @@ from posbench.cli.runs import outputs_of
 from posbench.errors import UserError, choices, complain, near
 from posbench.files import sources
 from posbench.model.families import FAMILIES
+from posbench.pipeline import estimate
 from posbench.pipeline.arguments import GROUPS, PLURALS
 from posbench.pipeline.compose import Composed, compose
 from posbench.pipeline.config import check, needs
 from posbench.pipeline.identity import need_same_data
+from posbench.pipeline.ready import Ready, ready
 from posbench.pipeline.stages import evaluate
 from posbench.report import sweep
 from posbench.report.console import show_lists, terminal
@@ -127,25 +129,32 @@ def fetch(args: list[str]) -> int:
 
 
 def validate(args: list[str]) -> int:
-    """Compose and check configs, run nothing and load no model.
+    """Check configs and what they read, and tell what a run takes.
 
-    usage: posbench validate [OVERRIDES] [--config-dir DIR]
+    usage: posbench validate [OVERRIDES] [--measure] [--config-dir DIR]
 
       OVERRIDES  as a run has them, also -m and experiment=NAME; without any: every choice of every
                  group and every experiment
+      --measure  load the model and time a few batches
 
-    All that is wrong is told together, a line for each, and the exit status is 2.
+    Prints the defaults that change to fit the model's window, prompts and tokens of each stage, and memory.
+    All that is wrong is told together, a line for each, with what to fetch; the exit status is then 2.
 
     example: posbench validate model=mistral7b method=layer_scaling
     """
-    jobs = [args] if args else _every()
+    measure, args = "--measure" in args, [arg for arg in args if arg != "--measure"]
+    jobs = [args] if args or measure else _every()
     status = 0
     for job in jobs:
         problems: list[UserError] = []
+        made: list[Ready] = []
 
-        def look(composed: Composed, problems: list[UserError] = problems) -> None:
+        def look(composed: Composed, made: list[Ready] = made, problems: list[UserError] = problems) -> None:
             try:
-                check(composed.raw, composed.typed, composed.folders)
+                if args or measure:
+                    made.append(ready(composed, download=False))
+                else:
+                    check(composed.raw, composed.typed, composed.folders)
             except UserError as error:
                 problems.append(error)
 
@@ -157,6 +166,11 @@ def validate(args: list[str]) -> int:
         for problem in problems:
             complain(problem)
             status = 2
+        for one in made:
+            for line in one.said:
+                print(line)
+            if one.reader:
+                estimate.show(one.config, one.reader, measure, terminal())
     return status
 
 

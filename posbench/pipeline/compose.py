@@ -34,7 +34,7 @@ from omegaconf.errors import OmegaConfBaseException
 from posbench import paths
 from posbench.errors import UserError, choices, near
 from posbench.model.load import ModelConfig
-from posbench.pipeline.arguments import GROUPS, Request, read_flags, requested
+from posbench.pipeline.arguments import GROUPS, Request, model_name, read_flags, requested
 from posbench.run.runtime import Runtime
 from posbench.schema import defaults, target
 
@@ -220,6 +220,8 @@ def _filled(
         raw[group] = {"name": chosen.get(group), **raw[group]}
         if group == "model":
             raw[group] = {**known, **raw[group]}
+            if raw[group]["name"] == "hf" and isinstance(path := raw[group]["path"], str):
+                raw[group]["name"] = model_name(path)
         else:
             _fill(raw[group], group, blocks, kept)
     _need_taken(raw, blocks, keys)

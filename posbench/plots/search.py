@@ -89,6 +89,7 @@ def channel_curves(channels: pd.DataFrame, channel: int | str, n: Iterable[float
             axes.remove()
         for axes, (layer, line) in zip(own, parts, strict=False):
             _channel_line(axes, line.sort_values("token"), f"layer {layer}")
+            axes.locator_params("x", nbins=3 if across < 8 else 1)
         for axes in own[: len(parts) : across]:
             axes.set_ylabel(f"channel {channel},\n{site.replace('_', ' ')}")
     for axes in own[max(len(parts) - across, 0) : len(parts)]:
@@ -110,7 +111,7 @@ def _channel_line(axes: Axes, line: pd.DataFrame, title: str) -> None:
         axes.set_ylim(rest.min() - room, rest.max() + room)
         title += f"\n(token 0: {first.max():.3g})"
     axes.set_title(title)
-    axes.locator_params(nbins=3)
+    axes.locator_params("y", nbins=3)
 
 
 def candidate_label(row: pd.Series) -> str:

@@ -97,7 +97,7 @@ def _setting_lines(axes: Axes, rows: pd.DataFrame, settings: list[str], y: str, 
         if not shared:
             own = unmodified_of(rows, setting).sort_values("depth")
             dashed = dict(color=style["color"], linestyle=plot.DASHED)
-            label = "unmodified (its colour)" if setting == settings[-1] else None
+            label = "unmodified (its colour, open)" if setting == settings[-1] else None
             axes.plot(100 * own["depth"], scale * own[y], label=label, **dashed)
     if len(same) and shared:
         axes.plot(100 * same["depth"], scale * same[y], label="unmodified", **plot.line_style(0, True))

@@ -197,7 +197,8 @@ def _on(models: Sequence[str], every: int) -> str:
     """`` (tiny, tiny_b)``: the models, where not all of several are meant."""
     if not any(models) or every == 1:
         return ""
-    return f" (all {every} models)" if len(models) == every else f" ({', '.join(models)})"
+    whole = "both" if every == 2 else f"all {every}"
+    return f" ({whole} models)" if len(models) == every else f" ({', '.join(models)})"
 
 
 def tally(verdicts: pd.Series, words: Sequence[str] = VERDICTS) -> str:

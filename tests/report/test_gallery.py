@@ -321,7 +321,7 @@ def test_what_we_see_names_the_decided_claims():
     rows += [("tiny", "inconclusive", "C", 1.0), ("tiny_b", "not testable", "C", 1.0)]
     said = decided(pd.concat([claims(*rows), claims(("tiny", "holds", "D", 1.0), kind="control")]))
     assert said == (
-        "Holds: A (all 2 models); B (the middle) (tiny). Contradicted: B (the middle) (tiny_b). "
+        "Holds: A (both models); B (the middle) (tiny). Contradicted: B (the middle) (tiny_b). "
         "Beside these: 1 inconclusive, 1 not testable."
     )
     assert decided(claims(("", "holds", "D", 1.0), kind="control")) == "Holds: D."
