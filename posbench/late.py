@@ -1,7 +1,7 @@
 """Libraries that take seconds to import, each loaded when something in it is first used.
 
 ``posbench ls`` and a wrong key are answered without torch. So every module takes these libraries from here
-and uses nothing of them while it is imported itself; types stand under ``TYPE_CHECKING``, and what torch and
+and uses nothing of them while it is imported itself; types are for annotations alone, and what torch and
 matplotlib have as decorators is made by :func:`within`. A module that defines a network needs torch at once.
 """
 
@@ -35,13 +35,21 @@ if TYPE_CHECKING:
     import transformers
     import transformers.integrations.sdpa_attention as sdpa
     from huggingface_hub import errors as hub_errors
-    from torch import nn
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+    from torch import Tensor, nn
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 else:
     matplotlib, pd, torch, transformers = map(Late, ("matplotlib", "pandas", "torch", "transformers"))
     nn, F, hub_errors = map(Late, ("torch.nn", "torch.nn.functional", "huggingface_hub.errors"))
     sdpa = Late("transformers.integrations.sdpa_attention")
+    # For annotations alone: isinstance() refuses them.
+    Axes = Figure = Tensor = PreTrainedConfig = PreTrainedModel = PreTrainedTokenizerBase = Any
 
-__all__ = ["F", "hub_errors", "matplotlib", "nn", "pd", "sdpa", "torch", "transformers"]
+__all__ = [
+    *("Axes", "F", "Figure", "PreTrainedConfig", "PreTrainedModel", "PreTrainedTokenizerBase", "Tensor"),
+    *("hub_errors", "matplotlib", "nn", "pd", "sdpa", "torch", "transformers"),
+]
 
 
 def within(block: Callable[[], AbstractContextManager[Any]]) -> Callable[[Callable[P, R]], Callable[P, R]]:

@@ -27,7 +27,19 @@ READ = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").gl
 TOLD = [*READ, *(ROOT / f"{name}/README.md" for name in ("outputs", "experiments", "experiments/results"))]
 PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "docs").glob("*.ipynb"), TOLD[-3]]
 PAGES += [*(ROOT / "experiments").rglob("*.md"), *(ROOT / "posbench").rglob("*.md")]
-VERBS = ("ls", "fetch", "validate", "report", "rescore", "show", "docs", "figures", "lm_eval", "check-data")
+VERBS = (
+    "ls",
+    "fetch",
+    "validate",
+    "report",
+    "rescore",
+    "show",
+    "docs",
+    "figures",
+    "lm_eval",
+    "check-data",
+    "compare",
+)
 
 
 def prose(file: Path) -> str:

@@ -11,6 +11,8 @@ from typing import Any
 
 from posbench.errors import UserError
 from posbench.files import sources
+from posbench.late import transformers
+from posbench.model.families import context_window
 from posbench.pipeline.compose import composed
 from posbench.schema import instantiate
 from posbench.tasks import Example, Task
@@ -22,66 +24,69 @@ PLAIN = re.compile(r"[\w ./:@+-]+", re.ASCII)
 
 
 def check_data(args: list[str]) -> int:
-    """Print what a data file holds, and the command that asks it; or what is wrong with its lines.
+    """Print what a data file holds and the command that asks it, or what is wrong with its lines.
 
-    posbench check-data FILE                    a file of your own, of the kinds in docs/own_data.md
-    posbench check-data FILE task=nq_multidoc   a file of a benchmark; any key of the task can be set
-    posbench check-data FILE model=DIR          lengths in tokens, too
+    usage: posbench check-data FILE [OVERRIDES] [--config-dir DIR]
 
-    Raises:
-        UserError: No file, or what is wrong with its lines (the first ten faults).
+      FILE       a file of your own, of the kinds that docs/own_data.md shows; or of a benchmark
+      OVERRIDES  task=NAME for a benchmark's file, any key of the task (task.positions=[0,4]), and
+                 model=NAME_OR_DIR for lengths in its tokens
+
+    It loads no weights. Of wrong lines the first ten faults are named, and the status is 2.
+
+    example: posbench check-data my_file.jsonl model=mistral7b
     """
     if not args or args[0].startswith("-") or re.match(r"(task|model)[.\w]*=", args[0]):
         raise UserError("check-data", " ".join(args), "a file, then keys to set", "posbench check-data FILE")
     file, *given = args
-    quoted = file if PLAIN.fullmatch(file) else "'" + re.sub(r"(['\\])", r"\\\1", file) + "'"
-    path = f"task.path={quoted}"
-    # What the file of a model says of a task would show in the prompts.
-    model = [] if any(arg.startswith("model") for arg in given) else ["model=hf"]
-    named = [] if any(arg.startswith("task=") for arg in given) else ["task=own_data"]
-    raw = composed(*named, path, *given, *model).raw
+    path = file if PLAIN.fullmatch(file) else "'" + re.sub(r"(['\\])", r"\\\1", file) + "'"
+    asked = [*([] if _given(given, "task=") else ["task=own_data"]), f"task.path={path}", *given]
+    # Without a model no model's file shows in the prompts.
+    model = [] if _given(given, "model") else ["model=hf"]
+    raw = composed(*asked, *model).raw
     task = instantiate(raw["task"], Task, "task")  # type: ignore[type-abstract]
-    more = list[str]()
+    told = [("task", task.name)]
     if isinstance(task, OwnData):
-        task, more = _read(task)
-    else:
-        print(f"{'task':<10}{task.name}")
+        told, fewest = _own(task)
+        task = replace(task, items_per_prompt=fewest or task.items_per_prompt)
+        asked += [f"task.items_per_prompt={fewest}"] if fewest else []
     examples = task.evaluation()
-    print("\n".join(f"{name:<10}{text}" for name, text in _facts(examples)))
-    if not model:
-        print(f"{'tokens':<10}{_tokens(raw['model'], examples)}")
+    told += _facts(examples)
+    told += [] if model else [("tokens", _tokens(raw["model"], examples))]
+    asked += [
+        *(["model=DIR_OR_HUB_ID"] if model else []),
+        *([] if _given(given, "method") else ["method=none"]),
+    ]
+    print("\n".join(f"{name:<10}{text}" for name, text in told))
     first = examples[0]
     wanted = repr(first.answers[0]) if first.answers else "what the file does not tell"
     print(f"\nthe first prompt (before any chat template), which expects {wanted}:\n")
-    print("\n".join(f"    {line}" for line in _shortened(first.prompt).splitlines()))
-    method = [] if any(arg.startswith("method") for arg in given) else ["method=none"]
-    asked = [*named, path, *given, *more, *(["model=DIR_OR_HUB_ID"] if model else []), *method]
+    cut = len(first.prompt) - 2 * EDGE
+    whole = f"{first.prompt[:EDGE]}\n[... {cut:,} characters ...]\n{first.prompt[-EDGE:]}"
+    print("\n".join(f"    {line}" for line in (whole if cut > 0 else first.prompt).splitlines()))
     print(f"\nto ask it:\n\n    {shlex.join(['posbench', *asked])}")
     return 0
 
 
-def _shortened(prompt: str) -> str:
-    """A prompt without the middle of a long one."""
-    left = len(prompt) - 2 * EDGE
-    return prompt if left <= 0 else f"{prompt[:EDGE]}\n[... {left:,} characters ...]\n{prompt[-EDGE:]}"
+def _given(args: Sequence[str], key: str) -> bool:
+    return any(arg.startswith(key) for arg in args)
 
 
-def _read(task: OwnData) -> tuple[OwnData, list[str]]:
-    """The task of a file of one's own, with what its prompts need set; and that as overrides."""
+def _own(task: OwnData) -> tuple[list[tuple[str, str]], int | None]:
+    """What a file of one's own is; and how many items prompts take, where lists differ and nobody says."""
     own = task.own
-    print(f"{'kind':<10}{own.kind.kind}, by the field {own.kind.holds}")
-    if own.unread:
-        print(f"{'unread':<10}fields {', '.join(own.unread)}")
-    sizes = own.sizes
-    if own.moves and (without := sum(_astray(record) for record in own.records)):
-        told = f"{without} of {len(own.records)} gold {own.kind.holds} hold none of their answers"
-        print(f"{'gold':<10}{told}: is gold counted from 0?")
-    if not own.moves or task.items_per_prompt or min(sizes) == max(sizes):
-        return task, []
-    print(
-        f"{'lists':<10}{_spread(sizes)} {own.kind.holds}; prompts take {min(sizes)}, the gold one among them"
-    )
-    return replace(task, items_per_prompt=min(sizes)), [f"task.items_per_prompt={min(sizes)}"]
+    name, sizes = own.kind.holds, own.sizes
+    told = [("kind", f"{own.kind.kind}, by the field {name}")]
+    told += [("unread", f"fields {', '.join(own.unread)}")] if own.unread else []
+    if not own.moves:
+        return told, None
+    if astray := sum(_astray(record) for record in own.records):
+        lost = f"{astray} of {len(sizes)} gold {name} hold none of their answers: is gold counted from 0?"
+        told.append(("gold", lost))
+    if task.items_per_prompt or min(sizes) == max(sizes):
+        return told, None
+    told.append(("lists", f"{_spread(sizes)} {name}; prompts take {min(sizes)}, the gold one among them"))
+    return told, min(sizes)
 
 
 def _astray(record: Any) -> bool:
@@ -92,20 +97,21 @@ def _astray(record: Any) -> bool:
 
 def _facts(examples: Sequence[Example]) -> list[tuple[str, str]]:
     """What the examples are, in words."""
-    asked = len({e.cluster or e.id for e in examples})
     places = sorted({e.gold_position for e in examples if e.gold_position is not None})
     moved = (
         f", each at gold positions {', '.join(map(str, places))}: {len(examples)} prompts" if places else ""
     )
-    facts = [("examples", f"{asked}{moved}")]
+    facts = [("examples", f"{len({e.cluster or e.id for e in examples})}{moved}")]
     if names := list(dict.fromkeys(e.subset for e in examples if e.subset)):
         facts.append(("subsets", ", ".join(names)))
-    if any(e.items for e in examples):
-        facts.append(("items", f"{_spread([len(e.items) for e in examples])} a prompt"))
-    if any(e.choices for e in examples):
-        facts.append(("choices", f"{_spread([len(e.choices) for e in examples])} a question"))
-    facts.append(("answers", f"{_spread([len(e.answers) for e in examples])} a question"))
-    return [*facts, ("length", f"{_spread([len(e.prompt) for e in examples])} characters a prompt")]
+    for name, counts, of in (
+        ("items", [len(e.items) for e in examples], "a prompt"),
+        ("choices", [len(e.choices) for e in examples], "a question"),
+        ("answers", [len(e.answers) for e in examples], "a question"),
+        ("length", [len(e.prompt) for e in examples], "characters a prompt"),
+    ):
+        facts += [(name, f"{_spread(counts)} {of}")] if any(counts) else []
+    return facts
 
 
 def _spread(numbers: Sequence[int]) -> str:
@@ -119,11 +125,7 @@ def _tokens(model: dict[str, Any], examples: Sequence[Example]) -> str:
     source = sources.checkpoint(str(model["path"]), model.get("revision"))
     if (folder := sources.cached(source)) is None:
         return f"{source.id} is not on this machine: posbench fetch"
-    from transformers import AutoConfig, AutoTokenizer  # slow, and seldom wanted here
-
-    from posbench.model.families import context_window
-
-    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
     counts = [len(tokenizer(e.prompt)["input_ids"]) for e in examples]
-    window = model.get("context_window") or context_window(AutoConfig.from_pretrained(folder))
+    window = model.get("context_window") or context_window(transformers.AutoConfig.from_pretrained(folder))
     return f"{_spread(counts)} a prompt; the model reads {window:,}"

@@ -25,18 +25,27 @@ from posbench.tasks.own_data import KINDS, schema
 
 
 def docs(args: list[str]) -> int:
-    """Print a page; ``--out FILE`` writes it between the marks ``<!-- NAME -->`` and ``<!-- /NAME -->``.
+    """Print a page of the documentation that is made from code or from runs, as Markdown.
 
-    Of ``gallery`` the figures go to a folder beside the file, which has its name.
+    usage: posbench docs PAGE [DIR] [--out FILE]
+
+      families         which architectures work, from the code
+      data             the fields of a file of your own, from the code
+      claims DIR       verdicts on papers' claims, of all studies in a folder of runs
+      run DIR          one run: its sentence, text and tables
+      experiments DIR  every table and figure of the papers, with the status of its newest run
+      gallery DIR      the figures of all runs; they go to a folder beside FILE, which has its name
+      --out FILE       write the page between the marks <!-- PAGE --> and <!-- /PAGE --> of a file
+
+    example: posbench docs gallery outputs --out docs/gallery.md
 
     Raises:
         UserError: No such page, a folder that holds nothing to show, or a file of other text without marks.
     """
     out, args = option(args, "--out")
     name, *rest = args or [""]
-    runs = *FROM_RUNS, "gallery"
-    if name not in (*FROM_CODE, *runs) or len(rest) != (name in runs):
-        allowed = ", ".join([*FROM_CODE, *(f"{name} DIR" for name in runs)])
+    if name not in CHOICES or len(rest) != (name not in FROM_CODE):
+        allowed = ", ".join(name if name in FROM_CODE else f"{name} DIR" for name in CHOICES)
         raise UserError("docs", " ".join(args), f"{allowed}; --out FILE", "posbench docs families")
     file, images = Path(out or "gallery.md").expanduser(), dict[str, Path]()
     if name == "gallery":
@@ -150,3 +159,4 @@ def data() -> str:
 
 FROM_CODE: dict[str, Callable[[], str]] = {"families": lambda: markdown(*support_table()), "data": data}
 FROM_RUNS: dict[str, Callable[[Path], str]] = {"claims": claims, "run": run, "experiments": experiments.page}
+CHOICES = *FROM_CODE, *FROM_RUNS, "gallery"

@@ -32,7 +32,7 @@ from posbench.run.progress import Work, progress
 from posbench.run.runtime import Runtime
 from posbench.studies.cost.timing import Timed
 
-COMMAND = [sys.executable, "-c", "from posbench.cli.main import run; run()"]
+COMMAND = [sys.executable, "-c", f"from posbench.cli.main import run_below; run_below({os.getpid()})"]
 PATIENCE = 30.0
 """Seconds that processes have to end by themselves when all are stopped."""
 
@@ -145,6 +145,20 @@ class Figure:
 
 def figures(args: list[str]) -> int:
     """Run experiments side by side: those named, or all that need neither weights nor trainings.
+
+    usage: posbench figures [NAMES] [paper=NAME] [model=NAME] [OVERRIDES] [--jobs N] [--config-dir DIR]
+
+      NAMES             names of `posbench ls experiments`; without any, see above
+      paper=NAME        those of one paper: yu2025, lpes, wu2025 or behind_rope
+      model=NAME        on this model; also those that need weights
+      OVERRIDES         any key of a config, for all of them
+      --jobs N          so many at a time; one on each core unless said
+      --config-dir DIR  your own YAML files; also your experiments
+
+    What is finished is not run again. Each writes a log to OUTPUTS/figures. All of them take 17 minutes
+    on two cores; `posbench ls experiments` has the minutes of each.
+
+    example: posbench figures yu2025_fig6 lpes_table7 --jobs 2
 
     Raises:
         UserError: An argument is wrong, or leaves no experiment.

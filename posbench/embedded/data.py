@@ -8,14 +8,10 @@ only, so that Q questions equal Q separate prompts at a fraction of the work.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from posbench.embedded.tokenizer import ASK, COLON, COMMA, FIRST_WORD, IS, OPEN, QUOTE, VOCAB
-from posbench.late import torch
+from posbench.late import Tensor, torch
 from posbench.tasks.kv_retrieval import WORDS
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 BLOCK = 5  # tokens of one question with its answer and closing quote
 

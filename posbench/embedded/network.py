@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
@@ -13,10 +13,7 @@ from posbench.embedded.data import Batch, block_mask, block_positions
 from posbench.embedded.recipe import Recipe
 from posbench.embedded.start import initialise, rope_tables, rotate
 from posbench.embedded.tokenizer import END, VOCAB
-from posbench.late import F, torch, transformers
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedConfig, PreTrainedModel
+from posbench.late import F, PreTrainedConfig, PreTrainedModel, torch, transformers
 
 Map = Callable[[Tensor], Tensor]
 Layer = tuple[Tensor, Tensor, Tensor, Tensor, Map, Map, Map]

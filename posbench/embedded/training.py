@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from transformers import GenerationConfig
 
@@ -20,11 +20,7 @@ from posbench.embedded.recipe import Recipe, TrainStage
 from posbench.embedded.tokenizer import END, QUOTE, VOCAB, build_tokenizer
 from posbench.errors import UserError
 from posbench.files.atomic import write_bytes
-from posbench.late import F, torch
-
-if TYPE_CHECKING:
-    from torch import Tensor
-    from transformers import PreTrainedModel
+from posbench.late import F, PreTrainedModel, Tensor, torch
 
 TRAINING_FILE = "training.json"  # next to the weights: seed, recipe, training curve, wall time
 REPORT_EVERY = 100  # steps between two rows of the curve, and two checkpoints

@@ -24,7 +24,8 @@ from posbench.errors import MachineError, UserError
 from posbench.files.atomic import write_bytes
 from posbench.late import hub_errors
 
-CHECKPOINT = ("*.json", "*.jinja", "*.txt", "*.model", "model*.safetensors")
+WEIGHTS = "model*.safetensors"
+CHECKPOINT = ("*.json", "*.jinja", "*.txt", "*.model", WEIGHTS)
 """What a checkpoint is loaded from. The same weights as *.bin, *.pth or consolidated.* stay on the hub."""
 
 A_CHECKPOINT = "a local directory with config.json, tokenizer files and *.safetensors, or a reachable hub id"
@@ -108,7 +109,8 @@ def cached(source: Source) -> Path | None:
         raise _refused(source, error) from error
     # A cache filled by other programs has no list of files: look at what loading needs.
     if source.kind == "model":
-        return None if lacking(folder) else folder
+        gone = lacking(folder)
+        return None if gone and (WEIGHTS in source.files or not gone.endswith(".safetensors")) else folder
     return folder if all((folder / name).is_file() for name in source.files) else None
 
 
@@ -122,6 +124,15 @@ def lacking(folder: Path) -> str:
         return next((shard for shard in shards(folder) if not (folder / shard).is_file()), "")
     except UserError as error:
         return error.allowed
+
+
+def facts(source: Source) -> dict[str, Any]:
+    """What a checkpoint on this machine says in its config.json; empty where that cannot be read."""
+    try:
+        known = json.loads((Path(paths.model_path(source.id)) / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return known if isinstance(known, dict) else {}
 
 
 def shards(folder: Path) -> list[str]:
@@ -173,7 +184,8 @@ def listing(source: Source) -> tuple[str, list[File]]:
             )
             files.append(File(entry.rfilename, entry.size, isinstance(here, str)))
     names = {file.name for file in files}
-    wanted = source.files if source.kind == "dataset" else ("config.json", "model*.safetensors")
+    whole = ("config.json", *(part for part in source.files if part == WEIGHTS))
+    wanted = source.files if source.kind == "dataset" else whole
     gone = [pattern for pattern in wanted if not any(fnmatch(name, pattern) for name in names)]
     if gone:
         allowed = f"a repository with {gone[0]} (commit {sha[:12]} has none)"

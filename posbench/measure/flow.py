@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from posbench.late import inference_mode, sdpa, torch
+from posbench.late import Tensor, inference_mode, sdpa, torch
 from posbench.model import families
 from posbench.model.attention import attention_weights
 from posbench.model.guard import finite, guarded
@@ -16,9 +16,6 @@ from posbench.model.hooks import attending
 from posbench.model.lm import LM
 from posbench.stats.bootstrap import Array
 from posbench.theory import masks
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 KINDS = {"attention alone": 0.0, "with the residual stream": 0.5}
 """Shares of a layer's own input: Wu et al. 2025, and the rollout of Abnar and Zuidema 2020."""

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from posbench.late import F, inference_mode, torch
+from posbench.late import F, Tensor, inference_mode, torch
 from posbench.model.encode import Encoded
 from posbench.model.guard import finite, guarded
 from posbench.model.lm import LM
 from posbench.tasks import Example
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 def item_tokens(encoded: Encoded, example: Example) -> list[tuple[int, int]]:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from posbench.errors import UserError
-from posbench.late import inference_mode, sdpa, torch
+from posbench.late import Tensor, inference_mode, sdpa, torch
 from posbench.model import families
 from posbench.model.guard import finite, guarded
 from posbench.model.hooks import attending
@@ -17,9 +17,6 @@ from posbench.model.lm import LM
 from posbench.stats.bootstrap import Array, normal
 from posbench.stats.findings import ends
 from posbench.theory.causal_mask import diagonal_normalised
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 class MeanMap:

@@ -7,21 +7,18 @@ import string
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from posbench.errors import UserError
-from posbench.late import inference_mode, torch
+from posbench.late import Tensor, inference_mode, torch
 from posbench.model import families
 from posbench.model.families import Site
 from posbench.model.guard import finite, guarded
 from posbench.model.hooks import before_each
 from posbench.model.lm import LM
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 Array = NDArray[np.floating]
 Alphabet = Literal["characters", "tokens"]

@@ -8,17 +8,14 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import wraps
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
-from posbench.late import torch, transformers
+from posbench.late import Tensor, torch, transformers
 from posbench.methods.base import Method, Needs
 from posbench.model import families, rope
 from posbench.model.hooks import listeners, replaced
 from posbench.model.lm import LM
 from posbench.schema import Bases, Tokens
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 @dataclass(frozen=True, kw_only=True)

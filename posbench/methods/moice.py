@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from posbench import paths
 from posbench.errors import UserError
 from posbench.files.sources import Source
-from posbench.late import F, nn, torch
+from posbench.late import F, PreTrainedModel, Tensor, nn, torch
 from posbench.methods.base import Method, Needs
 from posbench.model import families, rope
 from posbench.model.lm import LM
@@ -23,9 +23,6 @@ from posbench.model.rope import HandRotation, Table
 from posbench.schema import Bases, Count
 
 if TYPE_CHECKING:
-    from torch import Tensor
-    from transformers import PreTrainedModel
-
     from posbench.methods.router import Router
 
 BASES = (10000.0, 17500.0, 18000.0, 19000.0, 20000.0, 22500.0, 25000.0)

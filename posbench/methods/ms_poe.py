@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, ClassVar, Literal, Self
+from typing import ClassVar, Literal, Self
 
 from posbench.errors import UserError
-from posbench.late import sdpa, torch
+from posbench.late import Tensor, sdpa, torch
 from posbench.methods.base import Method, Needs
 from posbench.model import rope
 from posbench.model.lm import LM
 from posbench.model.rope import HandRotation, Table
 from posbench.schema import Positive, Scale, Whole
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 @dataclass(frozen=True, kw_only=True)

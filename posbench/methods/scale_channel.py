@@ -18,7 +18,7 @@ from functools import wraps
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from posbench.errors import UserError
-from posbench.late import nn, torch, transformers
+from posbench.late import PreTrainedModel, Tensor, nn, torch, transformers
 from posbench.methods.base import Method, SweepClaims
 from posbench.model import families
 from posbench.model.hooks import before_each, fork, replaced
@@ -26,8 +26,7 @@ from posbench.model.lm import LM
 from posbench.schema import Count, Factor
 
 if TYPE_CHECKING:
-    from torch import Tensor
-    from transformers import DynamicCache, PreTrainedModel
+    from transformers import DynamicCache
 
 log = logging.getLogger(__name__)
 

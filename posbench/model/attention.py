@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from posbench.late import sdpa, torch
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from posbench.late import Tensor, sdpa, torch
 
 
 def last_row(query: Tensor, key: Tensor, mask: Tensor | None, **settings: Any) -> Tensor:

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 from jinja2 import TemplateError
 
 from posbench import paths
 from posbench.errors import UserError
+from posbench.late import PreTrainedTokenizerBase
 from posbench.schema import Truncation
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 log = logging.getLogger(__name__)
 

@@ -8,12 +8,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from posbench.errors import UserError
-from posbench.late import nn, torch
+from posbench.late import PreTrainedConfig, PreTrainedModel, Tensor, nn, torch
 
 if TYPE_CHECKING:
-    from torch import Tensor
     from torch.utils.hooks import RemovableHandle
-    from transformers import PreTrainedConfig, PreTrainedModel
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,16 +7,13 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 from weakref import WeakKeyDictionary
 
 from posbench.errors import UserError
-from posbench.late import inference_mode, nn, torch
+from posbench.late import Tensor, inference_mode, nn, torch
 from posbench.model import families
 from posbench.model.hooks import attending
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 P = ParamSpec("P")
 T = TypeVar("T")

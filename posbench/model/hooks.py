@@ -8,10 +8,10 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
-from posbench.late import nn, transformers
+from posbench.late import PreTrainedModel, nn, transformers
 
 if TYPE_CHECKING:
-    from transformers import DynamicCache, PreTrainedModel
+    from transformers import DynamicCache
 
 Attend = Callable[..., Any]
 """An attention function: (module, query, key, value, mask, **settings) to (output [B, T, H, d], weights)."""

@@ -7,7 +7,16 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from posbench.late import F, inference_mode, nn, torch, transformers
+from posbench.late import (
+    F,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    Tensor,
+    inference_mode,
+    nn,
+    torch,
+    transformers,
+)
 from posbench.model import families
 from posbench.model.attention import last_row
 from posbench.model.encode import Encoder
@@ -15,8 +24,7 @@ from posbench.model.guard import NotFinite, finite, guarded
 from posbench.model.hooks import Attend, attending, before_each, fork, replaced
 
 if TYPE_CHECKING:
-    from torch import Tensor
-    from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import GenerationConfig, LogitsProcessorList
 
 
 @dataclass

@@ -5,18 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Self, TypeAlias
+from typing import Any, Self, TypeAlias
 
 from posbench.errors import UserError
-from posbench.late import nn, sdpa, torch
+from posbench.late import PreTrainedModel, Tensor, nn, sdpa, torch
 from posbench.model import families
 from posbench.model.attention import last_row
 from posbench.model.hooks import Attend, attending, before_each, replaced
 from posbench.model.lm import LM
-
-if TYPE_CHECKING:
-    from torch import Tensor
-    from transformers import PreTrainedModel
 
 Table: TypeAlias = "tuple[Tensor, Tensor]"
 """cos and sin, each [B, T, r] with r the rotated coordinates of a head."""

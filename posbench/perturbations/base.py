@@ -12,17 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from posbench.errors import UserError
-from posbench.late import nn, torch
+from posbench.late import PreTrainedModel, Tensor, nn, torch
 from posbench.model import families
 from posbench.model.hooks import before_each
 from posbench.model.lm import LM
-
-if TYPE_CHECKING:
-    from torch import Tensor
-    from transformers import PreTrainedModel
 
 Span = tuple[int, int]
 """First token in the prompt, padding not counted, and the one behind the last; (0, 0) holds none."""

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from posbench.late import nn, torch
+from posbench.late import Tensor, nn, torch
 from posbench.model import families
 from posbench.model.hooks import before_each
 from posbench.model.lm import LM
 from posbench.perturbations.base import Spans, columns, for_rows, need_own_mask, past
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 @contextmanager

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from posbench.errors import UserError
-from posbench.late import nn, torch
+from posbench.late import PreTrainedModel, Tensor, nn, torch
 from posbench.model import families, rope
 from posbench.model.hooks import Attend, attending, before_each
 from posbench.model.lm import LM
 from posbench.perturbations.base import Spans, columns, for_rows, need_own_mask, past
-
-if TYPE_CHECKING:
-    from torch import Tensor
-    from transformers import PreTrainedModel
 
 
 def can_move(lm: LM) -> bool:

@@ -5,16 +5,13 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from posbench.late import F, nn, sdpa, torch
+from posbench.late import F, Tensor, nn, sdpa, torch
 from posbench.model import families
 from posbench.model.attention import last_row
 from posbench.model.hooks import Attend, attending
 from posbench.model.lm import LM
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 @contextmanager

@@ -11,17 +11,13 @@ import io
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from posbench.files.atomic import write_bytes
-from posbench.late import matplotlib, pd, within
+from posbench.late import Axes, Figure, matplotlib, pd, within
 from posbench.stats.findings import columns
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 BLACK, BLUE, GOLD, CONTROL, PAPER = "#000000", "#0072B2", "#E69F00", "#CC79A7", "#882255"
 """The unmodified model; the method, or what a study changes; the gold item; controls; the paper's values."""

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
-from posbench.late import pd
+from posbench.late import Figure, pd
 from posbench.plots import base as plot
 from posbench.stats import frames
 from posbench.stats.findings import columns
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 
 @plot.styled

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from posbench.late import pd
+from posbench.late import Axes, Figure, pd
 from posbench.plots import base as plot
 from posbench.stats.frames import need
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 POSITIONS = ("beginning", "middle", "end")
 
@@ -93,6 +89,7 @@ def channel_curves(channels: pd.DataFrame, channel: int | str, n: Iterable[float
             axes.remove()
         for axes, (layer, line) in zip(own, parts, strict=False):
             _channel_line(axes, line.sort_values("token"), f"layer {layer}")
+            axes.locator_params("x", nbins=3 if across < 8 else 1)
         for axes in own[: len(parts) : across]:
             axes.set_ylabel(f"channel {channel},\n{site.replace('_', ' ')}")
     for axes in own[max(len(parts) - across, 0) : len(parts)]:
@@ -114,7 +111,7 @@ def _channel_line(axes: Axes, line: pd.DataFrame, title: str) -> None:
         axes.set_ylim(rest.min() - room, rest.max() + room)
         title += f"\n(token 0: {first.max():.3g})"
     axes.set_title(title)
-    axes.locator_params(nbins=3)
+    axes.locator_params("y", nbins=3)
 
 
 def candidate_label(row: pd.Series) -> str:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from posbench.late import Figure
 
 Drawn: TypeAlias = "Mapping[str, tuple[Figure, str]]"
 """Figures with their captions, by file name."""

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from posbench.errors import UserError
-from posbench.late import pd
+from posbench.late import Axes, Figure, pd
 from posbench.plots import base as plot
 from posbench.stats import frames
 from posbench.stats.findings import columns
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 CENTRE, HALVES = "centre of attention", "score of the first minus the second half of the gold positions"
 SPREAD = "position bias"
@@ -101,7 +97,7 @@ def _setting_lines(axes: Axes, rows: pd.DataFrame, settings: list[str], y: str, 
         if not shared:
             own = unmodified_of(rows, setting).sort_values("depth")
             dashed = dict(color=style["color"], linestyle=plot.DASHED)
-            label = "unmodified (its colour)" if setting == settings[-1] else None
+            label = "unmodified (its colour, open)" if setting == settings[-1] else None
             axes.plot(100 * own["depth"], scale * own[y], label=label, **dashed)
     if len(same) and shared:
         axes.plot(100 * same["depth"], scale * same[y], label="unmodified", **plot.line_style(0, True))

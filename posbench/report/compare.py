@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from posbench.errors import UserError
 from posbench.files.atomic import Row, digest, new_folder, write_csv
-from posbench.late import pd
+from posbench.late import Figure, pd
 from posbench.plots.base import save, sign
 from posbench.plots.scores import accuracy_by_position, by_subset
 from posbench.report.failures import FILE
@@ -26,9 +26,6 @@ from posbench.stats.findings import columns, ends
 from posbench.stats.frames import UNMODIFIED, at_positions, overall, shown
 from posbench.stats.scores import Tabulator
 from posbench.tasks import Task
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 NAME, LABEL = "comparison.csv", 48  # the table's file; letters of a label
 PARTS = {"score": ("", "difference"), "position_bias": ("position_bias", "position_bias_difference")}

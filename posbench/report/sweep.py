@@ -188,7 +188,8 @@ def render_sweep(folder: Path) -> Path:
     models, rows = list(dict.fromkeys(summary["model"])), plots.modified_of(summary)
     swept = [axis for axis in axes if axis not in COLUMNS and axis != "run"]
     told = title(map(shown, rows["method"]), models, rows["task"], swept)
-    return write_page(folder, told, sentence, [*sections, *beside(folder, summary, subsets)], models)
+    sections += beside(folder, summary, subsets)
+    return write_page(folder, told, sentence, sections, models, provenance=_command(folder))
 
 
 def _render_verdicts(folder: Path) -> Path:
@@ -206,7 +207,13 @@ def _render_verdicts(folder: Path) -> Path:
     configs = [opened(run).config() for run in runs_of(folder)]
     studies = [f"study {(config.get('study') or {}).get('name', '')}" for config in configs]
     told = title(studies, findings["model"], (), [c for c in findings if "." in c])
-    return write_page(folder, told, answer(findings), sections)
+    return write_page(folder, told, answer(findings), sections, provenance=_command(folder))
+
+
+def _command(folder: Path) -> dict[str, str]:
+    """The command of a sweep, which its runs know; empty where none is left."""
+    known = (opened(run).facts(PROVENANCE) for run in runs_of(folder))
+    return next(({"command": str(facts["command"])} for facts in known if "command" in facts), {})
 
 
 def _by_setting(findings: pd.DataFrame) -> pd.DataFrame:

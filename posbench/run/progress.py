@@ -61,13 +61,14 @@ class Work:
 def progress(
     console: Console, every: float, label: str, total: int, done: int = 0, weight: float | None = None
 ) -> Iterator[Work]:
-    """Show work of ``total`` parts while the block runs, ``done`` before; yields what is told of more.
+    """Show work of ``total`` parts, ``done`` before, while the block runs; yields what is told of more. Where
+    nothing is left to do nothing is shown.
 
     Where the console is no terminal there is a line every so many seconds, and none if ``every`` is 0.
     """
     work = Work(label, total, total if weight is None else weight)
     work(done, before=True)
-    if total and console.is_terminal and not console.is_dumb_terminal:
+    if done < total and console.is_terminal and not console.is_dumb_terminal:
 
         def shown() -> Table:
             row = Table.grid(padding=(0, 1))
@@ -76,7 +77,7 @@ def progress(
 
         with Live(get_renderable=shown, console=console):
             yield work
-    elif total and every:
+    elif done < total and every:
 
         def tell() -> None:
             console.print(Text(str(work)), soft_wrap=True, highlight=False)

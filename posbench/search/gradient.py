@@ -5,12 +5,11 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from posbench.files.atomic import write_csv
-from posbench.late import pd, torch
+from posbench.late import Tensor, pd, torch
 from posbench.methods.choice import MethodChoice
 from posbench.model import rope
 from posbench.model.guard import guarded
@@ -20,9 +19,6 @@ from posbench.run.base import Run
 from posbench.schema import Count, Positive, Scale
 from posbench.search.base import Read, save, saved, steps_section
 from posbench.search.scales import NEUTRAL, POSITIONS, ScaleSearch, Scores, answering, calibration
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 @dataclass(frozen=True, kw_only=True)

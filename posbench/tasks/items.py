@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from annotated_types import Ge, Le, MinLen
 
@@ -33,6 +33,11 @@ class Placed(Task):
     # gold positions that they take in turn; None: see the task
     calibration_positions: Positions | None = None
     seed: Seed = 0  # seed of what is drawn
+
+    @property
+    def simpler(self) -> Mapping[str, Any]:
+        """Fields that make a prompt shorter and easier to spell; empty where nothing does."""
+        return {}
 
     @property
     def items(self) -> int:  # type: ignore[override]

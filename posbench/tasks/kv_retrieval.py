@@ -3,11 +3,11 @@
 import random
 import re
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from posbench.errors import Faults
 from posbench.files.sources import Source
@@ -81,6 +81,14 @@ class KVRetrieval(Placed):
             allowed = f"at most {SIZES[-1]} with path=official"
             refuse("pairs", self.pairs, allowed, f"set task.pairs={SIZES[-1]}, or task.path=null")
         _ = self.gold_positions, self.calibration_indices
+
+    @property
+    def simpler(self) -> Mapping[str, Any]:
+        """Short words in one line, where no file is given."""
+        if self.path or self.calibration_path:
+            return {}
+        most = {name: min(getattr(self, name), len(WORDS)) for name in self.sizes}
+        return {"prompt": "compact", "records": "words", **most}
 
     @property
     def chance(self) -> float:  # type: ignore[override]

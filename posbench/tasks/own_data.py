@@ -19,7 +19,7 @@ from posbench.schema import Count, Several, words
 from posbench.tasks.base import EvaluationOnly, Example
 from posbench.tasks.items import Positions, gold_indices, joined
 from posbench.tasks.nq_multidoc import INSTRUCTION
-from posbench.tasks.reading import Line, each, refuse, rows
+from posbench.tasks.reading import Line, check_names, each, refuse, rows
 
 Text = Annotated[str, Field(pattern=r"\S")]
 Place = Annotated[int, Strict(), Ge(0)]
@@ -203,6 +203,7 @@ class OwnData(EvaluationOnly):
 
     Args:
         path: The file, with a JSON object per line (``.jsonl``, ``.jsonl.gz``).
+        subsets: Those that are asked, by name; None: all.
         positions: Where the gold item or document is put; each question is asked at every one.
         items_per_prompt: Of longer lists the last ones that are not gold are left out. None: all, where every
             line has as many.
@@ -221,6 +222,7 @@ class OwnData(EvaluationOnly):
 
     name: str = "own_data"
     max_new_tokens: Count = 100
+    subsets: tuple[str, ...] | None = None
     positions: Positions = ("0%", "25%", "50%", "75%", "100%")
     items_per_prompt: Several | None = None
     template: str | None = None
@@ -239,10 +241,17 @@ class OwnData(EvaluationOnly):
         """None."""
         return ()
 
+    def place(self) -> Path:
+        """The file; UserError where there is none."""
+        file = Path(str(self.path)).expanduser()
+        if not file.is_file():
+            refuse("path", self.path, "a file on this machine", "check the path")
+        return file
+
     @cached_property
     def own(self) -> Own:
         """What the file holds; see :func:`read`."""
-        return read(Path(str(self.path)).expanduser())
+        return read(self.place())
 
     @property
     def items(self) -> int | None:  # type: ignore[override]
@@ -262,8 +271,10 @@ class OwnData(EvaluationOnly):
 
     def questions(self) -> Iterator[Example]:
         """See :meth:`EvaluationOnly.questions`."""
-        size = self.items
-        for record in self.own.records:
+        size, there = self.items, dict.fromkeys(record.subset for record in self.own.records)
+        if self.subsets is not None:
+            check_names("subsets", self.subsets, list(there))
+        for record in (r for r in self.own.records if r.subset in (self.subsets or there)):
             parts = record.parts()
             if size is None:
                 yield self._example(record, parts, None)

@@ -101,7 +101,7 @@ BARE = [
     ("unknown search", ["search=x"], ["search", "'x'", "channel, exhaustive, genetic"]),
     ("unknown runtime", ["runtime=x"], ["runtime", "'x'", "auto, gpu"]),
     ("unknown experiment", ["experiment=yu2025_fig66"], ["experiment", "'yu2025_fig66'", "yu2025_fig6"]),
-    ("model=hf without a path", ["model=hf"], ["model.path", "None", "posbench model=hf model.path=DIR"]),
+    ("model=hf without a path", ["model=hf"], ["model.path", "None", "posbench model=DIR"]),
     ("unknown dtype", ["model.dtype=int8"], ["model.dtype", "'int8'", "bfloat16"]),
     ("unknown kernel", ["model.attention=flash"], ["model.attention", "'flash'", "sdpa | eager"]),
     ("window of zero", ["+model.context_window=0"], ["model.context_window", "0", "from 1 to 1000000000"]),
@@ -237,7 +237,7 @@ BARE = [
     (
         "a reply longer than the window",
         ["task.max_new_tokens=100000"],
-        ["prompt length", "task.max_new_tokens"],
+        ["task.max_new_tokens = 100000", "at most 381", "window of tiny is 512", "task.max_new_tokens=381"],
     ),
 ]
 
@@ -259,15 +259,15 @@ SMALL = [
     (
         "prompt over the window",
         ["task.pairs=64", "task.positions=[0]"],
-        ["prompt length", "259", "at most 255", "task.pairs", "task.truncation=middle"],
+        ["task.pairs = 64", "at most 63", "window of random is 256", "task.truncation=middle"],
     ),
     (
         "calibration over the window",
         ["task.calibration_pairs=64"],
-        ["prompt length", "259", "at most 256", "task.pairs"],
+        ["task.calibration_pairs = 64", "at most 63", "set task.calibration_pairs=63"],
     ),
-    ("strings over the window", ["search.length=257"], ["search.length", "257", "to 256", "shorten"]),
-    ("window over the strings", ["search.window=100"], ["search.length", "48", "from 109"]),
+    ("strings over the window", ["search.length=257"], ["search.length", "257", "at most 256"]),
+    ("window over the strings", ["search.window=100"], ["search.window = 100", "at most 4"]),
     ("official over the strings", ["search.variant=official"], ["search.length", "48", "from 301"]),
     ("device that is not there", ["runtime.device=cuda:7"], ["runtime.device", "'cuda:7'", "auto, cpu"]),
     ("device that is none", ["runtime.device=abacus"], ["runtime.device", "'abacus'", "auto, cpu"]),
@@ -403,10 +403,11 @@ def test_refused_before_the_model(
 def test_the_checkpoint_comes_first_and_with_what_else_is_missing(
     posbench: Callable[..., Result], outputs: Path, tmp_path: Path
 ) -> None:
-    result = posbench("model=hf", f"model.path={tmp_path}")
+    result = posbench(f"model={tmp_path}", f"task.path={tmp_path}/none.jsonl", "stages=[evaluate]")
     lines = result.err.splitlines()
-    assert result.status == 2 and len(lines) == 2 and run_folders(outputs) == []
-    assert "model.path" in lines[0] and "it lacks config.json" in lines[0] and "method.channel" in lines[1]
+    assert result.status == 2 and len(lines) == 3 and run_folders(outputs) == []
+    assert "model.path" in lines[0] and "it lacks config.json" in lines[0]
+    assert "task.path" in lines[1] and "no such file" in lines[1] and "method.channel" in lines[2]
 
 
 def test_every_job_of_a_sweep_says_what_is_wrong(posbench: Callable[..., Result], outputs: Path) -> None:

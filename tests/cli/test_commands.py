@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from posbench import __version__, load, paths
+from posbench.cli.main import VERBS
 from posbench.cli.verbs import KINDS
 from posbench.errors import choices
 from posbench.report import paper, sweep, text
@@ -30,6 +31,7 @@ def test_help_and_version(posbench: Callable[..., Result]) -> None:
             result.status == 0
             and "posbench task=kv_retrieval model=mistral7b method=scale_channel" in result.out
         )
+        assert result.out.count("\n") < 40 and all(f"\n  {verb}  " in result.out for verb in VERBS)
     assert posbench("--version", verb=True).out == f"posbench {__version__}\n"
 
 
@@ -38,12 +40,10 @@ def test_ls_names_every_file(posbench: Callable[..., Result]) -> None:
     assert everything.status == 0
     for verb, group in KINDS.items():
         listed = posbench("ls", verb, verb=True).out
-        names = {
-            line.split()[0] for line in listed.splitlines()[2:] if not line.startswith(" ") and line.strip()
-        }
-        assert set(choices(paths.CONF / group)) <= names
+        assert [line.split("\t")[0] for line in listed.splitlines()[1:]] == choices(paths.CONF / group)
+        assert listed in everything.out
     assert all(name in everything.out for name in choices(paths.EXPERIMENTS))
-    assert "stages=[search]" in "".join(posbench("ls", "methods", verb=True).out.split())
+    assert "stages=[search]" in posbench("ls", "methods", verb=True).out
 
 
 def test_validate_checks_everything_and_runs_nothing(

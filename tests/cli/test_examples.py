@@ -40,7 +40,7 @@ def test_each_is_a_module_and_a_yaml() -> None:
         "study": "first_item",
         "search": "tries",
     }.items():
-        (file,) = (EXAMPLES / group).glob("*.yaml")
+        file = EXAMPLES / group / f"{module}.yaml"
         assert yaml.safe_load(file.read_text())["_target_"].startswith(f"{module}.")
         assert (EXAMPLES / f"{module}.py").is_file()
 

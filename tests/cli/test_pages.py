@@ -11,7 +11,7 @@ from posbench.cli.main import main
 from tests.browser import looks
 from tests.conftest import run_folders
 
-FEW = ["task.pairs=12", "task.positions=[0,5,11]", "task.examples_per_position=6", "runtime.resamples=100"]
+FEW = ["task.pairs=12", "task.positions=[0,5,11]", "task.limit=6", "runtime.resamples=100"]
 SEARCH = ["method=layer_scaling", "search=genetic", "search.population=6", "search.parents=3"]
 SEARCH += ["search.mutations=3", "search.crossovers=2", "search.generations=2", "task.calibration_examples=6"]
 

@@ -107,12 +107,14 @@ def test_where_parts_differ_their_weights_tell_how_much_is_left(clock: Clock) ->
     assert _told(console)[1] == "figures 1/3 (33 %), 9.0/h, 0:10:00 elapsed, 0:00:00 left: long, short"
 
 
-@pytest.mark.parametrize("total", [0, 3])
-def test_nothing_is_told_if_nothing_is_asked_for(total: int, clock: Clock) -> None:
+@pytest.mark.parametrize(("every", "total", "done"), [(0, 3, 1), (30, 0, 0), (30, 3, 3)])
+def test_nothing_is_told_if_nothing_is_asked_for_or_left(
+    every: int, total: int, done: int, clock: Clock
+) -> None:
     console = Console(file=io.StringIO(), width=200)
-    with progress(console, 30 if total == 0 else 0, "evaluate", total) as work:
+    with progress(console, every, "evaluate", total, done) as work:
         clock.wait(100)
-        work(total)
+        work(total - done)
     assert _told(console) == []
 
 

@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from posbench.errors import UserError
 from posbench.schema import build
+from posbench.tasks.kv_retrieval import compact_prompt
 from posbench.tasks.own_data import KINDS, OwnData, read, schema
 
 DATA = Path(__file__).parents[1] / "data" / "own"
@@ -72,6 +74,18 @@ def test_items_stand_in_a_template_and_the_others_keep_their_order(tmp_path: Pat
     assert own.items == 3
 
 
+def test_the_example_in_the_documentation_asks_as_key_value_retrieval_does() -> None:
+    file = Path(__file__).parents[2] / "docs/examples/task/own_words.yaml"
+    given = yaml.safe_load(file.read_text())
+    assert given.pop("path") == "tests/data/own/words.jsonl" and given.pop("_target_").endswith(".OwnData")
+    examples = task(DATA / "words.jsonl", **given).evaluation()
+    assert len(examples) == 100
+    for e in examples[:10]:
+        pairs = re.findall(r'"(\w+)": "(\w+)"', e.prompt)
+        key, value = pairs[e.gold_position or 0]
+        assert (e.prompt, e.items) == compact_prompt(pairs, key) and e.answers == (value,)
+
+
 def test_choices_have_letters_and_are_chosen() -> None:
     own = task(DATA / "choices.jsonl")
     first, second, _ = own.evaluation()
@@ -86,6 +100,12 @@ def test_choices_have_letters_and_are_chosen() -> None:
     assert [e.id for e in task(DATA / "choices.jsonl", limit=1).evaluation()] == ["1", "2"], (
         "one of each subset"
     )
+
+
+def test_subsets_are_asked_by_name() -> None:
+    assert [e.id for e in task(DATA / "choices.jsonl", subsets=["things"]).evaluation()] == ["1", "3"]
+    with pytest.raises(UserError, match=r"task\.subsets = 'thing'.*did you mean things"):
+        task(DATA / "choices.jsonl", subsets=["thing"]).evaluation()
 
 
 def test_a_long_text_can_be_cut() -> None:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 from annotated_types import Ge, MinLen
 
 from posbench.errors import UserError
-from posbench.late import pd
+from posbench.late import Figure, pd
 from posbench.plots import base as plot
 from posbench.plots.section import Drawn
 from posbench.run.base import Run
@@ -22,9 +22,6 @@ from posbench.stats.findings import Finding
 from posbench.studies.base import Study, Tables
 from posbench.studies.behind_rope.maps import by_layer, long_table, maps_figure, stacked
 from posbench.theory import causal_mask as theory
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 PAPER = "Behind RoPE,"
 LAYERS = 4

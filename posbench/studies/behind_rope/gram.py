@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from posbench.errors import UserError
-from posbench.late import inference_mode, pd
+from posbench.late import Tensor, inference_mode, pd
 from posbench.measure.scores import MeanMap, by_sample, check_interface, read_scores
 from posbench.model import families
 from posbench.model.lm import LM
@@ -21,9 +21,6 @@ from posbench.stats.findings import Finding, estimate, joint
 from posbench.studies.base import Tables
 from posbench.studies.behind_rope.maps import long_table, maps_figure, stacked
 from posbench.studies.behind_rope.score_map import Sampled
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 PANELS = {
     "a": "LN(X)",

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from posbench.late import pd
+from posbench.late import Figure, pd
 from posbench.plots import base as plot
 from posbench.stats.bootstrap import Array
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 QUANTILES = (0.01, 0.99)
 """Of the finite entries: the paper's colour range."""

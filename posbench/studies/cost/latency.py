@@ -8,11 +8,11 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from posbench.errors import UserError
 from posbench.files.atomic import Row
-from posbench.late import inference_mode, pd, torch, transformers
+from posbench.late import PreTrainedModel, inference_mode, pd, torch, transformers
 from posbench.measure.losses import candidate_losses
 from posbench.methods import Method, ScaleChannel, Unmodified
 from posbench.methods.scale_channel import share
@@ -25,9 +25,6 @@ from posbench.schema import Count, Whole
 from posbench.stats import reference
 from posbench.stats.frames import UNMODIFIED
 from posbench.studies.cost.timing import Shape, Timed, applicable, random_model, table
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 ANSWER = 4  # tokens whose loss the search measures
 

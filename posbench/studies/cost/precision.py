@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from posbench.files.atomic import Row
-from posbench.late import inference_mode, pd, torch
+from posbench.late import Figure, Tensor, inference_mode, pd, torch
 from posbench.methods import Method
 from posbench.methods.choice import MethodChoice
 from posbench.model.guard import finite, guarded
@@ -20,10 +20,6 @@ from posbench.schema import Count
 from posbench.stats.frames import UNMODIFIED, shown
 from posbench.studies.base import Study, Tables
 from posbench.studies.cost.timing import applicable, table
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-    from torch import Tensor
 
 DTYPES: tuple[Dtype, ...] = ("float32", "bfloat16", "float16")
 BATCHES = (1, 4, 16)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import yaml
 
@@ -16,7 +16,7 @@ from posbench import versions
 from posbench.errors import UserError
 from posbench.files.atomic import Row
 from posbench.files.hardware import hardware
-from posbench.late import pd, torch, transformers
+from posbench.late import Figure, pd, torch, transformers
 from posbench.methods import Method, Unmodified
 from posbench.methods.choice import MethodChoice
 from posbench.model.lm import LM
@@ -26,9 +26,6 @@ from posbench.plots.section import Drawn
 from posbench.schema import Count
 from posbench.stats.frames import UNMODIFIED
 from posbench.studies.base import Study, Tables
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 CLOCKS = {"wall": time.perf_counter, "processor": time.process_time}
 Shape = Literal["small", "wide", "llama2_7b", "mistral7b", "gemma_7b", "qwen2_5_7b", "mpt_7b"]

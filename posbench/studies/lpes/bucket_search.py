@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import Annotated, ClassVar
 
 import numpy as np
 from annotated_types import MinLen
 
-from posbench.late import pd
+from posbench.late import Figure, pd
 from posbench.plots import base as plot
 from posbench.plots.section import Drawn
 from posbench.run.base import Run
@@ -16,9 +16,6 @@ from posbench.schema import Count, Several, Whole
 from posbench.stats.findings import Finding
 from posbench.studies.base import Study, Tables
 from posbench.theory.waves import Step, choose, extrema, wave
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 PUBLISHED = (10000.0, 17500.0, 18000.0, 19000.0, 20000.0, 25000.0)  # the authors' list for tool use
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from posbench.files.atomic import Row
-from posbench.late import pd
+from posbench.late import Figure, pd
 from posbench.measure.items import attention_to_thirds
 from posbench.methods.position_interpolation import PositionInterpolation
 from posbench.plots import base as plot
@@ -19,9 +18,6 @@ from posbench.stats.bootstrap import difference
 from posbench.stats.findings import Finding, ends, estimate, joint
 from posbench.studies.base import Study, Tables
 from posbench.theory.waves import decay, wave
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 SCALES = (1.0, 1.2, 1.5, 2.0)
 THIN = {"marker": "", "linewidth": 0.8}

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
-from posbench.late import pd
+from posbench.late import Axes, Figure, pd
 from posbench.plots import base as plot
 from posbench.plots.section import Drawn
 from posbench.run.base import Run
@@ -21,10 +21,6 @@ from posbench.studies.base import Study, Tables
 from posbench.studies.wu2025.synthetic_tables import TEST_SD, printed_cells
 from posbench.studies.wu2025.training import PAIRS
 from posbench.theory import masks, rope
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 M = -float(np.log(0.8))  # the decay of the paper's runs, gamma 0.8
 SIGMA = 5.3  # tokens in which one layer's attention falls to e^-1/2 at theta 0.01, for Theorem 4.7

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 import numpy as np
 from annotated_types import Ge, Le
 
-from posbench.late import nn, torch
+from posbench.late import Tensor, nn, torch
 from posbench.schema import Count, NonNegative, Positive
 from posbench.studies.wu2025.sequences import Mixture
 from posbench.theory import masks
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 HIDDEN_LAYERS = 3  # of the classifier
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from posbench.files.atomic import Row, rounded
-from posbench.late import pd
+from posbench.late import Figure, pd
 from posbench.measure.flow import KINDS, flow
 from posbench.measure.replies import encode
 from posbench.plots import base as plot
@@ -22,9 +21,6 @@ from posbench.stats.findings import Finding, ends, estimate
 from posbench.studies.base import Study, Tables
 from posbench.studies.prompts import need_whole_maps
 from posbench.tasks import Example
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 METRICS = {"by_head": "heads (Gu et al.)", "by_entry": "attention entries (Wu et al.)"}
 

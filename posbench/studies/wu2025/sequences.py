@@ -6,13 +6,10 @@ The items are of two classes, four copies each in random order; the query is of 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
-from posbench.late import F, torch
+from posbench.late import F, Tensor, torch
 from posbench.schema import NonNegative, Several, Whole
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from posbench.errors import renamed
 from posbench.files.atomic import Row
-from posbench.late import pd
+from posbench.late import Axes, Figure, pd
 from posbench.plots import base as plot
 from posbench.plots.section import Drawn
 from posbench.stats import reference
@@ -18,10 +18,6 @@ from posbench.studies.wu2025.network import Attention
 from posbench.studies.wu2025.sequences import Mixture, copying_gap
 from posbench.studies.wu2025.training import PAIRS, Measured
 from posbench.theory import masks
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 SETTINGS = ["vocabulary", "scale", "mask", "pe", "depth", "residual", "bias"]
 """Columns that tell conditions apart; the paper's cells have all but the scale."""

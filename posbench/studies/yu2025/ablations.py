@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import numpy as np
 
 from posbench.errors import UserError
-from posbench.late import pd
+from posbench.late import Figure, pd
 from posbench.methods import Method
 from posbench.methods.scale_channel import ScaleChannel
 from posbench.methods.unmodified import Unmodified
@@ -27,9 +27,6 @@ from posbench.stats.findings import Finding, columns, estimate
 from posbench.stats.frames import UNMODIFIED
 from posbench.studies.base import Study, Tables
 from posbench.studies.prompts import contrasts
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 Pools = Mapping[str, Sequence[int]]
 Settings = Mapping[str, ScaleChannel]

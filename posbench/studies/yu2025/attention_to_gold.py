@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated, Literal, get_args
+from typing import Annotated, Literal, get_args
 
 import numpy as np
 from annotated_types import MinLen
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from posbench.errors import UserError
 from posbench.files.atomic import Row, rounded
-from posbench.late import matplotlib, pd
+from posbench.late import Figure, matplotlib, pd
 from posbench.plots import base as plot
 from posbench.plots.attention import over_positions
 from posbench.plots.section import Drawn
@@ -28,9 +28,6 @@ from posbench.studies import prompts as shared
 from posbench.studies.base import Study, Tables
 from posbench.studies.prompts import Prompts, gold
 from posbench.tasks import Example, Task
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 Integers = NDArray[np.int64]
 View = Literal["maps", "heads", "head_maps", "gold", "lengths"]

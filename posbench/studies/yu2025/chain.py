@@ -5,10 +5,10 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from posbench.errors import renamed
-from posbench.late import pd
+from posbench.late import Axes, Figure, pd
 from posbench.methods.choice import MethodChoice
 from posbench.methods.unmodified import Unmodified
 from posbench.plots import base as plot
@@ -22,10 +22,6 @@ from posbench.stats.frames import UNMODIFIED
 from posbench.studies import prompts as shared
 from posbench.studies.base import Study, Tables
 from posbench.studies.yu2025 import channel_subtraction, crop_mask, doubling, hidden_perturbation
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,13 +6,13 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 
 from posbench.errors import UserError
 from posbench.files.atomic import Row, rounded
-from posbench.late import pd, torch
+from posbench.late import Axes, Figure, pd, torch
 from posbench.measure.states import Site, channel_input, stacked
 from posbench.methods.scale_channel import check_layers
 from posbench.perturbations.subtract_channel import subtract_channel
@@ -28,10 +28,6 @@ from posbench.studies import prompts as shared
 from posbench.studies.base import Study, Tables
 from posbench.studies.prompts import Measured, Prompts, gold
 from posbench.tasks import Example
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 WHERE = {"gold": "the gold item", "other": "another item"}
 

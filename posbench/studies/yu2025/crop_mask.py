@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from posbench.errors import UserError
 from posbench.files.atomic import Row
-from posbench.late import pd
+from posbench.late import Axes, Figure, pd
 from posbench.methods.scale_channel import check_layers, share
 from posbench.perturbations.crop_mask import crop_mask
 from posbench.perturbations.move_positions import can_move, move_positions
@@ -26,10 +25,6 @@ from posbench.studies import prompts as shared
 from posbench.studies.base import Study, Tables
 from posbench.studies.prompts import Block, Measured, Prompts, Range, gold
 from posbench.tasks import Example
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 LABELS = {
     UNMODIFIED: "unmodified",

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import TYPE_CHECKING
 
 from posbench.files.atomic import Row, rounded
-from posbench.late import pd, torch
+from posbench.late import Figure, Tensor, pd, torch
 from posbench.measure.items import item_pool, pooled
 from posbench.perturbations.scale_attention import scale_attention
 from posbench.plots import base as plot
@@ -24,10 +23,6 @@ from posbench.studies.base import Study, Tables
 from posbench.studies.prompts import Prompts, gold
 from posbench.tasks import Example
 from posbench.tasks.items import at_share
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-    from torch import Tensor
 
 LABELS = {
     UNMODIFIED: "unmodified",

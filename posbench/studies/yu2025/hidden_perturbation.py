@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from posbench.errors import UserError
 from posbench.files.atomic import Row, rounded
-from posbench.late import inference_mode, pd
+from posbench.late import Figure, inference_mode, pd
 from posbench.measure.states import Alphabet, Site, Strings, channel_input, stacked
 from posbench.methods.scale_channel import check_layers
 from posbench.model.guard import forward
@@ -29,9 +28,6 @@ from posbench.stats.frames import UNMODIFIED
 from posbench.studies import prompts as shared
 from posbench.studies.base import Study, Tables
 from posbench.studies.prompts import Range
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 LABELS = {UNMODIFIED: "unmodified", "crop": "crop mask", "shift": "position ids shifted"}
 Changes = Mapping[str, Array]

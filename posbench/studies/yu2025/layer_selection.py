@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
 from posbench.errors import UserError
 from posbench.files.atomic import Row
-from posbench.late import pd
+from posbench.late import Axes, Figure, pd
 from posbench.methods.scale_channel import ScaleChannel
 from posbench.plots import base as plot
 from posbench.plots.section import Drawn
@@ -24,10 +24,6 @@ from posbench.studies.base import Study, Tables
 from posbench.studies.prompts import Prompts, Range, check_prompts
 from posbench.studies.yu2025.ablations import CONTROL, channel_search, evaluated, random_channel
 from posbench.tasks import Example
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 LOSSES, ATTENTION, ROWS = "range_losses.jsonl", "range_attention.jsonl", "range_predictions.jsonl"
 CHOSEN, BEST, PUBLISHED, EVERY = "channel of the method", "best range", "published range", "all layers"

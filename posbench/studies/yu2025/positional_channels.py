@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import numpy as np
 import scipy
 from annotated_types import Ge
 
 from posbench.errors import UserError
-from posbench.late import pd
+from posbench.late import Figure, pd
 from posbench.measure.states import GROUPS, Alphabet, Array, Moments, Site, moments
 from posbench.methods.scale_channel import check_channels
 from posbench.plots import base as plot
@@ -27,9 +27,6 @@ from posbench.stats.bootstrap import Z95, Estimate, difference_of_shares
 from posbench.stats.correlation import spearman
 from posbench.stats.findings import Finding, ends, estimate
 from posbench.studies.base import Study, Tables
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 PAPER = {"mistral7b": 213, "llama2_7b": 2393, "mpt_30b": 1942, "tinyllama_nope": 1156}
 """Channels of Figures 4 and 14, by our model names; for MPT-30B Table 4 scales another one, 6926."""
