@@ -197,9 +197,10 @@ def test_the_verbs_that_documents_show_run(
             assert result.status == 0, (text, result.err)
 
 
-def test_the_python_of_the_readme_runs() -> None:
+def test_the_python_of_the_readme_runs(capsys: pytest.CaptureFixture[str]) -> None:
     (block,) = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.S | re.M)
     exec(compile(block, "README.md", "exec"), {})
+    assert capsys.readouterr().out.strip() == block.rpartition("  # ")[2].strip()
 
 
 def cells() -> list[str]:
