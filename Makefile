@@ -8,12 +8,14 @@ TRAININGS = $(basename $(notdir $(shell grep -l 'study: synthetic_training' expe
 FIGURES = $(BIN)/posbench figures $(if $(MODEL),model=$(MODEL)) $(ARGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-oldest lint format figure figures trainings wheel clean
+.PHONY: help setup run test test-oldest lint format figure figures trainings docs clean
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV) && $(BIN)/python $(PIP) --editable '.[dev]' && touch $@
 $(OLDEST)/.ready: pyproject.toml constraints.txt constraints-oldest.txt
 	$(PYTHON) -m venv $(OLDEST) && $(OLDEST)/bin/python $(PIP) --editable '.[dev]' && $(OLDEST)/bin/python -m pip --quiet install --requirement constraints-oldest.txt && touch $@
+$(VENV)/.docs: $(VENV)/.ready
+	$(BIN)/python $(PIP) --editable '.[docs]' && touch $@
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-13s %s\n", $$1, $$2}'
@@ -34,7 +36,9 @@ figures: setup ## every one that needs no weights and no training: make figures 
 	@$(FIGURES) $(if $(PAPER),paper=$(PAPER))
 trainings: setup ## the trainings of Wu et al. 2025 (hours): make trainings PRESET=paper
 	@$(BIN)/posbench figures $(TRAININGS) --jobs 1 study.preset=$(or $(PRESET),quick) study.trainings=outputs/trainings $(ARGS)
-wheel: setup ## build the wheel
-	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .
+docs: $(VENV)/.docs ## run what README and docs tell to run, check all links, and build the site in build/docs
+	$(BIN)/python -m pytest -n 2 -m '' tests/test_documents.py $(ARGS)
+	$(BIN)/sphinx-build --quiet --fail-on-warning --keep-going -c docs . build/docs
+	cp build/docs/README.html build/docs/index.html
 clean: ## remove the environments and build products; outputs/ stays
 	rm -rf $(VENV) $(OLDEST) dist build *.egg-info .pytest_cache .mypy_cache .ruff_cache

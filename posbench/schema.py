@@ -10,7 +10,7 @@ from types import NoneType, UnionType
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from annotated_types import Ge, Gt, Le, Lt, MinLen
-from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
+from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError, with_config
 
 from posbench.errors import Faults, UserError, near
 
@@ -49,7 +49,10 @@ def build(cls: type[T], data: Mapping[str, Any], where: str) -> T:
     faults, kinds = Faults(), get_type_hints(cls, include_extras=True)
     allowed = [f.name for f in fields(cls)]  # type: ignore[arg-type]
     for key, value in data.items():
-        if key not in allowed:
+        if now := getattr(cls, "renamed", {}).get(key):
+            hint = f"call it so: {where}.{now}={value}"
+            faults.found.append(UserError(f"{where}.{key}", value, f"{where}.{now}, its name now", hint))
+        elif key not in allowed:
             hint = near(str(key), allowed, "remove the key").replace("mean ", f"mean {where}.")
             known = f"keys {', '.join(allowed)}" if allowed else "no keys"
             faults.found.append(UserError(f"{where}.{key}".strip("."), value, known, hint))
@@ -205,6 +208,8 @@ def words(kind: Any) -> str:
         return f"a list [...] of: {words(args[0])}"
     if origin is tuple:
         return f"a list of exactly {len(args)}: [{', '.join(words(a) for a in args)}]"
+    if isinstance(kind, type) and issubclass(kind, BaseModel):
+        return f"an object with {', '.join(kind.model_fields)}"
     return "a mapping" if origin is dict or is_dataclass(kind) else "a value"
 
 

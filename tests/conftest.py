@@ -77,7 +77,7 @@ def small(checkpoint: Path) -> list[str]:
         "task.records=words",
         "task.pairs=12",
         "task.positions=[0,5,11]",
-        "task.examples_per_position=12",
+        "task.limit=12",
         "task.max_new_tokens=1",
         "task.calibration_pairs=8",
         "task.calibration_examples=12",

@@ -163,6 +163,7 @@ class Kills:
             elif self.timed and file.suffix == ".pt":
                 data = repr(self._timeless(torch.load(file, weights_only=True))).encode()
             elif file.name in ("provenance.json", "status.json", "manifest.json", "report.html"):
+                data = re.sub(rb'(?s)"spent": \{(\}|.*?\n  \})', b"", data)
                 moved = rb"started|seconds|provenance.json|status.json|sum"
                 data = re.sub(rb'.*("|&#34;)(' + moved + rb')("|&#34;): .*', b"", data)
             found[file.relative_to(self.outputs).as_posix()] = data
@@ -170,7 +171,7 @@ class Kills:
 
     def _timeless(self, data: Any) -> Any:
         if isinstance(data, dict):
-            left_out = "|".join((*self.timed, "started", "seconds", "sum"))
+            left_out = "|".join((*self.timed, "started", "seconds", "spent", "sum"))
             return {k: self._timeless(v) for k, v in data.items() if not re.fullmatch(left_out, str(k))}
         if isinstance(data, list | tuple):
             return [self._timeless(each) for each in data]

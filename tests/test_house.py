@@ -15,8 +15,8 @@ PACKAGE = ROOT / "posbench"
 FILES = sorted(PACKAGE.rglob("*.py"))
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 LAYERS = PROJECT["tool"]["posbench"]["layers"]
-GROUND = {"errors", "paths", "schema", "versions"}
-MOST_LINES = 23_900
+GROUND = {"errors", "late", "paths", "schema", "versions"}
+MOST_LINES = 26_400
 """What the package may grow to: raise it in a commit that says what the lines are for."""
 
 

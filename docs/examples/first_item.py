@@ -62,7 +62,7 @@ class FirstItem(Study):
 @plot.styled
 def figure(table: pd.DataFrame) -> Figure:
     """The share over the gold position."""
-    drawn, axes = plot.new_figure(plot.COLUMN, 2.4)
+    drawn, axes = plot.new_figure(plot.COLUMN, 2.4, n=table["n"])
     plot.band(axes, table, plot.line_style(0), name="share")
     plot.percent_axes(axes, "attention to the first item (%)")
     return drawn

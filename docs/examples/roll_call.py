@@ -18,7 +18,7 @@ class RollCall(Task):
     Args:
         names: Names in a prompt.
         positions: Gold positions: 0-based indices, or shares such as ``"50%"``.
-        examples_per_position: Questions at each.
+        limit: Questions at each.
         seed: Seed of the draws.
 
     Score: 1 if the place occurs in the reply.
@@ -34,7 +34,7 @@ class RollCall(Task):
     max_new_tokens: Count = 1
     names: Several = 16
     positions: tuple[int | str, ...] = ("0%", "50%", "100%")
-    examples_per_position: Count = 10
+    limit: Count = 10
     seed: Whole = 0
 
     @property
@@ -47,7 +47,7 @@ class RollCall(Task):
         return [
             self._draw(f"{position}-{number}", split, position)
             for position in gold_indices("positions", self.positions, "names", self.names)
-            for number in range(self.examples_per_position)
+            for number in range(self.limit)
         ]
 
     def _draw(self, name: str, split: Split, position: int) -> Example:

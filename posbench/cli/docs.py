@@ -7,12 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
-
 from posbench.cli.options import option
 from posbench.errors import UserError
 from posbench.files.atomic import write_bytes, write_text
 from posbench.files.markdown import markdown
+from posbench.late import pd
 from posbench.model.families import support_table
 from posbench.report import experiments
 from posbench.report.collect import collect
@@ -22,27 +21,37 @@ from posbench.report.page import read_run
 from posbench.report.tables import findings_table
 from posbench.report.text import tally, verdicts
 from posbench.run.folder import checked
+from posbench.tasks.own_data import KINDS, schema
 
 
 def docs(args: list[str]) -> int:
-    """Print a page; ``--out FILE`` writes it between the marks ``<!-- NAME -->`` and ``<!-- /NAME -->``.
+    """Print a page of the documentation that is made from code or from runs, as Markdown.
 
-    Of ``gallery`` the figures go to a folder beside the file, which has its name.
+    usage: posbench docs PAGE [DIR] [--out FILE]
+
+      families         which architectures work, from the code
+      data             the fields of a file of your own, from the code
+      claims DIR       verdicts on papers' claims, of all studies in a folder of runs
+      run DIR          one run: its sentence, text and tables
+      experiments DIR  every table and figure of the papers, with the status of its newest run
+      gallery DIR      the figures of all runs; they go to a folder beside FILE, which has its name
+      --out FILE       write the page between the marks <!-- PAGE --> and <!-- /PAGE --> of a file
+
+    example: posbench docs gallery outputs --out docs/gallery.md
 
     Raises:
         UserError: No such page, a folder that holds nothing to show, or a file of other text without marks.
     """
     out, args = option(args, "--out")
     name, *rest = args or [""]
-    runs = *FROM_RUNS, "gallery"
-    if name not in ("families", *runs) or len(rest) != (name in runs):
-        allowed = ", ".join(["families", *(f"{name} DIR" for name in runs)])
+    if name not in CHOICES or len(rest) != (name not in FROM_CODE):
+        allowed = ", ".join(name if name in FROM_CODE else f"{name} DIR" for name in CHOICES)
         raise UserError("docs", " ".join(args), f"{allowed}; --out FILE", "posbench docs families")
     file, images = Path(out or "gallery.md").expanduser(), dict[str, Path]()
     if name == "gallery":
         page, images = as_markdown(collect(Path(rest[0]).expanduser()), file.stem)
     else:
-        page = FROM_RUNS[name](Path(rest[0]).expanduser()) if rest else markdown(*support_table())
+        page = FROM_RUNS[name](Path(rest[0]).expanduser()) if rest else FROM_CODE[name]()
     if out is None:
         print(page)
         return 0
@@ -135,4 +144,19 @@ def run(folder: Path) -> str:
     return "\n\n".join(part for part in parts if part)
 
 
+def data() -> str:
+    """The fields of a file of one's own."""
+    kinds: dict[tuple[str, ...], list[str]] = {}
+    for name, kind in KINDS.items():
+        for row in schema(kind):
+            kinds.setdefault(row, []).append(name)
+    told = [
+        [f"`{field}`", "all" if len(of) == len(KINDS) else ", ".join(of), form, meaning]
+        for (field, form, meaning), of in kinds.items()
+    ]
+    return markdown(["field", "in files with", "form", "meaning"], told)
+
+
+FROM_CODE: dict[str, Callable[[], str]] = {"families": lambda: markdown(*support_table()), "data": data}
 FROM_RUNS: dict[str, Callable[[Path], str]] = {"claims": claims, "run": run, "experiments": experiments.page}
+CHOICES = *FROM_CODE, *FROM_RUNS, "gallery"

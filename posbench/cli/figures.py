@@ -16,7 +16,6 @@ from typing import Any
 
 import yaml
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from posbench import paths
 from posbench.cli.options import option
@@ -29,9 +28,11 @@ from posbench.report import sweep
 from posbench.report.console import terminal
 from posbench.report.experiments import PAPERS, trains
 from posbench.run.folder import owned
+from posbench.run.progress import Work, progress
+from posbench.run.runtime import Runtime
 from posbench.studies.cost.timing import Timed
 
-COMMAND = [sys.executable, "-c", "from posbench.cli.main import run; run()"]
+COMMAND = [sys.executable, "-c", f"from posbench.cli.main import run_below; run_below({os.getpid()})"]
 PATIENCE = 30.0
 """Seconds that processes have to end by themselves when all are stopped."""
 
@@ -64,6 +65,11 @@ class Figure:
         """What it is and what became of it."""
         minutes = f"{self.took / 60:.1f} min" if self.took else ""
         return f"{self.state:<15}  {self.name:<24}  {minutes:>9}  {self.folder or self.note}"
+
+    @property
+    def weight(self) -> float:
+        """Its share of all work: its minutes, or one where they are not known."""
+        return self.minutes or 1.0
 
     @property
     def embedded(self) -> bool:
@@ -140,6 +146,20 @@ class Figure:
 def figures(args: list[str]) -> int:
     """Run experiments side by side: those named, or all that need neither weights nor trainings.
 
+    usage: posbench figures [NAMES] [paper=NAME] [model=NAME] [OVERRIDES] [--jobs N] [--config-dir DIR]
+
+      NAMES             names of `posbench ls experiments`; without any, see above
+      paper=NAME        those of one paper: yu2025, lpes, wu2025 or behind_rope
+      model=NAME        on this model; also those that need weights
+      OVERRIDES         any key of a config, for all of them
+      --jobs N          so many at a time; one on each core unless said
+      --config-dir DIR  your own YAML files; also your experiments
+
+    What is finished is not run again. Each writes a log to OUTPUTS/figures. All of them take 17 minutes
+    on two cores; `posbench ls experiments` has the minutes of each.
+
+    example: posbench figures yu2025_fig6 lpes_table7 --jobs 2
+
     Raises:
         UserError: An argument is wrong, or leaves no experiment.
     """
@@ -152,16 +172,16 @@ def figures(args: list[str]) -> int:
     # Two large models do not fit where one does, and one has work for all cores.
     small = all(figure.embedded for figure in todo)
     jobs = int(count) if count else _cores() if small else 1
-    outputs = next((config.runtime.outputs for figure in asked for config in figure.configs), "outputs")
-    logs = Path(outputs).expanduser() / "figures"
+    runtime = next((config.runtime for figure in asked for config in figure.configs), Runtime())
+    logs = Path(runtime.outputs).expanduser() / "figures"
     if todo:
-        known = f" (about {sum(f.minutes for f in todo):.0f} minutes of one core as they stand)"
-        about = known if all(figure.minutes for figure in todo) else ""
+        known, minutes = all(figure.minutes for figure in todo), sum(figure.weight for figure in todo)
+        about = f" (about {minutes:.0f} minutes of one core as they stand)" if known else ""
         console.print(f"{len(todo)} of {len(asked)} to run{about}, {jobs} at a time; logs in {logs}")
         logs.mkdir(parents=True, exist_ok=True)
-        with owned(logs):
-            _run([figure for figure in todo if not figure.timed], jobs, logs, console)
-            _run([figure for figure in todo if figure.timed], 1, logs, console)
+        with owned(logs), progress(console, runtime.log_every, "figures", len(todo), 0, minutes) as work:
+            _run([figure for figure in todo if not figure.timed], jobs, logs, console, work)
+            _run([figure for figure in todo if figure.timed], 1, logs, console, work)
     return _tell(asked, logs, console)
 
 
@@ -233,23 +253,21 @@ def _reason(facts: Mapping[str, Any], of_model: bool) -> str:
     return "needs weights: model=NAME" if facts.get("needs_weights") and not of_model else ""
 
 
-def _run(todo: Sequence[Figure], jobs: int, logs: Path, console: Console) -> None:
+def _run(todo: Sequence[Figure], jobs: int, logs: Path, console: Console, work: Work) -> None:
     """Run so many at a time, in this order; when this process is stopped so are they."""
     waiting, running = list(todo), dict[Figure, subprocess.Popen[bytes]]()
-    columns = BarColumn(20), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}")
     try:
-        with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as progress:
-            bar = progress.add_task("", total=len(todo))
-            while waiting or running:
-                while waiting and len(running) < jobs:
-                    figure = waiting.pop(0)
-                    running[figure] = _start(figure, logs, threads=1 if jobs > 1 else None)
-                progress.update(bar, description=", ".join(figure.name for figure in running))
-                time.sleep(0.1)
-                for figure in [f for f, process in running.items() if process.poll() is not None]:
-                    figure.ended(running.pop(figure).returncode, logs)
-                    progress.advance(bar)
-                    console.print(figure.line, soft_wrap=True)
+        while waiting or running:
+            while waiting and len(running) < jobs:
+                figure = waiting.pop(0)
+                running[figure] = _start(figure, logs, threads=1 if jobs > 1 else None)
+            work.note = ", ".join(figure.name for figure in running)
+            time.sleep(0.1)
+            for figure in [f for f, process in running.items() if process.poll() is not None]:
+                figure.ended(running.pop(figure).returncode, logs)
+                work(1, weight=figure.weight)
+                console.print(figure.line, soft_wrap=True)
+        work.note = ""
     finally:
         for process in running.values():
             process.terminate()

@@ -15,10 +15,8 @@ from dataclasses import asdict, dataclass, fields
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
-import torch
-from lm_eval.api.model import CacheHook
 from lm_eval.api.registry import register_model
 from lm_eval.models.huggingface import HFLM
 from lm_eval.utils import simple_parse_args_string
@@ -28,6 +26,7 @@ from posbench import paths
 from posbench.errors import UserError, choices, renamed
 from posbench.files.atomic import digest
 from posbench.files.digests import keys
+from posbench.late import torch
 from posbench.methods import Method
 from posbench.model.encode import CHAT_TEMPLATES
 from posbench.model.guard import guarded
@@ -37,6 +36,9 @@ from posbench.pipeline.compose import composed
 from posbench.pipeline.config import Config, check
 from posbench.pipeline.identity import identity, reads, threads
 from posbench.schema import Count, build
+
+if TYPE_CHECKING:
+    from lm_eval.api.model import CacheHook
 
 log = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""``posbench lm_eval``: lm-evaluation-harness with the model type ``posbench``; the flags are its own."""
+"""``posbench lm_eval``: lm-evaluation-harness with the model type ``posbench``."""
 
 from __future__ import annotations
 
@@ -7,8 +7,21 @@ import sys
 from posbench.errors import UserError
 
 
-def command(args: list[str]) -> int:
-    """Run the harness; :class:`posbench.cli.harness.PosbenchLM` documents ``--model_args``."""
+def lm_eval(args: list[str]) -> int:
+    """Run lm-evaluation-harness on a model under a method; the flags are the harness's own.
+
+    usage: posbench lm_eval --model posbench --model_args KEY=VALUE,... --tasks TASKS [FLAGS]
+
+      pretrained=MODEL  a name of `posbench ls models`, a directory or a hub id
+      method=METHOD     a name of `posbench ls methods`, or several: layer_scaling+scale_channel
+      any other key     a field of the method (channel=15), of the model (dtype=float16) or of the
+                        harness's own model (max_length=2048); a list has colons: layers=1:3
+      config_dir=DIR    your own YAML files
+
+    `posbench lm_eval run --help` prints the flags; they come with pip install 'posbench[lm_eval]'.
+
+    example: posbench lm_eval --model posbench --model_args pretrained=tiny,method=scale_channel --tasks mmlu
+    """
     try:
         from lm_eval.__main__ import cli_evaluate
 

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import ctypes
+import inspect
 import io
 import logging
 import os
+import re
 import shlex
 import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from importlib import import_module
 from typing import Any
 
 from posbench import versions
@@ -18,28 +22,29 @@ from posbench.errors import complain, in_one_line
 
 HELP = """posbench finds, explains and removes position bias in language models.
 
-  posbench                                         the embedded model: search, intervene, evaluate, report
+  posbench                                         the embedded model, all stages, half a minute
   posbench task=kv_retrieval model=mistral7b method=scale_channel
   posbench model=hf model.path=DIR stages=[search] find the channel of your own checkpoint
   posbench method=[layer_scaling,scale_channel]    one inside the other
   posbench -m method.factor=1,0.5,0,-0.5,-1        sweep; ends with one table and one figure
   posbench study=rollout                           what happens inside the model
-  posbench experiment=yu2025_fig6                  one table or figure of a paper
+  posbench experiment=yu2025_fig6                  one table or figure of a paper, seconds to minutes
   posbench model=llama2_13b runtime=gpu runtime.device_map=auto     over all GPUs of this machine
 
-  posbench figures [NAMES] [paper=yu2025] [model=NAME] [--jobs N]   many experiments, side by side
-  posbench ls [models|methods|tasks|searches|studies|runtimes|experiments|families] [--config-dir DIR]
-  posbench ls runs [FILTERS] [--outputs DIR]       find runs again: what ran, score, bias, age, state
-  posbench compare RUN RUN... [--out FOLDER]       runs side by side: one table, one figure
-  posbench fetch [OVERRIDES] [--dry-run]           list and download what a config needs
-  posbench validate [OVERRIDES]                    compose and check configs, run nothing
-  posbench report DIR                              redraw the figures and report.html of a run or a sweep
-  posbench report OUTPUTS [--out FOLDER]           of many runs: one gallery of all figures, PDFs and tables
-  posbench rescore DIR                             score saved replies of a run or sweep again, no model
-  posbench show DIR [--wrong] [--all] [--id ID]    prompts, expected answers, replies and scores of a run
-  posbench docs PAGE [DIR] [--out FILE]            a page of the documentation from code or runs, as Markdown:
-                                                   families, claims, run, experiments or gallery
-  posbench lm_eval FLAGS                           lm-evaluation-harness under a method; its own flags
+Verbs; posbench VERB --help says more:
+  figures       many experiments, side by side; all that need no weights: 17 minutes on two cores
+  ls            what there is to choose from
+  ls runs       find runs again: what ran, score, bias, age, state
+  compare       runs side by side: one table, one figure
+  check-data    what a file of your own holds, and the command that asks it
+  fetch         list and download what a config needs
+  validate      compose and check configs, run nothing
+  report        redraw a run or a sweep; of many runs write one gallery
+  rescore       score saved replies of a run or a sweep again, without a model
+  show          prompts, expected answers, replies and scores of a run
+  docs          a page of the documentation from code or runs, as Markdown
+  lm_eval       lm-evaluation-harness under a method
+  completion    completion of verbs, names and keys for bash, zsh or fish
 
 Every key can be set as key=value; `--cfg job` prints the whole config, `--config-dir DIR` adds your own YAML
 files, `--hydra-help` lists Hydra's own flags. Runs go to outputs/<task>/vNNN/<model>__<method>__<hash>; the
@@ -47,6 +52,13 @@ same command resumes. Exit status: 0 done; 1 some rows failed (run again to retr
 correct in the input; 3 the machine stands in the way: disk, permission, memory; 130 stopped by Ctrl-C; 143 by
 SIGTERM.
 """
+
+VERBS = {
+    **dict.fromkeys(("ls", "fetch", "validate", "report", "rescore", "show"), "verbs"),
+    **{name: name for name in ("figures", "docs", "lm_eval", "completion")},
+    **{"ls runs": "runs", "compare": "runs", "check-data": "check_data"},
+}
+"""The verbs, each a function of that name, with its module; only the one that is asked for is imported."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -65,11 +77,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
         versions.check()
         with _terminable():
-            verb = _verbs().get(args[0]) if args else None
-            if verb and args[0] != "lm_eval" and {"-h", "--help"} & set(args[1:]):
-                print(_usage(args[0], verb))
+            name = verb_of(args)
+            if not name:
+                return _run(args)
+            verb, args = find_verb(name), args[len(name.split()) :]
+            if {"-h", "--help"} & set(args[:1] if name == "lm_eval" else args):
+                print(usage(verb))
                 return 0
-            return verb(args[1:]) if verb else _run(args)
+            return verb(args)
     except KeyboardInterrupt as stop:
         print("posbench: stopped; the same command resumes", file=sys.stderr)
         return 143 if isinstance(stop, _Terminated) else 130
@@ -102,27 +117,21 @@ def _terminable() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _usage(name: str, verb: Callable[[list[str]], int]) -> str:
-    """How a verb is called, as :data:`HELP` has it, and what it does."""
-    form = next(line.strip() for line in HELP.splitlines() if line.startswith(f"  posbench {name} "))
-    return f"usage: {form.split('  ')[0]}\n{(verb.__doc__ or '').splitlines()[0]}"
+def verb_of(args: Sequence[str]) -> str:
+    """The verb that begins a command line; empty for a run."""
+    return next((name for name in (" ".join(args[:2]), *args[:1]) if name in VERBS), "")
 
 
-def _verbs() -> dict[str, Callable[[list[str]], int]]:
-    # Help and version do without the libraries that verbs need.
-    from posbench.cli import docs, figures, lm_eval, runs, verbs
+def find_verb(name: str) -> Callable[[list[str]], int]:
+    """The function of a verb."""
+    module = import_module(f"posbench.cli.{VERBS[name]}")
+    verb: Callable[[list[str]], int] = getattr(module, re.sub("[ -]", "_", name))
+    return verb
 
-    each: tuple[Callable[[list[str]], int], ...] = (
-        verbs.ls,
-        verbs.fetch,
-        verbs.validate,
-        verbs.report,
-        verbs.rescore,
-        verbs.show,
-        runs.compare,
-    )
-    each += docs.docs, figures.figures
-    return {**{verb.__name__: verb for verb in each}, "lm_eval": lm_eval.command}
+
+def usage(verb: Callable[[list[str]], int]) -> str:
+    """What ``posbench VERB --help`` prints: the verb's docstring, without what it raises."""
+    return (inspect.getdoc(verb) or "").split("\n\nRaises:")[0]
 
 
 def _run(args: list[str]) -> int:
@@ -145,16 +154,18 @@ def _run(args: list[str]) -> int:
 def _job(composed: Any, command: str) -> None:
     """One run: everything that can go wrong ends as a status, so that a sweep goes on."""
     from posbench.pipeline.compose import leave
-    from posbench.pipeline.config import check
     from posbench.pipeline.execute import execute
+    from posbench.pipeline.ready import ready
     from posbench.report.console import terminal
     from posbench.run.base import IncompleteRun
 
     facts = {"overrides": composed.overrides, "multirun": composed.multirun}
     record: dict[str, Any] = {**facts, "folder": None, "status": 0}
     try:
-        config = check(composed.raw, composed.typed, composed.folders)
-        record["folder"] = str(execute(config, command=command, console=terminal()))
+        made = ready(composed)
+        for line in made.said:
+            terminal().print(line, soft_wrap=True, markup=False)
+        record["folder"] = str(execute(made.config, command=command, console=terminal()))
     except IncompleteRun as error:
         print(f"posbench: {error}", file=sys.stderr)
         record["status"] = 1
@@ -185,6 +196,15 @@ def _show_config(args: list[str]) -> int:
     rest = [a for a in (*args[:at], *args[at + 2 :]) if a != "--resolve"]
     compose(rest, lambda composed: print(yaml.safe_dump(composed.raw, sort_keys=False), end=""))
     return 0
+
+
+def run_below(parent: int) -> None:
+    """Entry point of a process that another one started, and that ends with it where Linux can tell."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+        if os.getppid() != parent:
+            sys.exit(143)
+    run()
 
 
 def run() -> None:

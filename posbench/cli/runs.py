@@ -32,8 +32,7 @@ def ls_runs(args: list[str]) -> int:
     their 95 % intervals, verdicts of a study, age, and state: done, running, killed, failed, incomplete
     (some rows failed), mixed (a file changed under it), damaged. A pipe gets TSV with all numbers.
 
-      posbench ls runs model=tiny task=kv_retrieval state=done
-      posbench ls runs task.pairs=12 scale_channel
+    example: posbench ls runs model=tiny task.pairs=12 state=done
     """
     outputs, rest = outputs_of(args)
     filters = [arg for arg in rest if arg != "--json"]
@@ -59,7 +58,7 @@ def compare(args: list[str]) -> int:
     unpaired ones are said to be. FOLDER, or ``compare/`` in the outputs, gets ``comparison.csv`` and the
     figure.
 
-      posbench compare 51cc60e3 d172d1d1
+    example: posbench compare 51cc60e3 d172d1d1
     """
     outputs, rest = outputs_of(args)
     out, names = option(rest, "--out")

@@ -9,21 +9,23 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from rich.table import Table
 
 from posbench import paths
 from posbench.cli.options import option
-from posbench.cli.runs import ls_runs, outputs_of
+from posbench.cli.runs import outputs_of
 from posbench.errors import UserError, choices, complain, near
 from posbench.files import sources
 from posbench.model.families import FAMILIES
+from posbench.pipeline import estimate
 from posbench.pipeline.arguments import GROUPS, PLURALS
 from posbench.pipeline.compose import Composed, compose
 from posbench.pipeline.config import check, needs
 from posbench.pipeline.identity import need_same_data
+from posbench.pipeline.ready import Ready, ready
 from posbench.pipeline.stages import evaluate
 from posbench.report import sweep
-from posbench.report.console import terminal
+from posbench.report.console import show_lists, terminal
+from posbench.report.experiments import trains
 from posbench.report.failures import Examples, few
 from posbench.report.folder import runs_of
 from posbench.report.gallery import write_gallery
@@ -31,65 +33,82 @@ from posbench.report.index import run_named
 from posbench.report.page import render_run
 from posbench.run.folder import CONFIG, DRAWN, PROVENANCE, RunDir, checked, is_run, open_run, owned, runs_in
 from posbench.run.runtime import Runtime
-from posbench.schema import build, instantiate, target
+from posbench.schema import build, target
 from posbench.tasks import Task
+from posbench.tasks.base import recorded
 
 TASK_COLUMNS = ("version", "metric", "size", "source", "licence")
 KINDS = {plural: group for group, plural in PLURALS.items()}
+CHOICES = *KINDS, "experiments", "families"
 
 
 def ls(args: list[str]) -> int:
-    """List the choices of each group, the experiments and the families; ``ls runs`` lists runs."""
-    if args[:1] == ["runs"]:
-        return ls_runs(args[1:])
-    kinds, (own, args) = [*KINDS, "experiments", "families"], option(args, "--config-dir")
-    if len(args) > 1 or (args and args[0] not in kinds):
-        raise UserError("ls", " ".join(args), ", ".join([*kinds, "runs"]), "posbench ls models")
-    for kind in args or kinds:
-        if kind == "families":
-            facts = [[f.name, ", ".join(f.model_types), f.position] for f in FAMILIES]
-            _table(kind, ("name", "model_type", "positions"), facts)
-            continue
-        folders = [root / KINDS.get(kind, "experiment") for root in paths.config_folders(own)]
-        folders[0] = folders[0] if kind in KINDS else paths.EXPERIMENTS
-        columns = TASK_COLUMNS if kind == "tasks" else ("what",)
-        rows = []
-        for name in choices(*folders):
-            file = next(f / f"{name}.yaml" for f in folders if (f / f"{name}.yaml").is_file())
-            rows.append([name, *(_task_facts(file) if kind == "tasks" else [_about(file)])])
-        _table(kind, ("name", *columns), rows)
+    """List what there is to choose from, with a line on each.
+
+    usage: posbench ls [KIND] [--json] [--config-dir DIR]
+
+      KIND              models, methods, tasks, searches, studies, runtimes, experiments or families;
+                        all of them unless said; `posbench ls runs --help` says how runs are found
+      --json            as JSON
+      --config-dir DIR  your own YAML files, too
+
+    A terminal gets a table, a pipe tab-separated columns below a header.
+
+    example: posbench ls experiments | cut -f 1
+    """
+    own, args = option(args, "--config-dir")
+    names = [arg for arg in args if arg != "--json"]
+    if len(names) > 1 or (names and names[0] not in CHOICES):
+        raise UserError("ls", " ".join(names), ", ".join([*CHOICES, "runs"]), "posbench ls models")
+    show_lists({kind: _records(kind, own) for kind in names or CHOICES}, as_json="--json" in args)
     return 0
 
 
-def _table(title: str, columns: tuple[str, ...], rows: list[list[str]]) -> None:
-    # Who reads a pipe wants a line for each choice, whole.
-    console = terminal(width=None if sys.stdout.isatty() else 10_000)
-    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
-    for column in columns:
-        table.add_column(column, no_wrap=column in ("name", "metric"), overflow="fold")
-    for row in rows:
-        table.add_row(*row)
-    console.print(table)
+def _records(kind: str, own: str | None) -> list[dict[str, object]]:
+    """The choices of a kind, by column."""
+    if kind == "families":
+        return [
+            {"name": f.name, "model_type": ", ".join(f.model_types), "positions": f.position}
+            for f in FAMILIES
+        ]
+    folders = [root / KINDS.get(kind, "experiment") for root in paths.config_folders(own)]
+    folders[0] = folders[0] if kind in KINDS else paths.EXPERIMENTS
+    records = []
+    for name in choices(*folders):
+        text = next(f for folder in folders if (f := folder / f"{name}.yaml").is_file()).read_text()
+        data = yaml.safe_load(text) or {}
+        if kind == "tasks":
+            cls, _ = target(data, Task, "task")  # type: ignore[type-abstract]
+            facts = {column: getattr(cls, column) for column in TASK_COLUMNS}
+        elif kind == "experiments":
+            about = data.get("experiment") or {}
+            facts = {"what": about.get("title"), "minutes": about.get("minutes")}
+            facts["needs"] = "training" if trains(data) else "weights" if about.get("needs_weights") else ""
+        else:
+            facts = {"what": _about(text) or data.get("path")}
+        records.append({"name": name, **facts})
+    return records
 
 
-def _task_facts(file: Path) -> list[str]:
-    """What a task's class says of itself."""
-    cls, _ = target(yaml.safe_load(file.read_text()) or {}, Task, "task")  # type: ignore[type-abstract]
-    return [str(getattr(cls, column)) for column in TASK_COLUMNS]
-
-
-def _about(file: Path) -> str:
-    """The title of an experiment; else the first comment of a YAML, or its path."""
-    text = file.read_text()
-    lines = list(itertools.takewhile(lambda line: line.startswith("#"), text.splitlines()))
+def _about(text: str) -> str:
+    """The first sentence of a YAML's first comment."""
+    lines = itertools.takewhile(lambda line: line.startswith("#"), text.splitlines())
     comment = " ".join(line.lstrip("# ") for line in lines).replace("et al. ", "et al.\0")
-    data = yaml.safe_load(text) or {}
-    title = (data.get("experiment") or {}).get("title")
-    return str(title or comment.split(". ")[0].replace("\0", " ").rstrip(".") or data.get("path") or "")
+    return comment.split(". ")[0].replace("\0", " ").rstrip(".")
 
 
 def fetch(args: list[str]) -> int:
-    """List and download all that configs need."""
+    """List every file that a config needs (checkpoint, data), and download what is missing.
+
+    usage: posbench fetch [OVERRIDES] [--dry-run] [--config-dir DIR]
+
+      OVERRIDES  as a run has them, also -m and experiment=NAME
+      --dry-run  list with sizes, download nothing
+
+    Afterwards runs of this config need no network. HF_TOKEN (or `hf auth login`) opens gated repositories.
+
+    example: posbench fetch model=mistral7b task=nq_multidoc --dry-run
+    """
     needed: list[sources.Source] = []
     problems: list[UserError] = []
 
@@ -104,20 +123,38 @@ def fetch(args: list[str]) -> int:
     if problems:
         raise problems[0]
     if needed:
-        sources.fetch(needed, dry_run="--dry-run" in args, console=terminal())
+        wide = terminal(width=None if sys.stdout.isatty() else 10_000)
+        sources.fetch(needed, dry_run="--dry-run" in args, console=wide)
     return 0
 
 
 def validate(args: list[str]) -> int:
-    """Compose and check configs; without arguments, every choice of every group and every experiment."""
-    jobs = [args] if args else _every()
+    """Check configs and what they read, and tell what a run takes.
+
+    usage: posbench validate [OVERRIDES] [--measure] [--config-dir DIR]
+
+      OVERRIDES  as a run has them, also -m and experiment=NAME; without any: every choice of every
+                 group and every experiment
+      --measure  load the model and time a few batches
+
+    Prints the defaults that change to fit the model's window, prompts and tokens of each stage, and memory.
+    All that is wrong is told together, a line for each, with what to fetch; the exit status is then 2.
+
+    example: posbench validate model=mistral7b method=layer_scaling
+    """
+    measure, args = "--measure" in args, [arg for arg in args if arg != "--measure"]
+    jobs = [args] if args or measure else _every()
     status = 0
     for job in jobs:
         problems: list[UserError] = []
+        made: list[Ready] = []
 
-        def look(composed: Composed, problems: list[UserError] = problems) -> None:
+        def look(composed: Composed, made: list[Ready] = made, problems: list[UserError] = problems) -> None:
             try:
-                check(composed.raw, composed.typed, composed.folders)
+                if args or measure:
+                    made.append(ready(composed, download=False))
+                else:
+                    check(composed.raw, composed.typed, composed.folders)
             except UserError as error:
                 problems.append(error)
 
@@ -129,12 +166,18 @@ def validate(args: list[str]) -> int:
         for problem in problems:
             complain(problem)
             status = 2
+        for one in made:
+            for line in one.said:
+                print(line)
+            if one.reader:
+                estimate.show(one.config, one.reader, measure, terminal())
     return status
 
 
 def _every() -> list[list[str]]:
     """A job for every choice; with what it cannot do without."""
     jobs = [[f"{group}={name}"] for group in GROUPS for name in choices(paths.CONF / group)]
+    jobs.remove(["task=own_data"])  # nothing without a file
     jobs += [[f"experiment={name}"] for name in choices(paths.EXPERIMENTS)]
     for job in jobs:
         job += ["model.path=posbench://tiny"] if job == ["model=hf"] else []
@@ -162,7 +205,18 @@ def _evaluated(verb: str, args: list[str]) -> tuple[RunDir, dict[str, Any]]:
 
 
 def report(args: list[str]) -> int:
-    """Redraw the figures and the page of a run or a sweep; of a folder of many runs, write their gallery."""
+    """Redraw the figures and the page of a run or a sweep; of a folder of many runs, write their gallery.
+
+    usage: posbench report DIR [--out FOLDER]
+
+      DIR           a run, a sweep, or a folder of many runs such as outputs
+      --out FOLDER  where the gallery of many runs goes; DIR/gallery unless said
+
+    A gallery has the newest run of every experiment: its figures, also as PDF, and its tables as CSV,
+    Markdown and LaTeX.
+
+    example: posbench report outputs
+    """
     out, args = option(args, "--out")
     folder = _folder("report", args)
     if not is_run(folder) and runs_in(folder):
@@ -182,7 +236,14 @@ def report(args: list[str]) -> int:
 
 
 def rescore(args: list[str]) -> int:
-    """Score saved outputs of a run, or of all runs of a sweep, again, without a model."""
+    """Score saved outputs of a run, or of all runs of a sweep, again, without a model.
+
+    usage: posbench rescore DIR
+
+      DIR  a finished run that evaluated, or a sweep
+
+    example: posbench rescore outputs/kv_retrieval/v001/tiny__scale_channel__1a2b3c4d
+    """
     folder = _folder("rescore", args)
     runs = runs_of(folder)
     for run in runs or [folder]:
@@ -201,7 +262,7 @@ def _rescored(run: RunDir) -> None:
         if torn or not rows or not run.done:
             allowed = f"a finished run that evaluated, with whole rows (damaged here: {torn})"
             raise UserError("DIR", str(run.path), allowed, "repeat its command, with evaluate in the stages")
-        task = instantiate(raw["task"], Task, "task")  # type: ignore[type-abstract]
+        task = recorded(raw["task"])
         runtime = build(Runtime, raw["runtime"], "runtime")
         need_same_data(task, run.facts(PROVENANCE))
         changed = evaluate.rescore(task, raw["model"]["name"], runtime.resamples, run)
@@ -211,7 +272,17 @@ def _rescored(run: RunDir) -> None:
 
 
 def show(args: list[str]) -> int:
-    """Print examples of a run: prompt, expected answers, and every method's reply and score."""
+    """Print examples of a run: prompt, expected answers, and every method's reply and score.
+
+    usage: posbench show DIR [--wrong] [--all] [--id ID]
+
+      DIR      a run that evaluated
+      --wrong  only those that are scored below 1 under some method
+      --all    all of them, not some
+      --id ID  one, with its whole prompt
+
+    example: posbench show outputs/kv_retrieval/v001/tiny__scale_channel__1a2b3c4d --wrong
+    """
     name, args = option(args, "--id")
     flags = [arg for arg in args if arg in ("--wrong", "--all")]
     run, raw = _evaluated("show", [arg for arg in args if arg not in flags])

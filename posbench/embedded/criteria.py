@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from posbench.embedded.network import build_model
 from posbench.embedded.recipe import RECIPES
 from posbench.embedded.tokenizer import build_tokenizer
 from posbench.files.atomic import Row
+from posbench.late import torch
 from posbench.measure.losses import candidate_losses
 from posbench.measure.states import average_states
 from posbench.methods.scale_channel import ScaleChannel
@@ -37,7 +37,7 @@ def kv_task(name: str, seed: int, per_position: int = 64, pairs: int = 0, positi
     task = KVRetrieval(**model_config(name).blocks["kv_retrieval"])
     pairs = pairs or task.pairs
     places = np.linspace(0, pairs - 1, positions or pairs).round().astype(int).tolist()
-    return replace(task, pairs=pairs, positions=tuple(places), seed=seed, examples_per_position=per_position)
+    return replace(task, pairs=pairs, positions=tuple(places), seed=seed, limit=per_position)
 
 
 def search_of(name: str) -> ChannelSearch:

@@ -9,10 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-
 from posbench.embedded.tokenizer import ASK, COLON, COMMA, FIRST_WORD, IS, OPEN, QUOTE, VOCAB
+from posbench.late import Tensor, torch
 from posbench.tasks.kv_retrieval import WORDS
 
 BLOCK = 5  # tokens of one question with its answer and closing quote

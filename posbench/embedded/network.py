@@ -7,16 +7,13 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import torch
-import torch.nn.functional as F
-import transformers
 from torch import Tensor
-from transformers import PreTrainedConfig, PreTrainedModel
 
 from posbench.embedded.data import Batch, block_mask, block_positions
 from posbench.embedded.recipe import Recipe
 from posbench.embedded.start import initialise, rope_tables, rotate
 from posbench.embedded.tokenizer import END, VOCAB
+from posbench.late import F, PreTrainedConfig, PreTrainedModel, torch, transformers
 
 Map = Callable[[Tensor], Tensor]
 Layer = tuple[Tensor, Tensor, Tensor, Tensor, Map, Map, Map]

@@ -14,12 +14,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-from transformers import PreTrainedModel
-
 from posbench.embedded.recipe import Recipe
 from posbench.embedded.tokenizer import COLON, FIRST_WORD, IS, OPEN, VOCAB
+from posbench.late import PreTrainedModel, Tensor, torch
 
 WORD_CHANNEL, AFTER_KEY_CHANNEL, OPEN_CHANNEL, CLOCK_CHANNEL, ROLE_CHANNEL = 1, 2, 3, 4, 5
 """Channels that mark words and the pieces after a key (``nope`` and ``alibi``); the first token, a clock

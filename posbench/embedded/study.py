@@ -8,15 +8,13 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from typing import ClassVar, Literal
 
-import pandas as pd
-import torch
-
 from posbench import paths
 from posbench.embedded.criteria import CHOOSING_SEED, EVALUATION_SEED, criteria, measure, monotone_at_start
 from posbench.embedded.recipe import RECIPES, SHIPPED
 from posbench.embedded.training import TRAINING_FILE, save, train
 from posbench.files.atomic import Row, digest, write_csv
 from posbench.files.sources import Source, checkpoint
+from posbench.late import pd, torch
 from posbench.run.base import Run
 from posbench.run.folder import RunDir, owned
 from posbench.schema import Count, Seed

@@ -12,10 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.nn.functional as F
-from torch import Tensor
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig
 
 from posbench.embedded.data import Batch, draw_batch, end_prior
 from posbench.embedded.network import block_logits, build_model
@@ -23,6 +20,7 @@ from posbench.embedded.recipe import Recipe, TrainStage
 from posbench.embedded.tokenizer import END, QUOTE, VOCAB, build_tokenizer
 from posbench.errors import UserError
 from posbench.files.atomic import write_bytes
+from posbench.late import F, PreTrainedModel, Tensor, torch
 
 TRAINING_FILE = "training.json"  # next to the weights: seed, recipe, training curve, wall time
 REPORT_EVERY = 100  # steps between two rows of the curve, and two checkpoints
@@ -68,12 +66,16 @@ def probe(model: PreTrainedModel, pairs: int, seed: int) -> list[float]:
 
 
 def train(
-    recipe: Recipe, seed: int, checkpoint: Path | None = None, advance: Callable[[int], None] = lambda n: None
+    recipe: Recipe,
+    seed: int,
+    checkpoint: Path | None = None,
+    advance: Callable[..., None] = lambda n, **how: None,
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
     """Train from scratch, or on from a checkpoint. Deterministic for a machine and a number of threads.
 
     ``checkpoint`` keeps where the training stands, every :data:`REPORT_EVERY` steps; ``advance`` is told how
-    many steps are done. Returns the model in evaluation mode, and the contents of ``training.json``.
+    many steps are done, and which were ``before``. Returns the model in evaluation mode, and the contents of
+    ``training.json``.
     """
     model = build_model(recipe, torch.Generator().manual_seed(2 * seed))
     rng = torch.Generator().manual_seed(2 * seed + 1)
@@ -86,7 +88,7 @@ def train(
         log = state["log"]
     parts = [(stage, first) for stage in recipe.stages for first in range(0, stage.steps, REPORT_EVERY)]
     began, done = time.monotonic() - log["seconds"], len(log["curves"])
-    advance(sum(min(REPORT_EVERY, stage.steps - first) for stage, first in parts[:done]))
+    advance(sum(min(REPORT_EVERY, stage.steps - first) for stage, first in parts[:done]), before=True)
     for stage, first in parts[done:]:
         last = min(first + REPORT_EVERY, stage.steps)
         if state or first == 0:

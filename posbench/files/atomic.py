@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
+from posbench.late import pd
 
 Row = dict[str, Any]
 """One line of a JSON-lines file."""

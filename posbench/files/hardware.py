@@ -1,9 +1,15 @@
 """The machine that a number was made on."""
 
+from __future__ import annotations
+
 import platform
+import sys
 from pathlib import Path
 
-import torch
+from posbench.late import torch
+
+if sys.platform != "win32":
+    import resource
 
 
 def hardware() -> str:
@@ -17,3 +23,14 @@ def hardware() -> str:
     parts = [f"{name}, {threads} thread{'s' * (threads > 1)}"]
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     return "; ".join([*parts, ", ".join(gpus)] if gpus else parts)
+
+
+def peak_memory() -> dict[str, int]:
+    """The most memory that this process has held so far, in bytes: ``resident``, and ``cuda`` on all GPUs."""
+    found = {}
+    if sys.platform != "win32":  # where the standard library cannot tell
+        unit = 1 if sys.platform == "darwin" else 1024
+        found["resident"] = unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    if torch.cuda.is_initialized():
+        found["cuda"] = sum(map(torch.cuda.max_memory_allocated, range(torch.cuda.device_count())))
+    return found

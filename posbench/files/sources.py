@@ -14,15 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 from urllib.request import Request, urlopen
 
-from huggingface_hub import HfApi, snapshot_download, try_to_load_from_cache
-from huggingface_hub.errors import (
-    GatedRepoError,
-    HTTPError,
-    LocalEntryNotFoundError,
-    OfflineModeIsEnabled,
-    RepositoryNotFoundError,
-    RevisionNotFoundError,
-)
+import huggingface_hub
 from rich.console import Console
 from rich.filesize import decimal
 from rich.table import Table
@@ -30,15 +22,14 @@ from rich.table import Table
 from posbench import paths
 from posbench.errors import MachineError, UserError
 from posbench.files.atomic import write_bytes
+from posbench.late import hub_errors
 
-CHECKPOINT = ("*.json", "*.jinja", "*.txt", "*.model", "model*.safetensors")
+WEIGHTS = "model*.safetensors"
+CHECKPOINT = ("*.json", "*.jinja", "*.txt", "*.model", WEIGHTS)
 """What a checkpoint is loaded from. The same weights as *.bin, *.pth or consolidated.* stay on the hub."""
 
 A_CHECKPOINT = "a local directory with config.json, tokenizer files and *.safetensors, or a reachable hub id"
 TOKENIZER = ("tokenizer*", "special_*", "added_*", "vocab*", "merges*", "chat_template*", "*.model")
-
-FAILURES = (OSError, HTTPError, HTTPException, ValueError)
-"""What the hub's client and urllib raise: no network, no such repository, a torn answer, a bad id."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,14 +102,15 @@ def cached(source: Source) -> Path | None:
     if source.kind == "url":
         return _url_file(source.id) if _url_file(source.id).is_file() else None
     try:
-        folder = Path(snapshot_download(source.id, local_files_only=True, **_wanted(source)))
-    except LocalEntryNotFoundError:
+        folder = Path(huggingface_hub.snapshot_download(source.id, local_files_only=True, **_wanted(source)))
+    except hub_errors.LocalEntryNotFoundError:
         return None
     except ValueError as error:
         raise _refused(source, error) from error
     # A cache filled by other programs has no list of files: look at what loading needs.
     if source.kind == "model":
-        return None if lacking(folder) else folder
+        gone = lacking(folder)
+        return None if gone and (WEIGHTS in source.files or not gone.endswith(".safetensors")) else folder
     return folder if all((folder / name).is_file() for name in source.files) else None
 
 
@@ -132,6 +124,15 @@ def lacking(folder: Path) -> str:
         return next((shard for shard in shards(folder) if not (folder / shard).is_file()), "")
     except UserError as error:
         return error.allowed
+
+
+def facts(source: Source) -> dict[str, Any]:
+    """What a checkpoint on this machine says in its config.json; empty where that cannot be read."""
+    try:
+        known = json.loads((Path(paths.model_path(source.id)) / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return known if isinstance(known, dict) else {}
 
 
 def shards(folder: Path) -> list[str]:
@@ -172,16 +173,19 @@ def listing(source: Source) -> tuple[str, list[File]]:
             return "", [File(_url_file(source.id).name, int(size) if size else None, False)]
         # Without the timeout the client would retry for half a minute where there is no network.
         asked: dict[str, Any] = {"repo_type": source.kind, "revision": source.revision, "timeout": 10}
-        info = HfApi().repo_info(source.id, files_metadata=True, **asked)
-    except FAILURES as error:
+        info = huggingface_hub.HfApi().repo_info(source.id, files_metadata=True, **asked)
+    except _failures() as error:
         raise _refused(source, error) from error
     sha, files = str(info.sha), []
     for entry in getattr(info, "siblings", None) or ():
         if _matches(source, entry.rfilename):
-            here = try_to_load_from_cache(source.id, entry.rfilename, revision=sha, repo_type=source.kind)
+            here = huggingface_hub.try_to_load_from_cache(
+                source.id, entry.rfilename, revision=sha, repo_type=source.kind
+            )
             files.append(File(entry.rfilename, entry.size, isinstance(here, str)))
     names = {file.name for file in files}
-    wanted = source.files if source.kind == "dataset" else ("config.json", "model*.safetensors")
+    whole = ("config.json", *(part for part in source.files if part == WEIGHTS))
+    wanted = source.files if source.kind == "dataset" else whole
     gone = [pattern for pattern in wanted if not any(fnmatch(name, pattern) for name in names)]
     if gone:
         allowed = f"a repository with {gone[0]} (commit {sha[:12]} has none)"
@@ -247,6 +251,11 @@ def fetch(sources: Iterable[Source], *, dry_run: bool, console: Console) -> None
         console.print(f"{source.id} is at commit {sha}; to stay there: {pin}", soft_wrap=True)
 
 
+def _failures() -> tuple[type[Exception], ...]:
+    """What the hub's client and urllib raise: no network, no such repository, a torn answer, a bad id."""
+    return OSError, hub_errors.HTTPError, HTTPException, ValueError
+
+
 def _wanted(source: Source) -> dict[str, Any]:
     """Arguments that select the files of a repository in the hub's client, where * also matches a slash."""
     wanted = {"repo_type": source.kind, "revision": source.revision, "allow_patterns": list(source.files)}
@@ -281,8 +290,8 @@ def _download(source: Source) -> Path:
             _url_file(source.id).parent.mkdir(parents=True, exist_ok=True)
             write_bytes(_url_file(source.id), data)
             return _url_file(source.id)
-        return Path(snapshot_download(source.id, **_wanted(source)))
-    except FAILURES as error:
+        return Path(huggingface_hub.snapshot_download(source.id, **_wanted(source)))
+    except _failures() as error:
         raise _refused(source, error) from error
 
 
@@ -313,15 +322,17 @@ def _refused(source: Source, error: Exception) -> UserError:
     reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
     own = f"set {field}=DIR to a local checkpoint" if whole else f"set {field} to a copy on this machine"
     page = f"https://huggingface.co/{'datasets/' if source.kind == 'dataset' else ''}{source.id}"
-    if isinstance(error, GatedRepoError):
+    if isinstance(error, hub_errors.GatedRepoError):
         hint = f"accept its licence at {page}, then `hf auth login` (or set HF_TOKEN)"
-    elif isinstance(error, RepositoryNotFoundError):
+    elif isinstance(error, hub_errors.RepositoryNotFoundError):
         login = "a private or gated repository needs `hf auth login` (or HF_TOKEN)"
         hint = f"check the spelling; {login}; or {own}"
-    elif isinstance(error, RevisionNotFoundError):
+    elif isinstance(error, hub_errors.RevisionNotFoundError):
         field, value = field.replace(".path", ".revision"), source.revision or "main"
         allowed, hint = f"a branch, tag or commit of {source.id}", f"see {page}/commits"
-    elif isinstance(error.__cause__, OfflineModeIsEnabled) or isinstance(error, OfflineModeIsEnabled):
+    elif isinstance(error.__cause__, hub_errors.OfflineModeIsEnabled) or isinstance(
+        error, hub_errors.OfflineModeIsEnabled
+    ):
         hint = f"unset HF_HUB_OFFLINE for once (posbench fetch), or {own}"
     else:
         hint = f"{own} ({reason})"

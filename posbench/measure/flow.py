@@ -7,10 +7,8 @@ from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
-from transformers.integrations.sdpa_attention import repeat_kv
 
+from posbench.late import Tensor, inference_mode, sdpa, torch
 from posbench.model import families
 from posbench.model.attention import attention_weights
 from posbench.model.guard import finite, guarded
@@ -25,7 +23,7 @@ ENTRIES = 1 << 24  # attention weights held at once
 
 
 @guarded
-@torch.inference_mode()
+@inference_mode
 def flow(lm: LM, ids: Sequence[int], parts: int, tokens: int) -> dict[str, Array]:
     """Rollout and sinks of one prompt, from one forward whose attention rows are reduced block by block.
 
@@ -97,7 +95,9 @@ def attention_rows(
     its weights [B, H, rows, T] in float32 or better.
     """
     # Once for all blocks.
-    keys = repeat_kv(key, query.shape[1] // key.shape[1]).to(torch.promote_types(query.dtype, torch.float32))
+    keys = sdpa.repeat_kv(key, query.shape[1] // key.shape[1]).to(
+        torch.promote_types(query.dtype, torch.float32)
+    )
     step = max(ENTRIES // (query.shape[0] * query.shape[1] * keys.shape[2]), 1)
     for start in range(0, query.shape[2], step):
         yield start, attention_weights(query, keys, mask, slice(start, start + step), **settings)

@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import torch
-import torch.nn.functional as F
 from numpy.typing import NDArray
-from torch import Tensor
 
+from posbench.late import F, Tensor, inference_mode, torch
 from posbench.model.encode import Encoded
 from posbench.model.guard import finite, guarded
 from posbench.model.lm import LM
@@ -30,7 +28,7 @@ def item_tokens(encoded: Encoded, example: Example) -> list[tuple[int, int]]:
 
 
 @guarded
-@torch.inference_mode()
+@inference_mode
 def attention_to_items(
     lm: LM, encoded: Sequence[Encoded], examples: Sequence[Example], *, heads: bool = False
 ) -> Tensor:
@@ -67,7 +65,7 @@ def pooled(weights: Sequence[Tensor], pool: Tensor) -> Tensor:
 
 
 @guarded
-@torch.inference_mode()
+@inference_mode
 def attention_to_thirds(
     lm: LM, prompts: Sequence[Sequence[int]], plan: Sequence[Sequence[int]]
 ) -> NDArray[np.float64]:

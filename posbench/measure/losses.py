@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
+from posbench.late import inference_mode, torch
 from posbench.methods.scale_channel import ScaleChannel, prefill
 from posbench.model.guard import guarded
 from posbench.model.hooks import fork
@@ -15,7 +15,7 @@ from posbench.model.lm import LM
 
 
 @guarded
-@torch.inference_mode()
+@inference_mode
 def candidate_losses(
     lm: LM, pairs: Sequence[tuple[list[int], list[int]]], candidates: Sequence[ScaleChannel]
 ) -> NDArray[np.float64]:

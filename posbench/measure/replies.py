@@ -5,21 +5,25 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from posbench.model.encode import Encoded
+from posbench.model.encode import Encoded, Encoder
 from posbench.model.lm import LM, batches
 from posbench.tasks import Example, Task
 
 
-def encode(lm: LM, task: Task, example: Example) -> Encoded:
-    """An example's prompt as tokens, with room for its answer."""
-    tokenizer = lm.tokenizer
-    reserve = example.max_new_tokens or task.max_new_tokens
+def room(encoder: Encoder, task: Task, example: Example) -> int:
+    """Tokens of the window that an example's answer may take."""
+    tokenizer = encoder.tokenizer
     if example.choices and tokenizer:
-        reserve = max(len(tokenizer(c, add_special_tokens=False)["input_ids"]) for c in example.choices)
-    return lm.encode(
+        return max(len(tokenizer(c, add_special_tokens=False)["input_ids"]) for c in example.choices)
+    return example.max_new_tokens or task.max_new_tokens
+
+
+def encode(encoder: Encoder, task: Task, example: Example) -> Encoded:
+    """An example's prompt as tokens, with room for its answer."""
+    return encoder.encode(
         example.prompt,
         truncation=task.truncation,
-        reserve=reserve,
+        reserve=room(encoder, task, example),
         most=task.max_prompt_tokens,
         document=example.document,
         separator=example.separator,
@@ -29,10 +33,10 @@ def encode(lm: LM, task: Task, example: Example) -> Encoded:
     )
 
 
-def encode_longest(lm: LM, task: Task) -> tuple[Example, Encoded]:
+def encode_longest(encoder: Encoder, task: Task) -> tuple[Example, Encoded]:
     """The evaluation example with the longest prompt in characters: what does not fit shows at once."""
     longest = max(task.evaluation(), key=lambda e: len(e.prompt))
-    return longest, encode(lm, task, longest)
+    return longest, encode(encoder, task, longest)
 
 
 def plan(

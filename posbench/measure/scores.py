@@ -7,11 +7,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
-from transformers.integrations.sdpa_attention import repeat_kv
 
 from posbench.errors import UserError
+from posbench.late import Tensor, inference_mode, sdpa, torch
 from posbench.model import families
 from posbench.model.guard import finite, guarded
 from posbench.model.hooks import attending
@@ -102,7 +100,7 @@ def contrasts(tokens: int, device: torch.device) -> Tensor:
 
 
 @guarded
-@torch.inference_mode()
+@inference_mode
 def score_maps(
     lm: LM, plan: Sequence[Sequence[Sequence[int]]], advance: Callable[[int], None] = lambda n: None
 ) -> list[MeanMap]:
@@ -139,7 +137,7 @@ def read_scores(
         if module.layer_idx not in pending:
             give()
         factor = rest.get("scaling") or query.shape[-1] ** -0.5
-        keys = repeat_kv(key, query.shape[1] // key.shape[1])
+        keys = sdpa.repeat_kv(key, query.shape[1] // key.shape[1])
         pending[module.layer_idx] = (by_sample(query, len(batch)), by_sample(keys, len(batch)), factor)
         return following(module, query, key, *args, **rest)
 

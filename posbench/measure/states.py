@@ -10,11 +10,10 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from posbench.errors import UserError
+from posbench.late import Tensor, inference_mode, torch
 from posbench.model import families
 from posbench.model.families import Site
 from posbench.model.guard import finite, guarded
@@ -72,7 +71,7 @@ class Sums:
 
 
 @guarded
-@torch.inference_mode()
+@inference_mode
 def average_states(
     lm: LM,
     strings: Strings,
@@ -84,7 +83,7 @@ def average_states(
     """Hidden states averaged over random strings, float32.
 
     Goes on from the sums of ``start`` and calls ``keep`` with them every `SAVE_EVERY` strings; ``advance`` is
-    told how many strings are done.
+    told how many strings more are done.
 
     Returns:
         ``attention_input`` [L, P, D]: the tensor after each layer's first norm; ``residual`` [L + 1, P, D]:
@@ -96,7 +95,6 @@ def average_states(
     def add(site: Site) -> Callable[[int, Tensor], None]:
         return lambda layer, hidden: captured[site].update({layer: hidden.float().sum(0)})
 
-    advance(state.count)
     saved_at = state.count
     with reading(lm, "attention_input", add("attention_input")), reading(lm, "residual", add("residual")):
         for first in range(state.count, len(rows), strings.batch_size):
@@ -154,7 +152,7 @@ class Moments(NamedTuple):
 
 
 @guarded
-@torch.inference_mode()
+@inference_mode
 def moments(
     lm: LM, strings: Strings, site: Site, channels: Sequence[int], skip: int, advance: Callable[[int], None]
 ) -> Moments:

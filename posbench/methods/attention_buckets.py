@@ -1,5 +1,7 @@
 """Several RoPE bases side by side, their predictions mixed at every step (Attention Buckets)."""
 
+from __future__ import annotations
+
 import copy
 import inspect
 from collections.abc import Callable, Iterator
@@ -8,10 +10,7 @@ from dataclasses import dataclass, replace
 from functools import wraps
 from typing import Any, ClassVar, Literal, Self
 
-import torch
-from torch import Tensor
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
-
+from posbench.late import Tensor, torch, transformers
 from posbench.methods.base import Method, Needs
 from posbench.model import families, rope
 from posbench.model.hooks import listeners, replaced
@@ -90,7 +89,7 @@ class AttentionBuckets(Method):
             size = count
             if self.batch_tokens and unseen and _may_be_joined(cache):
                 size = min(count, max(1, self.batch_tokens // tokens.shape[:2].numel()))
-            logits, joined = list[Tensor](), _Joined(rows, count)
+            logits, joined = list[torch.Tensor](), _Joined(rows, count)
             with ExitStack() as stack:
                 for child in families.attention_modules(model)[0].children() if size < count else ():
                     stack.enter_context(replaced(child, "forward", _once(child.forward)))
@@ -121,7 +120,7 @@ class AttentionBuckets(Method):
 
 def _may_be_joined(cache: Any) -> bool:
     """Whether a prompt's cache may be made of those of the bases: empty, and of layers that grow."""
-    growing = (DynamicLayer, DynamicSlidingWindowLayer)
+    growing = (transformers.cache_utils.DynamicLayer, transformers.cache_utils.DynamicSlidingWindowLayer)
     return cache is None or (all(type(x) in growing for x in cache.layers) and cache.get_seq_length() == 0)
 
 
@@ -169,7 +168,7 @@ def _repeated(value: Any, rows: int, count: int) -> Any:
     """An argument of the forward with each row ``count`` times; what has no row per prompt stays as it is."""
     if isinstance(value, dict):
         return {name: _repeated(part, rows, count) for name, part in value.items()}
-    if isinstance(value, Tensor) and value.ndim >= 2 and value.shape[0] == rows:
+    if isinstance(value, torch.Tensor) and value.ndim >= 2 and value.shape[0] == rows:
         return value.repeat_interleave(count, dim=0)
     return value
 

@@ -1,28 +1,29 @@
 """Attention under several RoPE bases at once, mixed by a router for every token and head (MoICE)."""
 
+from __future__ import annotations
+
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-import torch
-import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
-from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from posbench import paths
 from posbench.errors import UserError
 from posbench.files.sources import Source
+from posbench.late import F, PreTrainedModel, Tensor, nn, torch
 from posbench.methods.base import Method, Needs
 from posbench.model import families, rope
 from posbench.model.lm import LM
 from posbench.model.rope import HandRotation, Table
 from posbench.schema import Bases, Count
+
+if TYPE_CHECKING:
+    from posbench.methods.router import Router
 
 BASES = (10000.0, 17500.0, 18000.0, 19000.0, 20000.0, 22500.0, 25000.0)
 """Bases of the released program."""
@@ -30,20 +31,6 @@ BASES = (10000.0, 17500.0, 18000.0, 19000.0, 20000.0, 22500.0, 25000.0)
 UNIFORM = "uniform"
 _TRAIN = "train one: posbench search=router method=moice stages=[search] model={}"
 _NAME = re.compile(r"layers\.(\d+)\..*\b(gate_[123]\.weight)$")
-
-
-class Router(nn.Module):
-    """Scores of N bases from a query, the same for all heads of a layer: ``W2 (SiLU(W1 u) * W3 u)``."""
-
-    def __init__(self, width: int, experts: int) -> None:
-        super().__init__()
-        self.gate_1 = nn.Linear(width, experts, bias=False)
-        self.gate_2 = nn.Linear(experts, experts, bias=False)
-        self.gate_3 = nn.Linear(width, experts, bias=False)
-
-    def forward(self, query: Tensor) -> Tensor:
-        """Logits [B, H, T, N] from queries [B, H, T, d] rotated with the first base."""
-        return self.gate_2(F.silu(self.gate_1(query)) * self.gate_3(query))
 
 
 def mixture(logits: Tensor, top_k: int) -> Tensor:
@@ -186,6 +173,8 @@ class MoICE(Method):
 
 def new_routers(model: PreTrainedModel, experts: int) -> dict[int, Router]:
     """Random routers for the layers that rotate, as the released program starts: normal, std 0.02."""
+    from posbench.methods.router import Router
+
     config = families.text_config(model)
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     routers = {layer: Router(width, experts) for layer in rope.rotated_layers(model)}
@@ -197,6 +186,8 @@ def new_routers(model: PreTrainedModel, experts: int) -> dict[int, Router]:
 
 def save_routers(routers: Mapping[int, Router], file: Path, metadata: Mapping[str, object]) -> None:
     """Write routers under the tensor names of the released program, with metadata as one JSON text."""
+    from safetensors.torch import save_file
+
     tensors = {
         f"model.layers.{layer}.self_attn.{name}": value.detach().float().cpu().contiguous()
         for layer, router in routers.items()
@@ -217,7 +208,7 @@ def load_routers(lm: LM, path: str, experts: int) -> dict[int, Router]:
     def refuse(allowed: str) -> UserError:
         return UserError("method.weights", path, allowed, _TRAIN.format(lm.name))
 
-    file, found = Path(paths.model_path(path)), dict[int, dict[str, Tensor]]()
+    file, found = Path(paths.model_path(path)), dict[int, dict[str, torch.Tensor]]()
     try:
         with safe_open(file, "pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118, it is no mapping

@@ -1,14 +1,13 @@
 """One RoPE scale per attention head (Ms-PoE): position-aware heads keep positions further apart."""
 
+from __future__ import annotations
+
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal, Self
 
-import torch
-from torch import Tensor
-from transformers.integrations.sdpa_attention import repeat_kv
-
 from posbench.errors import UserError
+from posbench.late import Tensor, sdpa, torch
 from posbench.methods.base import Method, Needs
 from posbench.model import rope
 from posbench.model.lm import LM
@@ -121,7 +120,7 @@ class MsPoE(Method):
         # Ratios stay as they are, so keys that were rotated at an earlier step are good for this one.
         rotated = memory.get("keys") if rotation.unchanged else None
         known = rotation.key.shape[2] - rotation.query.shape[2] if rotated is not None else 0
-        new = repeat_kv(rotation.key[:, :, known:], copies)
+        new = sdpa.repeat_kv(rotation.key[:, :, known:], copies)
         tables = table(rotation.key_positions[:, known:], every)
         key = rotation.rotate(new, tables)
         if rotated is not None:

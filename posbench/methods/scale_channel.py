@@ -15,20 +15,18 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import wraps
-from typing import Any, ClassVar, Literal, Self
-
-import torch
-from torch import Tensor, nn
-from transformers import DynamicCache, PreTrainedModel
-from transformers.cache_utils import DynamicLayer
-from transformers.modeling_outputs import CausalLMOutputWithPast
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from posbench.errors import UserError
+from posbench.late import PreTrainedModel, Tensor, nn, torch, transformers
 from posbench.methods.base import Method, SweepClaims
 from posbench.model import families
 from posbench.model.hooks import before_each, fork, replaced
 from posbench.model.lm import LM
 from posbench.schema import Count, Factor
+
+if TYPE_CHECKING:
+    from transformers import DynamicCache
 
 log = logging.getLogger(__name__)
 
@@ -102,7 +100,7 @@ def prefill(
     Records the channels of the attention input of some layers, and fills ``past_key_values`` or a new cache.
     Gives the prefix and the output.
     """
-    cache = DynamicCache(config=model.config) if past_key_values is None else past_key_values
+    cache = transformers.DynamicCache(config=model.config) if past_key_values is None else past_key_values
     prefix = Prefix(cache=cache, channels=tuple(channels))
 
     def record(layer: int) -> Callable[..., None]:
@@ -243,8 +241,8 @@ class ScaleChannel(Method):
             raise ValueError("output_attentions is not available inside the block: use lm.last_attention()")
         keep, labels = call.pop("logits_to_keep", 0), call.pop("labels", None)
         use_cache, as_dict = call.pop("use_cache", None), call.pop("return_dict", None)
-        cache = DynamicCache(config=model.config) if cache is None else cache
-        if not all(isinstance(layer, DynamicLayer) for layer in cache.layers):
+        cache = transformers.DynamicCache(config=model.config) if cache is None else cache
+        if not all(isinstance(layer, transformers.cache_utils.DynamicLayer) for layer in cache.layers):
             kind = type(cache).__name__
             raise ValueError(f"scale_channel needs a DynamicCache, got {kind}: drop cache_implementation")
         tokens = call["input_ids"] if call.get("input_ids") is not None else call["inputs_embeds"]
@@ -274,19 +272,21 @@ class ScaleChannel(Method):
         if labels is not None:
             loss = model.loss_function(logits=logits, labels=labels, vocab_size=config.vocab_size)
         kept = cache if (config.use_cache if use_cache is None else use_cache) else None
-        out = CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=kept, hidden_states=hidden)
+        out = transformers.modeling_outputs.CausalLMOutputWithPast(
+            loss=loss, logits=logits, past_key_values=kept, hidden_states=hidden
+        )
         return out.to_tuple() if as_dict is False else out
 
 
 def _rows(name: str, value: Any, rows: slice, total: int) -> Any:
     """The part of a forward argument that belongs to the tokens ``rows`` of a prompt of ``total`` tokens."""
-    if name == "attention_mask" and isinstance(value, Tensor):
+    if name == "attention_mask" and isinstance(value, torch.Tensor):
         return value[:, : rows.stop] if value.ndim == 2 else value[:, :, rows, : rows.stop]
     if name == "attention_mask" and value is not None:
         raise ValueError("scale_channel takes a 2-D or 4-D attention_mask tensor")
     if name == "position_ids" and value is not None:
         return value[..., rows]
-    along = isinstance(value, Tensor) and value.ndim >= 2 and value.shape[1] == total
+    along = isinstance(value, torch.Tensor) and value.ndim >= 2 and value.shape[1] == total
     return value[:, rows] if along else value
 
 

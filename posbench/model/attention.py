@@ -1,10 +1,10 @@
 """Attention weights of some queries, computed once more from what an attention function is given."""
 
+from __future__ import annotations
+
 from typing import Any
 
-import torch
-from torch import Tensor
-from transformers.integrations.sdpa_attention import repeat_kv
+from posbench.late import Tensor, sdpa, torch
 
 
 def last_row(query: Tensor, key: Tensor, mask: Tensor | None, **settings: Any) -> Tensor:
@@ -37,7 +37,7 @@ def attention_weights(
         s_aux: Sink logits per head (GPT-OSS).
     """
     exact = torch.promote_types(query.dtype, torch.float32)
-    keys = repeat_kv(key, query.shape[1] // key.shape[1]).to(exact)
+    keys = sdpa.repeat_kv(key, query.shape[1] // key.shape[1]).to(exact)
     scores = query[:, :, rows].to(exact) @ keys.transpose(-1, -2) * (scaling or query.shape[-1] ** -0.5)
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)

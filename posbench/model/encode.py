@@ -1,14 +1,16 @@
 """A prompt as tokens: chat template, truncation, and which characters each token covers."""
 
+from __future__ import annotations
+
 import logging
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 from jinja2 import TemplateError
-from transformers import PreTrainedTokenizerBase
 
 from posbench import paths
 from posbench.errors import UserError
+from posbench.late import PreTrainedTokenizerBase
 from posbench.schema import Truncation
 
 log = logging.getLogger(__name__)

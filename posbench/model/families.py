@@ -1,16 +1,17 @@
 """All per-architecture knowledge: one row per model family, refused by name when unknown."""
 
+from __future__ import annotations
+
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
-
-import torch
-from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
-from transformers import PreTrainedConfig, PreTrainedModel
+from typing import TYPE_CHECKING, Any, Literal
 
 from posbench.errors import UserError
+from posbench.late import PreTrainedConfig, PreTrainedModel, Tensor, nn, torch
+
+if TYPE_CHECKING:
+    from torch.utils.hooks import RemovableHandle
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,10 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any, Concatenate, ParamSpec, TypeVar
 from weakref import WeakKeyDictionary
 
-import torch
-from torch import Tensor, nn
-
 from posbench.errors import UserError
+from posbench.late import Tensor, inference_mode, nn, torch
 from posbench.model import families
 from posbench.model.hooks import attending
 
@@ -139,7 +137,7 @@ def _looking(lm: Any) -> Iterator[None]:
 
 
 @guarded
-@torch.inference_mode()
+@inference_mode
 def probe(lm: Any, ids: Sequence[int]) -> None:
     """Run one prompt and look at the queries, keys and values of every layer, too.
 

@@ -1,15 +1,17 @@
 """Change a model inside a block and restore it on the way out, also after an exception; branch its cache."""
 
+from __future__ import annotations
+
 import copy
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch import nn
-from transformers import AttentionInterface, DynamicCache, PreTrainedModel
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from posbench.late import PreTrainedModel, nn, transformers
+
+if TYPE_CHECKING:
+    from transformers import DynamicCache
 
 Attend = Callable[..., Any]
 """An attention function: (module, query, key, value, mask, **settings) to (output [B, T, H, d], weights)."""
@@ -69,8 +71,10 @@ def attending(model: PreTrainedModel, function: Attend) -> Iterator[None]:
     before = config._attn_implementation
     if not stack:
         # Without a mask function under the same name transformers would give no mask at all.
-        AttentionInterface.register(f"posbench_{before}", _dispatch(before))
-        AttentionMaskInterface.register(f"posbench_{before}", ALL_MASK_ATTENTION_FUNCTIONS[before])
+        transformers.AttentionInterface.register(f"posbench_{before}", _dispatch(before))
+        transformers.masking_utils.AttentionMaskInterface.register(
+            f"posbench_{before}", transformers.masking_utils.ALL_MASK_ATTENTION_FUNCTIONS[before]
+        )
         model.set_attn_implementation(f"posbench_{before}")
     stack.append(function)
     try:
@@ -91,7 +95,7 @@ def listeners(model: PreTrainedModel) -> int:
 def _dispatch(kernel_name: str) -> Attend:
     def dispatch(module: Any, *args: Any, **settings: Any) -> Any:
         eager = sys.modules[type(module).__module__].eager_attention_forward
-        kernel = ALL_ATTENTION_FUNCTIONS.get_interface(kernel_name, eager)
+        kernel = transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS.get_interface(kernel_name, eager)
         stack = _functions.get(id(module.config), [])
 
         def call(index: int) -> Attend:

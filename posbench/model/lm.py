@@ -1,26 +1,30 @@
 """A causal language model with its tokenizer: encode, generate, score, and read attention rows."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
-from transformers import (
-    GenerationConfig,
-    LogitsProcessorList,
+from posbench.late import (
+    F,
     PreTrainedModel,
     PreTrainedTokenizerBase,
-    StoppingCriteriaList,
+    Tensor,
+    inference_mode,
+    nn,
+    torch,
+    transformers,
 )
-
 from posbench.model import families
 from posbench.model.attention import last_row
 from posbench.model.encode import Encoder
 from posbench.model.guard import NotFinite, finite, guarded
 from posbench.model.hooks import Attend, attending, before_each, fork, replaced
+
+if TYPE_CHECKING:
+    from transformers import GenerationConfig, LogitsProcessorList
 
 
 @dataclass
@@ -38,6 +42,8 @@ class LM(Encoder):
     name: str
     context_window: int
     chat_template: str = "auto"
+    read: int = 0  # tokens of the prompts in all batches so far, padding left out
+    written: int = 0  # tokens of all replies so far, each up to its end
 
     @property
     def device(self) -> torch.device:
@@ -55,13 +61,14 @@ class LM(Encoder):
     def pad(self, rows: Sequence[Sequence[int]]) -> dict[str, Tensor]:
         """Left-pad rows to one batch: ``input_ids``, ``attention_mask`` and ``position_ids``, each [B, T]."""
         width, fill = max(len(row) for row in rows), self._pad_id()
+        self.read += sum(map(len, rows))
         ids = torch.tensor([[fill] * (width - len(row)) + list(row) for row in rows], device=self.device)
         mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows], device=self.device)
         # A bare forward counts positions from the first column, padding included; generate() from the mask.
         return {"input_ids": ids, "attention_mask": mask, "position_ids": (mask.cumsum(-1) - 1).clamp(min=0)}
 
     @guarded
-    @torch.inference_mode()
+    @inference_mode
     def generate(
         self,
         rows: Sequence[Sequence[int]] | Sequence[str],
@@ -94,7 +101,7 @@ class LM(Encoder):
         several = [text for text in stop if text not in single]
         ends = self.model.generation_config.eos_token_id or tokenizer.eos_token_id
         ends = [*(ends if isinstance(ends, list) else [] if ends is None else [ends]), *single.values()]
-        settings = GenerationConfig(
+        settings = transformers.GenerationConfig(
             do_sample=False,
             num_beams=1,
             max_new_tokens=max_new_tokens,
@@ -126,13 +133,14 @@ class LM(Encoder):
             return torch.tensor([any(text in reply for text in stop) for reply in replies], device=ids.device)
 
         # The library's own stop_strings fails on tokenizers that do not spell every text.
-        criteria = StoppingCriteriaList([said] if stop else [])
+        criteria = transformers.StoppingCriteriaList([said] if stop else [])
         with replaced(self.model, "generation_config", settings):
             out = self.model.generate(**inputs, stopping_criteria=criteria, logits_processor=checking())
+        self.written += _length(out[:, width:], settings.eos_token_id or [], self._pad_id())
         return [str(text) for text in tokenizer.batch_decode(out[:, width:], skip_special_tokens=True)]
 
     @guarded
-    @torch.inference_mode()
+    @inference_mode
     def logits(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
         """Next-token logits of every row, [B, T, V], for token ids [B, T] and a left-padding mask [B, T]."""
         mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
@@ -141,7 +149,7 @@ class LM(Encoder):
         return finite(logits, mask.bool())
 
     @guarded
-    @torch.inference_mode()
+    @inference_mode
     def continuations(
         self,
         prompts: Sequence[Sequence[int]],
@@ -174,7 +182,7 @@ class LM(Encoder):
         return found
 
     @guarded
-    @torch.inference_mode()
+    @inference_mode
     def answer_loss(self, prompts: Sequence[str], answers: Sequence[str], *, batch_size: int = 8) -> Tensor:
         """Mean cross-entropy (nats per token) of each answer after its prompt, [N].
 
@@ -290,7 +298,13 @@ class LM(Encoder):
 
 def checking() -> LogitsProcessorList:
     """What lets ``generate`` stop at the first token whose logits are no numbers."""
-    return LogitsProcessorList([lambda ids, scores: finite(scores)])
+    return transformers.LogitsProcessorList([lambda ids, scores: finite(scores)])
+
+
+def _length(replies: Tensor, ends: list[int], fill: int) -> int:
+    """Tokens of replies [B, T], their ends counted, and not what fills them up."""
+    end = torch.isin(replies, torch.tensor(ends, dtype=replies.dtype, device=replies.device))
+    return int(((end.cumsum(1) - end.int() == 0) & (end | (replies != fill))).sum())
 
 
 def _nats(logits: Tensor, targets: Tensor) -> Tensor:

@@ -1,34 +1,30 @@
 """From a name, a directory, a hub id or a model object to a ready LM."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
 import yaml
 from safetensors import SafetensorError
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    PreTrainedConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
-from transformers.utils import is_flash_attn_2_available
 
 from posbench import paths
 from posbench.errors import MachineError, UserError
 from posbench.files import sources
+from posbench.late import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, torch, transformers
 from posbench.model import families, guard
-from posbench.model.encode import CHAT_TEMPLATES
+from posbench.model.encode import CHAT_TEMPLATES, Encoder
 from posbench.model.lm import LM
 from posbench.schema import Count, Positive, Tokens, build
 
 Kernel = Literal["auto", "sdpa", "eager", "flash_attention_2"]
 Dtype = Literal["auto", "float64", "float32", "bfloat16", "float16"]
+
+ORIGIN: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+"""How transformers reads a checkpoint: from this machine, and no code of its own."""
 
 PARTIAL = "-partial"
 """How the name of a model ends whose weights are not all those of its checkpoint."""
@@ -106,7 +102,7 @@ def load(
             the model or hold others.
         MachineError: Too little memory.
     """
-    if isinstance(source, PreTrainedModel):
+    if isinstance(source, transformers.PreTrainedModel):
         families.family_of(source)
         _kernel(source.config, families.text_config(source)._attn_implementation)
         window = families.context_window(source.config)
@@ -115,6 +111,37 @@ def load(
     if not isinstance(source, ModelConfig):
         source = model_config(str(source), **({"name": name} if name else {}), **values)
     return _load_checkpoint(source, device, device_map, max_memory)
+
+
+@dataclass
+class Reader(Encoder):
+    """A checkpoint without its weights: what tells how long its prompts are, and how large it is."""
+
+    tokenizer: PreTrainedTokenizerBase | None
+    name: str
+    context_window: int
+    chat_template: str
+    facts: PreTrainedConfig
+
+
+def reader(config: ModelConfig) -> Reader:
+    """Config and tokenizer of a checkpoint, downloaded where they are not on this machine; no weights.
+
+    Raises:
+        UserError: Unknown architecture; config or tokenizer are missing or cannot be read.
+    """
+    words = tuple(part for part in sources.CHECKPOINT if part != sources.WEIGHTS)
+    source = config.checkpoint
+    path = str(sources.local(replace(source, files=words) if source.kind == "model" else source))
+    with _explained(config, config.path):
+        # Read as plain data first: transformers would not name the families for a type that it does not know.
+        known, _ = transformers.PreTrainedConfig.get_config_dict(path, **ORIGIN)
+        if known:
+            families.family_of_type(known.get("model_type"))
+        facts = transformers.AutoConfig.from_pretrained(path, **ORIGIN)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(path, **ORIGIN)
+    window = config.context_window or families.context_window(facts)
+    return Reader(tokenizer, config.name, window, config.chat_template, facts)
 
 
 def model_config(source: str, **values: Any) -> ModelConfig:
@@ -141,27 +168,22 @@ def _load_checkpoint(
     max_memory: dict[int | str, str] | None,
 ) -> LM:
     where = torch_device(device)
-    if config.attention == "flash_attention_2" and not is_flash_attn_2_available():
+    if config.attention == "flash_attention_2" and not transformers.utils.is_flash_attn_2_available():
         allowed = "sdpa or eager on this machine (flash-attn is not installed)"
         hint = "set model.attention=sdpa, or install the extra posbench[flash]"
         raise UserError("model.attention", config.attention, allowed, hint)
     # From here on there is a folder on this machine, and nothing touches the network.
-    path = str(sources.local(config.checkpoint))
+    sources.local(config.checkpoint)
+    read = reader(config)
+    path, tokenizer = str(sources.local(config.checkpoint)), read.need_tokenizer()
     sources.shards(Path(path))
     with _explained(config, where):
-        origin: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
-        # Read as plain data first: transformers would not name the families for a type that it does not know.
-        facts, _ = PreTrainedConfig.get_config_dict(path, **origin)
-        if facts:
-            families.family_of_type(facts.get("model_type"))
-        hf_config = AutoConfig.from_pretrained(path, **origin)
-        kernel = _kernel(hf_config, None if config.attention == "auto" else config.attention)
-        tokenizer = AutoTokenizer.from_pretrained(path, **origin)
+        kernel = _kernel(read.facts, None if config.attention == "auto" else config.attention)
         dtype = config.dtype if config.dtype != "auto" else ("float32" if where.type == "cpu" else "auto")
         with torch.random.fork_rng(range(torch.cuda.device_count())):
             # Tensors that a partial checkpoint lacks are drawn: the same ones each time.
             torch.manual_seed(0)
-            model, told = AutoModelForCausalLM.from_pretrained(
+            model, told = transformers.AutoModelForCausalLM.from_pretrained(
                 path,
                 dtype=dtype,
                 attn_implementation=kernel,
@@ -171,7 +193,7 @@ def _load_checkpoint(
                 output_loading_info=True,
                 # Told in one line below, with every other fault of the weights.
                 ignore_mismatched_sizes=True,
-                **origin,
+                **ORIGIN,
             )
     _need_complete(config, told)
     known, spelt = model.get_input_embeddings().weight.shape[0], tokenizer.vocab_size
@@ -183,12 +205,11 @@ def _load_checkpoint(
     guard.check_parameters(model, config.name)
     if config.rope == "none":
         families.remove_rope(model)
-    window = config.context_window or families.context_window(hf_config)
-    return LM(model.eval(), tokenizer, config.name, window, config.chat_template)
+    return LM(model.eval(), tokenizer, config.name, read.context_window, config.chat_template)
 
 
 @contextmanager
-def _explained(config: ModelConfig, where: torch.device) -> Iterator[None]:
+def _explained(config: ModelConfig, where: torch.device | str) -> Iterator[None]:
     """Turn what the libraries raise on a checkpoint into one line."""
     try:
         yield

@@ -1,22 +1,20 @@
 """A model's rotary embedding, changed inside a block: other angles, or keys rotated by hand in attention."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, Self
-
-import torch
-from torch import Tensor, nn
-from transformers import PreTrainedModel
-from transformers.integrations.sdpa_attention import repeat_kv
+from typing import Any, Self, TypeAlias
 
 from posbench.errors import UserError
+from posbench.late import PreTrainedModel, Tensor, nn, sdpa, torch
 from posbench.model import families
 from posbench.model.attention import last_row
 from posbench.model.hooks import Attend, attending, before_each, replaced
 from posbench.model.lm import LM
 
-Table = tuple[Tensor, Tensor]
+Table: TypeAlias = "tuple[Tensor, Tensor]"
 """cos and sin, each [B, T, r] with r the rotated coordinates of a head."""
 
 _POSITIONS = "posbench_positions"
@@ -75,7 +73,7 @@ def steady(module: nn.Module) -> AbstractContextManager[None]:
     return replaced(module, "rope_type", dict.fromkeys(kind, "kept") if isinstance(kind, dict) else "kept")
 
 
-class _Tables(tuple[Tensor, Tensor]):
+class _Tables(tuple[Any, Any]):
     """Tables that remember the call they were made for: the method of an inner block starts from it."""
 
     call: Call
@@ -198,7 +196,7 @@ def scaled(scales: Mapping[int, float]) -> dict[int, Callable[[Call], Call]]:
     return {layer: by_scale[scale] for layer, scale in scales.items()}
 
 
-ByHand = Callable[["HandRotation"], Tensor]
+ByHand: TypeAlias = "Callable[[HandRotation], Tensor]"
 """From what a layer gives to the attention output [B, T, H, d]."""
 
 
@@ -312,7 +310,7 @@ class _Hands:
             nonlocal others
             groups = k.shape[1] // value.shape[1]
             with replaced(module, "num_key_value_groups", 1) if groups > 1 else nullcontext():
-                out, others = following(module, q, k, repeat_kv(value, groups), mask, **rest)
+                out, others = following(module, q, k, sdpa.repeat_kv(value, groups), mask, **rest)
             return out
 
         positions = now.positions.to(query.device)

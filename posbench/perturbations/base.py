@@ -14,11 +14,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import torch
-from torch import Tensor, nn
-from transformers import PreTrainedModel
-
 from posbench.errors import UserError
+from posbench.late import PreTrainedModel, Tensor, nn, torch
 from posbench.model import families
 from posbench.model.hooks import before_each
 from posbench.model.lm import LM

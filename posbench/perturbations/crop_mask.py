@@ -6,9 +6,7 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import torch
-from torch import Tensor, nn
-
+from posbench.late import Tensor, nn, torch
 from posbench.model import families
 from posbench.model.hooks import before_each
 from posbench.model.lm import LM

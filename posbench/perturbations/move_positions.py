@@ -6,11 +6,8 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-import torch
-from torch import Tensor, nn
-from transformers import PreTrainedModel
-
 from posbench.errors import UserError
+from posbench.late import PreTrainedModel, Tensor, nn, torch
 from posbench.model import families, rope
 from posbench.model.hooks import Attend, attending, before_each
 from posbench.model.lm import LM

@@ -7,11 +7,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
-from transformers.integrations.sdpa_attention import repeat_kv
-
+from posbench.late import F, Tensor, nn, sdpa, torch
 from posbench.model import families
 from posbench.model.attention import last_row
 from posbench.model.hooks import Attend, attending
@@ -99,7 +95,7 @@ class _Change:
         part = F.pad(self.tokens, (0, behind))[:, -row.shape[-1] :].to(row)
         # A method may run a prompt as several rows next to each other.
         part = part.repeat_interleave(len(row) // len(part), dim=0)[:, None]
-        values = repeat_kv(value, row.shape[1] // value.shape[1]).to(row)
+        values = sdpa.repeat_kv(value, row.shape[1] // value.shape[1]).to(row)
         before, more = row[:, :, None] @ values, self.extra * (row * part)[:, :, None] @ values
         total = torch.ones_like(row[..., :1])
         if self.renormalise:

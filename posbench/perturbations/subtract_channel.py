@@ -6,9 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import torch
-from torch import nn
-
+from posbench.late import nn, torch
 from posbench.model import families
 from posbench.model.families import Site
 from posbench.model.hooks import before_each

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import re
+import unicodedata
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import redirect_stderr
 from dataclasses import dataclass
@@ -15,23 +17,29 @@ import yaml
 from hydra._internal.utils import get_args_parser
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
+from hydra.core.override_parser.types import Glob, Override
 from hydra.errors import HydraException
 
 from posbench import paths
 from posbench.errors import UserError, choices, near
+from posbench.files import sources
 
 GROUPS = ("model", "task", "method", "search", "runtime", "study")
 PLURALS = {group: {"search": "searches", "study": "studies"}.get(group, f"{group}s") for group in GROUPS}
 TOP = (*GROUPS, "stages", "experiment")
+GIVEN = "given by the user"
+"""``model.source`` of a checkpoint that no YAML describes."""
+STAGES = re.compile(r"stages=(?!null$)([a-z]+(?:,[a-z]+)*)")
+"""Stages as one would type them; Hydra takes a comma for a sweep."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """What Hydra gets: primary config, flags, overrides; what the experiment set; overrides as typed."""
+    """What Hydra gets: primary config, folders to search beside posbench's (the first has the config, unless
+    posbench's has it), overrides; what the experiment set; overrides as typed."""
 
     config: str
-    flags: tuple[str, ...]
+    searched: tuple[Path, ...]
     overrides: tuple[str, ...]
     multirun: bool
     set_by_experiment: frozenset[str]
@@ -60,37 +68,78 @@ def read_flags(args: Sequence[str]) -> Any:
 def requested(overrides: Sequence[str], folders: Sequence[Path], multirun: bool) -> Request:
     """Overrides as Hydra shall see them."""
     names = [o.removeprefix("experiment=") for o in overrides if o.startswith("experiment=")]
-    parsed = _parsed([o for o in overrides if not o.startswith("experiment=")])
-    path = [f"file://{folder}" for folder in folders[1:]]
-    config, flags, experiment = "config", list[str](), dict[str, Any]()
+    rest, given = _models([_listed(o) for o in overrides if not o.startswith("experiment=")], folders)
+    parsed = _parsed(rest)
+    searched, added = list(folders[1:]), list[str]()
+    config, experiment = "config", dict[str, Any]()
     if names:
         file = _experiment(names[-1], [paths.EXPERIMENTS, *(folder / "experiment" for folder in folders[1:])])
         config, experiment = file.stem, dict(yaml.safe_load(file.read_text()))
         # The last --config-dir wins, so the user's own goes on the search path.
         parsed = [o for o in parsed if o.key_or_group != "hydra.searchpath"]
-        flags = ["--config-dir", str(file.parent)]
-        flags += [f"hydra.searchpath=[{','.join(path)}]"] if path else []
+        searched = [file.parent, *searched]
         table = file.parent / str(((experiment.get("experiment") or {}).get("reference") or {}).get("file"))
-        flags += [f"experiment.reference.file={table}"] if table.is_file() else []
+        added = [f"experiment.reference.file={table}"] if table.is_file() else []
     typed = {o.key_or_group for o in parsed}
     grid = (experiment.get("experiment") or {}).get("grid") or {}
     swept = {key: values for key, values in grid.items() if key not in typed}
     parsed += _parsed([f"{key}={','.join(_spell(v) for v in values)}" for key, values in swept.items()])
     shown, spelled = [], {}
     for override in parsed:
-        _check(override, folders, multirun or bool(swept))
+        _check(override, folders, multirun or bool(swept), given)
         text = _rewritten(override, folders)
         shown.append(text)
         spelled[text.split("=")[0]] = str(override.input_line).split("=")[0]
     set_by = frozenset(k for group in GROUPS for k in _leaves(experiment.get(group), group))
-    return Request(config, tuple(flags), tuple(shown), bool(swept), set_by, spelled)
+    return Request(config, tuple(searched), (*added, *shown), bool(swept), set_by, spelled)
+
+
+def _listed(override: str) -> str:
+    return f"stages=[{found[1]}]" if (found := STAGES.fullmatch(override)) else override
+
+
+def model_name(path: str, taken: Iterable[str] = ()) -> str:
+    """What a run calls the checkpoint of a folder or hub id: the last part of its name, made safe for a path;
+    with as many parts in front as tell it from the names that are ``taken``."""
+    place = Path(path).expanduser()
+    place = Path(os.path.abspath(place)) if sources.there(place) else place
+    plain = (unicodedata.normalize("NFKD", part).encode("ascii", "ignore").decode() for part in place.parts)
+    parts = [re.sub(r"[^\w.-]+", "-", part).strip("-._") for part in plain]
+    parts = [part for part in parts if part] or ["model"]
+    names = ["-".join(parts[-n:])[-60:].strip("-._") for n in range(1, len(parts) + 1)]
+    return next((name for name in names if name not in set(taken)), f"{names[0]}-given")
+
+
+def _models(overrides: Sequence[str], folders: Sequence[Path]) -> tuple[list[str], list[str]]:
+    """Overrides in which folders and hub ids of ``model=`` are choices of that group, stored for Hydra; and
+    the names of these."""
+    names, found, out = choices(*(folder / "model" for folder in folders)), dict[str, str](), list[str]()
+
+    def choice(value: str) -> str:
+        place = "/" in value or value[:1] in ("~", ".") or (bool(value) and sources.there(Path(value)))
+        if value in names or not place:
+            return value
+        if value not in found:
+            found[value] = model_name(value, [*names, *found.values()])
+            node = {"path": value, "source": GIVEN}
+            ConfigStore.instance().store(group="model", name=found[value], node=node)
+        return found[value]
+
+    for override in overrides:
+        key, _, value = override.partition("=")
+        whole = key == "model" and sources.there(Path(value).expanduser())
+        plain = key == "model" and (whole or not re.search(r"[\[\](){}'\"]", value))
+        parts = [value] if whole else [part.strip() for part in value.split(",")]
+        out.append(f"model={','.join(map(choice, parts))}" if plain else override)
+    return out, list(found.values())
 
 
 def _parsed(overrides: Sequence[str]) -> list[Override]:
-    # Hydra's grammar knows no letters but ASCII outside of quotes.
+    # Hydra's grammar knows no letters but ASCII outside of quotes, and no ~.
     plain = r"([^=]+)=([^\[\]{}()'\",=$\\]+)"
     quoted = [
-        m[1] + f"='{m[2]}'" if (m := re.fullmatch(plain, o)) and not o.isascii() else o for o in overrides
+        m[1] + f"='{m[2]}'" if (m := re.fullmatch(plain, o)) and re.search(r"[^\x00-\x7f]|~", m[2]) else o
+        for o in overrides
     ]
     try:
         return OverridesParser.create().parse_overrides(quoted)
@@ -123,8 +172,8 @@ def _leaves(node: Any, where: str) -> Iterator[str]:
         yield where
 
 
-def _check(override: Override, folders: Sequence[Path], multirun: bool) -> None:
-    """Refuse what names nothing, before Hydra would in its own words."""
+def _check(override: Override, folders: Sequence[Path], multirun: bool, given: Sequence[str]) -> None:
+    """Refuse what names nothing, before Hydra would in its own words; ``given`` models were named by path."""
     key, first = override.key_or_group, override.key_or_group.split(".")[0].split("@")[0]
     value = str(override.input_line).partition("=")[2]
     if first not in (*TOP, "hydra") and not first.startswith("hydra/"):
@@ -133,19 +182,23 @@ def _check(override: Override, folders: Sequence[Path], multirun: bool) -> None:
         raise UserError(key, value, "one value; a list as [a,b]", "sweep with -m (--multirun)")
     if key in GROUPS and not override.is_delete():
         there = choices(*(folder / key for folder in folders))
-        for name in _values(override):
+        for name in _values(override, there):
             listed = re.fullmatch(r"\[(.*)\]", name)
             parts = [part.strip() for part in listed[1].split(",")] if listed and key == "method" else [name]
             for number, part in enumerate(parts):
                 empty = part == "null" or (part == "none" and len(parts) > 1)
-                if part not in there or part in parts[:number] or empty:
+                named = part in there or (key == "model" and part in given)
+                if not named or part in parts[:number] or empty:
                     hint = "leave it out" if empty else near(part, there, f"posbench ls {PLURALS[key]}")
                     allowed = ("a list of different ones of: " if listed else "") + ", ".join(there)
+                    allowed += ", a folder, or a hub id as ORG/NAME" if key == "model" else ""
                     raise UserError(key, name, allowed, hint)
 
 
-def _values(override: Override) -> list[str]:
-    """The values that an override chooses among."""
+def _values(override: Override, there: Sequence[str]) -> list[str]:
+    """The values that an override chooses among; of a pattern those of ``there`` that match, else itself."""
+    if isinstance(pattern := override.value(), Glob):
+        return pattern.filter(list(there)) or [str(override.input_line).partition("=")[2]]
     if override.is_sweep_override():
         return [str(value) for value in override.sweep_string_iterator()]
     return [override.get_value_element_as_str() if override.value() is not None else "null"]

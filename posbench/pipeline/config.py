@@ -14,14 +14,16 @@ from posbench.files import sources
 from posbench.files.sources import Source
 from posbench.methods import Method
 from posbench.methods.choice import MethodChoice, every
+from posbench.model import families
 from posbench.model.load import ModelConfig, with_blocks
-from posbench.pipeline.arguments import GROUPS, TOP
+from posbench.pipeline.arguments import GIVEN, GROUPS, TOP
 from posbench.run.runtime import Runtime
 from posbench.schema import Positive, build, instantiate
 from posbench.search.base import Search
 from posbench.stats.reference import Reference
 from posbench.studies.base import Study
 from posbench.tasks import Task
+from posbench.tasks.base import EvaluationOnly
 
 Stage = Literal["search", "study", "intervene", "evaluate", "report"]
 STAGES: tuple[Stage, ...] = get_args(Stage)
@@ -57,6 +59,7 @@ class Config:
     experiment: Experiment | None
     study: Study | None
     raw: dict[str, Any] = field(repr=False)
+    typed: frozenset[str] = frozenset()  # dotted keys that the user set
     every: Mapping[str, MethodChoice] = field(default_factory=dict)
 
     @property
@@ -86,7 +89,7 @@ class Config:
         if self.target is None:
             return ""
         model = self.model
-        named = f"hf model.path={model.path}" if model.source == "given by the user" else model.name
+        named = model.path if model.source == GIVEN else model.name
         return f"find one: posbench stages=[search] model={named} method={self.target.name}"
 
     def reference(self) -> tuple[list[dict[str, Any]], str]:
@@ -96,7 +99,10 @@ class Config:
 
 
 def check(
-    raw: Mapping[str, Any], typed: Sequence[str] = (), folders: Sequence[Path] = (paths.CONF,)
+    raw: Mapping[str, Any],
+    typed: Sequence[str] = (),
+    folders: Sequence[Path] = (paths.CONF,),
+    obstacles: Faults | None = None,
 ) -> Config:
     """Check a composed config.
 
@@ -104,6 +110,7 @@ def check(
         raw: Plain data; see :class:`posbench.pipeline.compose.Composed`.
         typed: Dotted keys that the user set.
         folders: The config folders, whose methods some studies measure.
+        obstacles: Collects what is wrong with files of this machine; without it that is raised, too.
 
     Raises:
         UserError: What is wrong, all of it.
@@ -124,7 +131,7 @@ def check(
         "task": lambda: instantiate(given("task"), Task, "task"),  # type: ignore[type-abstract]
         "search": lambda: instantiate(given("search"), Search, "search"),  # type: ignore[type-abstract]
         "model": lambda: _model(given("model")),
-        "choice": lambda: MethodChoice.of(given("method"), typed),
+        "choice": lambda: _method(data, made, typed),
         "runtime": lambda: build(Runtime, given("runtime") or {}, "runtime"),
         "experiment": lambda: (
             build(Experiment, given("experiment"), "experiment") if given("experiment") else None
@@ -133,17 +140,14 @@ def check(
     for name, make in parts.items():
         with faults.collecting():
             made[name] = make()
-    if "model" in made and ("study" not in made or not made["study"] or made["study"].needs_model):
-        source = made["model"].checkpoint
-        with faults.collecting():
-            if source.kind == "path":
-                sources.listing(source)
+    _look_at_files(made, faults if obstacles is None else obstacles)
     config = None
     if {"study", "model", "choice", "search"} <= set(made):  # the study sets stages and method
         with faults.collecting():
             stages, target = _stages(data, made, typed)
             made = {**dict.fromkeys(parts), **made}
-            config = Config(**made, stages=stages, target=target, raw=_record(data, made, stages, typed))
+            record = _record(data, made, stages, typed)
+            config = Config(**made, stages=stages, target=target, raw=record, typed=frozenset(typed))
             if config.study and config.study.all_methods:
                 config = replace(config, every=every(folders, config.model.blocks))
             trial(config)
@@ -154,6 +158,24 @@ def check(
             look(config)
     faults.raise_any()
     return config
+
+
+def _look_at_files(made: Mapping[str, Any], faults: Faults) -> None:
+    """Collect what is missing of the checkpoint and the data that lie on this machine, and a model type that
+    posbench does not know."""
+    study = made.get("study")
+    if "model" in made and (study is None or study.needs_model):
+        source = made["model"].checkpoint
+        with faults.collecting():
+            if source.kind == "path":
+                sources.listing(source)
+                if known := sources.facts(source):
+                    families.family_of_type(known.get("model_type"))
+    if "task" in made and (study is None or study.needs_task):
+        for number, source in enumerate(made["task"].files()):
+            with faults.collecting():
+                if source.kind == "path":
+                    made["task"].place() if number == 0 else sources.listing(source)
 
 
 def _need_text(node: Any, where: str) -> None:
@@ -196,7 +218,7 @@ def _model(data: Any) -> ModelConfig:
     if not isinstance(data, Mapping):
         raise UserError("model", data, "a choice of that group", "posbench ls models shows the choices")
     if data.get("path") is None:
-        hint = "posbench model=hf model.path=DIR"
+        hint = "posbench model=DIR"
         raise UserError("model.path", None, "a local directory or a hub id", hint)
     return build(ModelConfig, with_blocks(data), "model")
 
@@ -225,17 +247,33 @@ def _study(data: dict[str, Any], typed: Sequence[str]) -> Study | None:
     return study
 
 
+def _method(data: dict[str, Any], made: Mapping[str, Any], typed: Sequence[str]) -> MethodChoice:
+    """The method of a config; none instead of the default where constants are missing that nothing can find:
+    on a task without calibration questions."""
+    choice = MethodChoice.of(data["method"], typed)
+    searched = isinstance(made.get("task"), EvaluationOnly) and data.get("study") is None
+    chosen = data.get("experiment") or any(
+        key.split(".")[0] in ("method", "search", "stages") for key in typed
+    )
+    if searched and not chosen and not _builds(choice, {}, choice):
+        data["method"] = dict(NONE)
+        choice = MethodChoice.of(data["method"])
+    return choice
+
+
 def _stages(
     data: Mapping[str, Any], made: Mapping[str, Any], typed: Sequence[str]
 ) -> tuple[tuple[Stage, ...], MethodChoice | None]:
     """The stages to run, and what the search would find the parameters of."""
-    given = made["model"].stages if data.get("stages") is None else data["stages"]
+    choice, search = made["choice"], made["search"]
+    target = search.target(choice)
+    given = data.get("stages")
+    if given is None:
+        given = _default_stages(made["model"], made.get("task"), search, choice, target)
     stages = tuple(given)
     if not stages or list(stages) != [s for s in STAGES if s in stages]:
         allowed = f"some of {', '.join(STAGES)}, each once, in this order"
         raise UserError("stages", given, allowed, "set stages=[evaluate,report]")
-    choice, search = made["choice"], made["search"]
-    target = search.target(choice)
     if "search" in stages and target is None:
         if "stages" in typed or "search" in typed:
             of_part = any(issubclass(part.cls, search.serves) for part in choice.parts.values())
@@ -248,6 +286,28 @@ def _stages(
             raise UserError(field_, list(stages) if field_ == "stages" else name, allowed, hint)
         stages = tuple(stage for stage in stages if stage != "search")
     return stages, target  # type: ignore[return-value]
+
+
+def _default_stages(
+    model: ModelConfig, task: Task | None, search: Search, choice: MethodChoice, target: MethodChoice | None
+) -> Sequence[str]:
+    """The stages of the model's file; with the search first where the method lacks what it finds, and without
+    it where the task has no calibration questions."""
+    rest = [stage for stage in model.stages if stage != "search"]
+    if isinstance(task, EvaluationOnly):
+        return rest
+    free = {k: v for k, v in search.finds.items() if target.values.get(k) is None} if target else {}
+    lacks = target and not _builds(choice, {}, target) and _builds(choice, free, target)
+    return ["search", *rest] if lacks else model.stages
+
+
+def _builds(choice: MethodChoice, found: Mapping[str, Any], target: MethodChoice) -> bool:
+    """Whether a method can be made with what a search would find."""
+    try:
+        choice.build(found, target)
+    except UserError:
+        return False
+    return True
 
 
 def _record(

@@ -8,25 +8,23 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import torch
-import transformers
 from rich.console import Console
 from rich.text import Text
 
-from posbench import paths
 from posbench.errors import UserError
 from posbench.files.digests import Content, changed, in_place
 from posbench.files.sources import Source, cached
+from posbench.late import torch
 from posbench.measure.replies import encode_longest
 from posbench.model import families
 from posbench.model.guard import probe
 from posbench.pipeline.config import Config
 from posbench.pipeline.identity import files, identity, provenance, reads, run_name, threads, version_key
+from posbench.pipeline.ready import need_words, quiet
 from posbench.pipeline.stages import evaluate, intervene, report, search, study
 from posbench.run.base import IncompleteRun, Run
 from posbench.run.claim import claim, find
 from posbench.run.folder import STATUS, RunDir, run_id
-from posbench.tasks.base import EvaluationOnly
 
 STAGES: Mapping[str, Callable[[Config, Run], None]] = {
     "search": search.run,
@@ -56,11 +54,10 @@ def execute(config: Config, *, command: str, console: Console) -> Path:
         IncompleteRun: Some rows failed and will be retried by the same command.
     """
     started = time.monotonic()
-    # First of all: a device that is not there, and weights to download, with the hub's own progress bars.
-    _need_words(config)
+    # First of all: weights to download, with the hub's own progress bars.
     read = _read(config, console)
     who = identity(config, read)
-    _quiet()
+    quiet()
     if threads(config):
         torch.set_num_threads(threads(config) or 1)
     subject = config.study_name or config.task.name
@@ -83,7 +80,7 @@ def execute(config: Config, *, command: str, console: Console) -> Path:
         out.resume(config.stages, config.raw, facts)
         try:
             for stage in config.stages:
-                with out.recorded(stage):
+                with out.recorded(stage), run.measured(stage):
                     STAGES[stage](config, run)
                     _need_unchanged(read, out)
         except BaseException as error:
@@ -118,7 +115,7 @@ def absent(config: Config) -> list[Source]:
     Raises:
         UserError: Model and task do not go together.
     """
-    _need_words(config)
+    need_words(config)
     return [source for source in files(config) if source.kind != "path" and cached(source) is None]
 
 
@@ -135,30 +132,13 @@ def _ended(out: RunDir, config: Config) -> bool:
     return out.done and all(out.stage(stage).get("done") for stage in config.stages)
 
 
-def _need_words(config: Config) -> None:
-    """Refuse, before anything is downloaded, texts of a benchmark for a model that knows few words."""
-    task, path = config.task, config.model.path
-    texts = isinstance(task, EvaluationOnly) and task.path is None
-    if texts and config.uses_model and config.uses_task and path.startswith(paths.EMBEDDED):
-        allowed = (
-            f"kv_retrieval with model {config.model.name}, which knows its words only and reads short prompts"
-        )
-        hint = f"take a model that reads text: posbench task={task.name} model=mistral7b"
-        raise UserError("task", task.name, allowed, hint)
-
-
-def _quiet() -> None:
-    transformers.utils.logging.disable_progress_bar()
-    transformers.utils.logging.set_verbosity_error()
-
-
 def _read(config: Config, console: Console) -> list[Content]:
     """See :func:`posbench.pipeline.identity.reads`."""
     try:
         return reads(config)
     except UserError:
         # Whoever reads a file says best what is wrong with it, or with what asks for it.
-        _quiet()
+        quiet()
         preflight(config, prepared(config, {}, (), console))
         raise
 

@@ -6,10 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import pandas as pd
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
+from posbench.late import Axes, Figure, pd
 from posbench.plots import base as plot
 from posbench.stats import frames
 
@@ -37,7 +35,8 @@ def attention_by_position(attention: pd.DataFrame, layers: Sequence[int] | None 
         for method, rows in gold.groupby("method", sort=False)
     }
     base = grids.pop(frames.UNMODIFIED, None) if len(grids) > 1 else None
-    figure, ((left, *others),) = plot.new_figure(plot.PAGE, 2.6, 1, 1 + len(grids), squeeze=False)
+    counts = attention.get("n", ())
+    figure, ((left, *others),) = plot.new_figure(plot.PAGE, 2.6, 1, 1 + len(grids), n=counts, squeeze=False)
     picked = gold[gold["layer"].isin(shown)]
     frames.need(picked, f"attention (layers {shown})", "attention")
     styles = iter(range(len(grids) + 1))
@@ -49,14 +48,17 @@ def attention_by_position(attention: pd.DataFrame, layers: Sequence[int] | None 
     plot.attention_axes(left, plot.layer_title(shown, layers is None))
     left.legend(loc="lower left", bbox_to_anchor=(0, 1.1), ncols=2, borderaxespad=0)
     for axes, (method, grid) in zip(others, grids.items(), strict=True):
-        _heat(figure, axes, grid if base is None else grid - base, method, change=base is not None)
+        _heat(figure, axes, grid, base, frames.shown(method))
     return figure
 
 
-def _heat(figure: Figure, axes: Axes, grid: pd.DataFrame, method: str, change: bool) -> None:
-    """Heat map of layer (rows) x depth (columns); a change is drawn around 0, with a dash where it falls."""
-    values, name = grid.to_numpy(dtype=float), frames.shown(method)
-    top = float(np.nanmax(np.abs(values))) or 1.0
+def _heat(figure: Figure, axes: Axes, grid: pd.DataFrame, base: pd.DataFrame | None, name: str) -> None:
+    """Heat map of layer (rows) x depth (columns); a change from a base is drawn around 0, with a dash where
+    it falls; less than a thousandth of the base is rounding, and stays pale."""
+    change = base is not None
+    values = (grid if base is None else grid - base).to_numpy(dtype=float)
+    least = 0.0 if base is None else 1e-3 * float(base.max(axis=None))
+    top = max(float(np.nanmax(np.abs(values))), least) or 1.0
     cmap, low = ("PuOr_r", -top) if change else ("viridis", 0)
     image = axes.imshow(values, cmap=cmap, vmin=low, vmax=top, aspect="auto", origin="lower")
     if change:

@@ -1,31 +1,41 @@
-"""The look of all figures: style, lines with bands, axes, legends; `save` writes a figure.
+"""The look of all figures: palette, lines with bands, axes, legends; `save` writes a figure.
 
-Nothing touches pyplot's global state. Colours are Okabe-Ito; lines also differ by marker, so that every
-figure survives a grey printer. The unmodified model (method `none`) is always black and dashed.
+Nothing touches pyplot's global state. A colour has one meaning in all figures: see the palette. It is
+Okabe-Ito with three dark colours of its kind, told apart by the colour-blind; lines also differ by marker
+or dash, so that every figure survives a grey printer.
 """
 
 from __future__ import annotations
 
 import io
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-import matplotlib.style
 import numpy as np
-import pandas as pd
-from matplotlib import colormaps
-from matplotlib.axes import Axes
-from matplotlib.cm import ScalarMappable
-from matplotlib.colors import BoundaryNorm, ListedColormap
-from matplotlib.figure import Figure
 
 from posbench.files.atomic import write_bytes
+from posbench.late import Axes, Figure, matplotlib, pd, within
 from posbench.stats.findings import columns
 
+BLACK, BLUE, GOLD, CONTROL, PAPER = "#000000", "#0072B2", "#E69F00", "#CC79A7", "#882255"
+"""The unmodified model; the method, or what a study changes; the gold item; controls; the paper's values."""
+COLOURS = (BLUE, "#D55E00", "#009E73", "#56B4E9", "#332288", "#8B5A2B")
+"""Things of a kind (methods, models, settings that are no numbers) in their order. Numbers in their order
+(layers, factors, lengths) are steps of a scale instead: see :func:`line_style`."""
+SHADE, GUIDE = "0.9", "0.5"
+"""A shaded range, and lines that help to read (chance, zero): greys stand for no measurement."""
 DASHED = (0, (4, 2))
-LEVEL: dict[str, Any] = {"color": "black", "linestyle": DASHED, "linewidth": 1}
+LEVEL: dict[str, Any] = {"color": BLACK, "linestyle": DASHED, "linewidth": 1}
 """Style of a straight line that stands for the unmodified model."""
+ON_TOP: dict[str, Any] = {"color": CONTROL, "linestyle": ":", "marker": "x", "linewidth": 1.5, "zorder": 4}
+"""Style of a control, which often lies on the unmodified model's dashes."""
+OPEN_DIAMOND: dict[str, Any] = {
+    **{"color": PAPER, "marker": "D", "linestyle": "none", "markerfacecolor": "white"},
+    **{"markersize": 4, "zorder": 4, "label": "paper"},
+}
+"""Style of the paper's values."""
 COLUMN, PAGE = 3.4, 7.0  # figure widths in inches: one column, two columns
 STYLE: dict[str, Any] = {
     **dict.fromkeys(("axes.labelsize", "axes.titlesize", "font.size"), 7.5),
@@ -33,28 +43,71 @@ STYLE: dict[str, Any] = {
     **{"lines.linewidth": 1.2, "lines.markersize": 3.5, "axes.linewidth": 0.6, "legend.frameon": False},
     **{"axes.spines.top": False, "axes.spines.right": False, "pdf.fonttype": 42},
 }
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
-MARKERS = "osD^vPX*"
+MARKERS = "os^vPp*h"
+ITEM, TOKEN = "item (0 is the first)", "token\n(0 is the first)"
+"""Axes that count as every table does; tokens of a formula are counted from 1, and their axes say so."""
 DEPTH_LABEL = "gold position (% of the context)"
 ATTENTION_LABEL = "attention to the gold item\n(mean weight per token)"
 
-styled = matplotlib.style.context(["default", STYLE])
+
+def _style() -> AbstractContextManager[None]:
+    from matplotlib.rcsetup import cycler
+    from matplotlib.style import context
+
+    cycle = cycler(color=COLOURS)
+    return context(["default", STYLE, {"axes.prop_cycle": cycle}])
+
+
+styled = within(_style)
 """Decorator: draw under our style alone, whatever the user's matplotlibrc says."""
 
 
-def new_figure(width: float, height: float, *shape: int, **grid: Any) -> tuple[Figure, Any]:
-    """A figure of that size in inches that lays itself out, and its axes, as of :meth:`Figure.subplots`."""
+Counts = Iterable[float] | str
+"""Observations behind the points of a figure; or what it rests on in place of a model, as ``exact``."""
+
+
+def new_figure(width: float, height: float, *shape: int, n: Counts = (), **grid: Any) -> tuple[Figure, Any]:
+    """A figure of that size in inches that lays itself out, and its axes, as of :meth:`Figure.subplots`;
+    :func:`sign` tells ``n``."""
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(width, height), layout="constrained")
+    figure.set_label(counted(n))
     return figure, figure.subplots(*shape, **grid)
+
+
+def new_panels(count: int, across: int, height: float, **grid: Any) -> tuple[Figure, list[Axes]]:
+    """A page of that many axes, so many in a row of that height in inches; see :func:`new_figure`."""
+    across = min(across, count)
+    lines = -(-count // across)
+    figure, panels = new_figure(PAGE, 0.5 + height * lines, lines, across, squeeze=False, **grid)
+    for axes in panels.flat[count:]:
+        axes.remove()
+    return figure, list(panels.flat[:count])
+
+
+def layers_across(layers: int) -> int:
+    """How many small axes of layers stand in a row."""
+    return layers if layers <= 6 else 8
+
+
+def counted(n: Counts) -> str:
+    """`n = 20`, or the lowest and the highest; empty where none is known."""
+    if isinstance(n, str):
+        return n
+    known = [int(each) for each in n if not np.isnan(each)]
+    return f"n = {' to '.join(map(str, sorted({min(known), max(known)})))}" if known else ""
 
 
 def line_style(index: int, unmodified: bool = False, of: int = 0) -> dict[str, Any]:
     """Line style number `index`; with `of` > 0, a step of an ordered scale of that many values."""
     marker = MARKERS[index % len(MARKERS)]
     if unmodified:
-        return dict(color="black", linestyle=DASHED, marker=marker, markerfacecolor="white", zorder=3)
+        return dict(color=BLACK, linestyle=DASHED, marker=marker, markerfacecolor="white", zorder=3)
     if of:
-        return dict(color=colormaps["viridis"](0.88 * index / max(of - 1, 1)), linestyle="-", marker=marker)
+        return dict(
+            color=matplotlib.colormaps["viridis"](0.88 * index / max(of - 1, 1)), linestyle="-", marker=marker
+        )
     # Colours come a second time as dashed lines.
     dashes = "--" if index >= len(COLOURS) else "-"
     return dict(color=COLOURS[index % len(COLOURS)], linestyle=dashes, marker=marker)
@@ -99,10 +152,12 @@ def bands(
     ordered: bool = False,
 ) -> None:
     """A line with its band (:func:`band`) for each labelled value of a column, in the order of the labels;
-    ``none`` is the unmodified model, ``ordered`` values are steps of a scale."""
+    ``none`` is the unmodified model, a label with "gold item" the gold item, with "control" a control;
+    ``ordered`` values are steps of a scale."""
     steps, first = len(labels) if ordered else 0, int("none" in labels)
     for index, (value, label) in enumerate(labels.items()):
         rows, style = table[table[by] == value], line_style(max(index - first, 0), value == "none", steps)
+        style |= {"color": GOLD} if "gold item" in label else ON_TOP if "control" in label else {}
         if len(rows):
             band(axes, rows, style, x=x, name=name, scale=scale, label=label)
 
@@ -111,28 +166,6 @@ def few_ticks(place: Callable[..., Any], names: Sequence[Any], most: int = 8) ->
     """Ticks of a map, ``axes.set_xticks`` or ``set_yticks``, at most about so many."""
     step = max(1, -(-len(names) // most))
     place(range(0, len(names), step), [str(name) for name in names[::step]])
-
-
-class LayerColours:
-    """A colour and a dash for each layer, dark to light, and the bar that tells them."""
-
-    def __init__(self, layers: Sequence[int]) -> None:
-        self.layers = list(layers)
-        self.colours = ListedColormap(colormaps["viridis"](np.linspace(0, 0.9, len(self.layers))))
-
-    def style(self, layer: int) -> dict[str, Any]:
-        """Style of a layer's line."""
-        index = self.layers.index(layer)
-        return {"color": self.colours(index), "linestyle": ("-", "--", "-.", ":")[index % 4]}
-
-    def bar(self, figure: Figure, panels: Iterable[Axes]) -> None:
-        """The colour bar beside the panels."""
-        count = len(self.layers)
-        norm, ticks = BoundaryNorm(np.arange(count + 1) - 0.5, count), range(0, count, max(1, count // 8))
-        shown = ScalarMappable(norm, self.colours)
-        bar = figure.colorbar(shown, ax=list(panels), label="layer", ticks=list(ticks))
-        bar.ax.set_yticklabels([str(self.layers[tick]) for tick in ticks])
-        bar.minorticks_off()
 
 
 def percent_axes(axes: Axes, ylabel: str = "accuracy (%)", xlabel: str = DEPTH_LABEL) -> None:
@@ -161,15 +194,26 @@ def attention_axes(axes: Axes, title: str) -> None:
     from_zero(axes)
 
 
-def legend_below(figure: Figure, axes: Axes) -> None:
-    """Legend under the axes, in as many columns as the longest label allows."""
-    handles, labels = axes.get_legend_handles_labels()
+def entries(figure: Figure) -> tuple[list[Any], list[str]]:
+    """What a legend of all panels holds: each label once."""
+    found = dict[str, Any]()
+    for axes in figure.axes:
+        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
+            found.setdefault(label, handle)
+    return list(found.values()), list(found)
+
+
+def legend_below(figure: Figure) -> None:
+    """Legend of all panels under them, in as many columns as the longest label allows."""
+    handles, labels = entries(figure)
     room = figure.get_figwidth() / (0.06 * max(map(len, labels)) + 0.45)
-    figure.legend(handles, labels, loc="outside lower center", ncols=max(1, min(4, len(labels), int(room))))
+    figure.legend(handles, labels, loc="outside lower center", ncols=max(1, min(5, len(labels), int(room))))
 
 
-def sign(figure: Figure, words: str) -> None:
-    """Write above a figure, small, what it rests on: it may leave its page. A title stays."""
+def sign(figure: Figure, models: Sequence[str]) -> None:
+    """Write above a figure, small, models and n that it rests on: it may leave its page. A title stays."""
+    n = str(figure.get_label())
+    words = n if n and not n.startswith("n = ") else ", ".join(filter(None, [*models, n]))
     if words:
         size = STYLE["axes.titlesize"] if figure.get_suptitle() else 6
         title = " | ".join(filter(None, [figure.get_suptitle(), words]))

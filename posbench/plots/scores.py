@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import numpy as np
-import pandas as pd
-from matplotlib.figure import Figure
 
+from posbench.late import Figure, pd
 from posbench.plots import base as plot
 from posbench.stats import frames
 from posbench.stats.findings import columns
@@ -22,7 +21,7 @@ def accuracy_by_position(metrics: pd.DataFrame, chance: float | None = None) -> 
     rows = frames.at_positions(metrics)
     frames.need(rows, "metrics (score per position)", "value")
     by = ["method", *(c for c in ("model", "task", "seed") if c in rows and rows[c].nunique() > 1)]
-    figure, axes = plot.new_figure(plot.COLUMN, 2.5)
+    figure, axes = plot.new_figure(plot.COLUMN, 2.5, n=rows.get("n", ()))
     counts = {True: 0, False: 0}
     for (method, *rest), line in rows.groupby(by, sort=False):
         unmodified = method == frames.UNMODIFIED
@@ -31,9 +30,9 @@ def accuracy_by_position(metrics: pd.DataFrame, chance: float | None = None) -> 
         plot.band(axes, line, plot.line_style(counts[unmodified], unmodified), label=label)
         counts[unmodified] += 1
     if chance is not None:
-        axes.axhline(100 * chance, color="0.5", linestyle=":", linewidth=1, label="chance")
+        axes.axhline(100 * chance, color=plot.GUIDE, linestyle=":", linewidth=1, label="chance")
     plot.percent_axes(axes, f"{frames.metric_name(metrics)} (%)")
-    plot.legend_below(figure, axes)
+    plot.legend_below(figure)
     return figure
 
 
@@ -49,20 +48,17 @@ def accuracy_by_model(summary: pd.DataFrame) -> Figure:
     frames.need(rows, "summary (score per position)", "value")
     models, methods = list(rows["model"].unique()), list(rows["method"].unique())
     methods = [name for name in methods if name != frames.UNMODIFIED]
-    across = min(len(models), 3)
-    shape = -(-len(models) // across), across
-    figure, grid = plot.new_figure(plot.PAGE, 0.5 + 2.1 * shape[0], *shape, squeeze=False, sharey=True)
-    for axes, model in zip(grid.flat, models, strict=False):
+    figure, panels = plot.new_panels(len(models), 3, 2.1, n=rows.get("n", ()), sharey=True)
+    for index, (axes, model) in enumerate(zip(panels, models, strict=True)):
         own = rows[rows["model"] == model].drop_duplicates(["method", "depth"])
-        for index, method in enumerate([*methods, frames.UNMODIFIED]):
-            style = plot.line_style(index, method == frames.UNMODIFIED)
+        for number, method in enumerate([*methods, frames.UNMODIFIED]):
+            unmodified = method == frames.UNMODIFIED
+            style = plot.line_style(0 if unmodified else number, unmodified)
             if (own["method"] == method).any():
                 plot.band(axes, own[own["method"] == method], style, label=frames.shown(method))
         axes.set_title(model)
-        plot.percent_axes(axes, f"{frames.metric_name(summary)} (%)" if axes in grid[:, 0] else "")
-    for axes in [*grid.flat][len(models) :]:
-        axes.remove()
-    plot.legend_below(figure, max(grid.flat, key=lambda axes: len(axes.get_legend_handles_labels()[1])))
+        plot.percent_axes(axes, "" if index % 3 else f"{frames.metric_name(summary)} (%)")
+    plot.legend_below(figure)
     return figure
 
 
@@ -78,7 +74,7 @@ def by_subset(subsets: pd.DataFrame) -> Figure:
     rows = frames.of_metric(subsets)
     names = list(dict.fromkeys(zip(rows["kind"], rows["subset"], strict=True)))
     methods = sorted(rows["method"].unique(), key=lambda m: m != frames.UNMODIFIED)
-    figure, axes = plot.new_figure(plot.PAGE, 0.9 + 0.16 * len(names))
+    figure, axes = plot.new_figure(plot.PAGE, 0.9 + 0.16 * len(names), n=rows["n"])
     for index, method in enumerate(methods):
         here = rows[rows["method"] == method].set_index(["kind", "subset"]).reindex(names)
         y = np.arange(len(names)) + 0.3 * (index - (len(methods) - 1) / 2)
@@ -87,8 +83,8 @@ def by_subset(subsets: pd.DataFrame) -> Figure:
         plot.percent_bars(axes, y, here, upright=False, label=frames.shown(method), **style)
     first = sum(kind == "subset" for kind, _ in names)
     if first < len(names):
-        axes.axhline(first - 0.5, color="0.5", linewidth=0.6)
+        axes.axhline(first - 0.5, color=plot.GUIDE, linewidth=0.6)
     axes.set_yticks(range(len(names)), [name.replace("_", " ") for _, name in names])
     axes.set(xlabel=f"{frames.metric_name(subsets)} (%)", ylim=(len(names) - 0.5, -0.5), xlim=(-3, 103))
-    plot.legend_below(figure, axes)
+    plot.legend_below(figure)
     return figure

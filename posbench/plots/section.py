@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
-from matplotlib.figure import Figure
+from posbench.late import Figure
 
-Drawn = Mapping[str, tuple[Figure, str]]
+Drawn: TypeAlias = "Mapping[str, tuple[Figure, str]]"
 """Figures with their captions, by file name."""
 
 
@@ -20,5 +21,4 @@ class Section:
     header: Sequence[str] = ()
     rows: Sequence[Sequence[str]] = ()
     figures: Drawn = field(default_factory=dict)
-    n: Sequence[int] = ()  # observations behind the points of the figures
     block: str = ""

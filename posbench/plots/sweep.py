@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
-import pandas as pd
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
 from posbench.errors import UserError
+from posbench.late import Axes, Figure, pd
 from posbench.plots import base as plot
 from posbench.stats import frames
 from posbench.stats.findings import columns
@@ -38,7 +37,7 @@ def with_setting(summary: pd.DataFrame, axis: str | Sequence[str]) -> tuple[pd.D
     setting = pd.Series("", index=summary.index)
     for column in swept:
         cells = summary[column]
-        text = cells.map(lambda v: f"{v:g}" if isinstance(v, float) else str(v))
+        text = _apart(cells.map(lambda v: f"{v:g}" if isinstance(v, float) else str(v)))
         text = text.where(cells.notna(), "(default)")
         front = f"{column.rsplit('.', 1)[-1]}=" if len(swept) > 1 else ""
         setting += (", " if column != swept[0] else "") + front + text
@@ -50,10 +49,24 @@ def with_setting(summary: pd.DataFrame, axis: str | Sequence[str]) -> tuple[pd.D
     return rows, settings, " and ".join(swept)
 
 
+def _apart(texts: pd.Series) -> pd.Series:
+    """Paths without the folders that all of them share; other texts as they are."""
+    parts = {text: text.split("/") for text in texts.unique()}
+    while len(parts) > 1 and len({part[0] for part in parts.values()}) == 1 < min(map(len, parts.values())):
+        parts = {text: part[1:] for text, part in parts.items()}
+    return texts.map({text: "/".join(part) for text, part in parts.items()})
+
+
 def _numbers(settings: list[str]) -> np.ndarray | None:
     """The settings as numbers, if all are."""
     numbers = pd.to_numeric(pd.Series(settings), errors="coerce")
     return numbers.to_numpy(dtype=float) if numbers.notna().all() else None
+
+
+def _styles(settings: list[str]) -> list[dict[str, Any]]:
+    """A style for each setting: steps of a scale for numbers, colours of their own for names."""
+    steps = len(settings) if _numbers(settings) is not None else 0
+    return [plot.line_style(index, of=steps) for index in range(len(settings))]
 
 
 def modified_of(rows: pd.DataFrame) -> pd.DataFrame:
@@ -78,16 +91,13 @@ def _setting_lines(axes: Axes, rows: pd.DataFrame, settings: list[str], y: str, 
     shared = same["depth"].is_unique
     if "run" in base:
         shared &= len(same) > 0 and (base.groupby(["depth", y]).size() == base["run"].nunique()).all()
-    # Models and methods are no scale.
-    scale_of = len(settings) if _numbers(settings) is not None or len(settings) > len(plot.COLOURS) else 0
-    for index, setting in enumerate(settings):
-        style = plot.line_style(index, of=scale_of)
+    for setting, style in zip(settings, _styles(settings), strict=True):
         line = modified[modified["setting"] == setting].sort_values("depth")
         axes.plot(100 * line["depth"], scale * line[y], label=setting, **style)
         if not shared:
             own = unmodified_of(rows, setting).sort_values("depth")
             dashed = dict(color=style["color"], linestyle=plot.DASHED)
-            label = "unmodified (same colour)" if setting == settings[-1] else None
+            label = "unmodified (its colour, open)" if setting == settings[-1] else None
             axes.plot(100 * own["depth"], scale * own[y], label=label, **dashed)
     if len(same) and shared:
         axes.plot(100 * same["depth"], scale * same[y], label="unmodified", **plot.line_style(0, True))
@@ -102,9 +112,11 @@ def factor_sweep(summary: pd.DataFrame, axis: str | Sequence[str] = "method.fact
     """
     frames.need(summary, "summary", "model", "method", "gold_position", "depth", "metric", *columns())
     rows, settings, label = with_setting(frames.of_metric(summary), axis)
-    figure, (left, right) = plot.new_figure(plot.PAGE, max(2.6, 0.8 + 0.16 * len(settings)), 1, 2)
+    height, placed = max(2.6, 0.8 + 0.16 * len(settings)), frames.at_positions(rows)
+    counts = (placed if len(placed) else rows).get("n", ())
+    figure, (left, right) = plot.new_figure(plot.PAGE, height, 1, 2, n=counts)
     _overall_panel(left, rows, settings, label)
-    _setting_lines(right, frames.at_positions(rows), settings, "value", 100)
+    _setting_lines(right, placed, settings, "value", 100)
     handles, labels = right.get_legend_handles_labels()
     under = label
     if _numbers(settings) is None:
@@ -121,7 +133,7 @@ def factor_sweep(summary: pd.DataFrame, axis: str | Sequence[str] = "method.fact
 
 
 def _overall_panel(axes: Axes, rows: pd.DataFrame, settings: list[str], label: str) -> None:
-    """Score of every setting over all positions; unmodified, a band if it is the same in all, else points."""
+    """Score of every setting over all positions; unmodified, a band if the same in all, else open points."""
     modified, numbers = modified_of(rows), _numbers(settings)
     points = frames.overall(modified).set_index("setting")
     twice = points.index[points.index.duplicated()]
@@ -134,40 +146,48 @@ def _overall_panel(axes: Axes, rows: pd.DataFrame, settings: list[str], label: s
         base = [frames.overall(unmodified_of(rows, s)).head(1).assign(setting=s) for s in settings]
         levels = pd.concat(base).set_index("setting").reindex(settings)
         distinct = levels[columns()].dropna(how="all").drop_duplicates()
-    aside = 0.1 if numbers is None and len(distinct) > 1 else 0.0  # keeps equal points of two methods apart
-    solid, dashed = ("none", "none") if numbers is None else ("-", plot.DASHED)
-    style = plot.line_style(0) | {"linestyle": solid, "capsize": 2}
-    plot.percent_bars(axes, x + aside, points.reindex(settings), **style)
+    if numbers is not None:
+        axes.plot(x, 100 * points["value"].reindex(settings), color=plot.GUIDE, linewidth=0.8)
+    aside = 0.2 if numbers is None and len(distinct) > 1 else 0.0  # keeps equal points of two methods apart
+    for place, setting, style in zip(x, settings, _styles(settings), strict=True):
+        style |= {"linestyle": "none", "capsize": 2}
+        plot.percent_bars(axes, [place + aside], points.reindex([setting]), **style)
+        if len(distinct) > 1:
+            plot.percent_bars(axes, [place], levels.loc[[setting]], **style | {"markerfacecolor": "white"})
     if len(distinct) == 1:
         value, low, high = 100 * distinct.iloc[0]
-        axes.axhline(value, color="black", linestyle=plot.DASHED)
-        axes.axhspan(low, high, color="black", alpha=0.1, linewidth=0)
-    elif len(distinct):
-        style = plot.line_style(1, True) | {"linestyle": dashed, "capsize": 2}
-        plot.percent_bars(axes, x - aside, levels, **style)
-    if len(distinct):
-        axes.set_title("blue: method; black: unmodified")
+        axes.axhline(value, **plot.LEVEL)
+        axes.axhspan(low, high, color=plot.BLACK, alpha=0.1, linewidth=0)
 
 
 @plot.styled
 def attention_sweep(
     attention: pd.DataFrame, axis: str | Sequence[str] = "method.factor", layers: Sequence[int] | None = None
 ) -> Figure:
-    """Attention to each gold item over the gold position, one line per swept value (Yu et al. 2025, Fig. 6a).
+    """Attention to each gold item over the gold position, one line per swept value (Yu et al. 2025, Fig. 6a),
+    a panel for each model.
 
     From attention.csv rows of several runs, with the swept columns and, where known, `run`; averaged over the
     given 0-based layers, or else the strongest one of the unmodified model. Raises `UserError` where a column
     is missing or no row has item = gold_position.
     """
     gold = frames.gold_attention(attention)
-    shown = [frames.strongest_layer(gold)] if layers is None else list(layers)
-    rows, settings, label = with_setting(gold[gold["layer"].isin(shown)], axis)
-    by = ["setting", *(["run"] if "run" in rows else []), "method", "depth"]
-    curves = rows.groupby(by, sort=False)["attention"].mean().reset_index()
-    figure, axes = plot.new_figure(plot.COLUMN + 1.4, max(2.6, 0.8 + 0.16 * len(settings)))
-    _setting_lines(axes, curves, settings, "attention", 1)
-    plot.attention_axes(axes, plot.layer_title(shown, layers is None))
-    figure.legend(*axes.get_legend_handles_labels(), loc="outside right center", title=label)
+    own = [each for each in ([axis] if isinstance(axis, str) else axis) if each != "model"] or ["method"]
+    models = list(gold.groupby("model", sort=False))
+    height = max(2.6, 0.8 + 0.16 * gold.groupby(own).ngroups / len(models))
+    width = plot.PAGE if len(models) > 1 else plot.COLUMN + 1.4
+    shape: dict[str, Any] = dict(n=gold.get("n", ()), squeeze=False, sharey=True)
+    figure, (panels,) = plot.new_figure(width, height, 1, len(models), **shape)
+    for axes, (model, part) in zip(panels, models, strict=True):
+        shown = [frames.strongest_layer(part)] if layers is None else list(layers)
+        rows, settings, label = with_setting(part[part["layer"].isin(shown)], own)
+        by = ["setting", *(["run"] if "run" in rows else []), "method", "depth"]
+        curves = rows.groupby(by, sort=False)["attention"].mean().reset_index()
+        _setting_lines(axes, curves, settings, "attention", 1)
+        title = plot.layer_title(shown, layers is None)
+        plot.attention_axes(axes, f"{model}, {title}" if len(models) > 1 else title)
+        axes.set_ylabel(axes.get_ylabel() if axes is panels[0] else "")
+    figure.legend(*plot.entries(figure), loc="outside right center", title=label)
     return figure
 
 
@@ -179,10 +199,11 @@ def trend(rows: pd.DataFrame) -> Figure:
     panels = [name for name in PANELS if (rows["statistic"] == name).any()]
     groups = list(rows["group"].unique())
     width = plot.PAGE if len(panels) > 1 else plot.COLUMN
-    figure, grid = plot.new_figure(width, 2.6, 1, len(panels), squeeze=False)
+    figure, grid = plot.new_figure(width, 2.6, 1, len(panels), n=rows.get("n", ()), squeeze=False)
     for axes, name in zip(grid[0], panels, strict=True):
         label, scale, level = PANELS[name]
-        axes.axhline(level, color="0.5", linestyle=":", linewidth=1)
+        guide = {"color": plot.GUIDE, "linestyle": ":", "linewidth": 1}
+        axes.axhline(level, label="no side preferred", **guide)
         for index, group in enumerate(groups):
             here = rows[(rows["statistic"] == name) & (rows["group"] == group)]
             plain = here["number"].astype(str) == frames.UNMODIFIED
@@ -192,5 +213,5 @@ def trend(rows: pd.DataFrame) -> Figure:
                 dashed = plot.LEVEL | ({"color": style["color"]} if len(groups) > 1 else {})
                 axes.axhline(scale * value, label="unmodified" if index == 0 else None, **dashed)
         axes.set(xlabel=rows["axis"].iloc[0], ylabel=label)
-    plot.legend_below(figure, figure.axes[0])
+    plot.legend_below(figure)
     return figure

@@ -10,19 +10,18 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
 import yaml
 
 from posbench import paths
+from posbench.late import pd
 from posbench.report import tables
 from posbench.report.folder import CAPTIONS, read_csv, read_json, runs_of
+from posbench.report.page import measured
 from posbench.report.paper import cells, counted, paper_table, with_subsets
 from posbench.report.sweep import axes_of, sweep_table
 from posbench.report.tables import Table
 from posbench.report.text import decided, headline
 from posbench.run.folder import CONFIG, JOBS, MANIFEST, PROVENANCE, RunDir, opened, runs_in
-from posbench.search import held_back
-from posbench.stats.frames import shown
 
 MOST = 24
 """Runs of no sweep that are shown of an experiment, the newest."""
@@ -146,9 +145,9 @@ class Entry:
         said = [front + words for front, (_, words) in zip(fronts, self.scored, strict=True)]
         said += [decided(self.findings)] if len(self.findings) else []
         said += [counted(self.cells)] if len(self.cells) else []
-        return " ".join(
-            said or [words for part in self.parts if (words := _measured(part, len(self.parts) > 1))]
-        )
+        fronts = [f"{part.label}: " if len(self.parts) > 1 else "" for part in self.parts]
+        found = [(front, measured(part.folder)) for front, part in zip(fronts, self.parts, strict=True)]
+        return " ".join(said or [front + words for front, words in found if words])
 
     @property
     def tables(self) -> dict[str, tuple[pd.DataFrame, Table]]:
@@ -164,25 +163,6 @@ class Entry:
             own = _joined([metrics for part in self.parts for metrics in part.metrics])
             found["scores"] = own, (list(lines), lines.to_numpy().tolist())
         return found
-
-
-def _measured(part: Part, named: bool) -> str:
-    """What a run without scores and claims measured, in words: the gain of a search, the times of a study."""
-    found = [
-        held_back.words(row)
-        for frame in part.tables(Path(held_back.TABLE).stem)
-        for row in frame.to_dict("records")
-    ]
-    for table in (read_json(part.folder / "study.json") or {}).get("tables", ()):
-        for frame in part.tables(table):
-            if {"work", "way", "base", "ratio"} <= set(frame):
-                own = frame[frame["way"] != frame["base"]]
-                times = own[["way", "ratio", "base", "work"]].itertuples(index=False)
-                found += [
-                    f"{a} takes {r:.2f} times the time of {shown(b)} ({work})" for a, r, b, work in times
-                ]
-    front = f"{part.label}: " if named and found else ""
-    return front + "; ".join(found) + "." * bool(found)
 
 
 def _joined(frames: Sequence[pd.DataFrame]) -> pd.DataFrame:

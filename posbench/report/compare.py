@@ -9,11 +9,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
-from matplotlib.figure import Figure
-
 from posbench.errors import UserError
 from posbench.files.atomic import Row, digest, new_folder, write_csv
+from posbench.late import Figure, pd
 from posbench.plots.base import save, sign
 from posbench.plots.scores import accuracy_by_position, by_subset
 from posbench.report.failures import FILE

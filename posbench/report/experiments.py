@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
 import yaml
 
 from posbench import paths
 from posbench.errors import UserError, choices
 from posbench.files.markdown import markdown
+from posbench.late import pd
 from posbench.report.collect import Entry, collect
 from posbench.report.paper import AGREEMENT
 from posbench.report.text import tally
@@ -24,7 +24,7 @@ PAPERS = {
     "behind_rope": "Behind RoPE: How Does Causal Mask Encode Positional Information?",
 }
 """Title of each paper by its short name, in the order of all pages."""
-HEADER = ("item", "what it shows", "experiment", "needs weights", "command", "minutes", "status")
+HEADER = ("item", "what it shows", "command", "minutes", "status")
 TRAINED = "training: hours ([results](results/wu2025/README.md))"
 
 
@@ -78,7 +78,7 @@ def _row(
     front = [caption["item"], caption["shows"]]
     names = covering(every, paper, caption["item"])
     if not names:
-        return [*front, "none", "", "", "", caption["reason"]]
+        return [*front, "none", "", caption["reason"]]
     lines = [_line(name, every[name], found.get(name)) for name in names]
     return [*front, *("<br>".join(cell) for cell in zip(*lines, strict=True))]
 
@@ -93,7 +93,7 @@ def _line(name: str, data: Mapping[str, Any], entry: Entry | None) -> Sequence[s
         status = _status(entry)
     if entry and entry.faults:
         status += f"; unfinished or damaged: {len(entry.faults)}"
-    return f"[{name}]({name}.yaml)", "yes" if weights else "no", f"`{command}`", minutes, status
+    return f"[`{command}`]({name}.yaml)", minutes, status
 
 
 def _status(entry: Entry) -> str:

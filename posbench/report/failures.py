@@ -11,9 +11,9 @@ from posbench.files import sources
 from posbench.files.atomic import Row
 from posbench.run.answers import prompt_digest
 from posbench.run.folder import RunDir
-from posbench.schema import instantiate
 from posbench.stats.frames import shown
 from posbench.tasks import Example, Task
+from posbench.tasks.base import recorded
 
 FILE = "predictions.jsonl"
 FEW = 5  # examples that are shown unless more are asked for
@@ -32,7 +32,7 @@ class Examples:
     @classmethod
     def of(cls, run: RunDir, config: Mapping[str, Any]) -> Examples:
         """Those of a run folder with this config; it reads no network."""
-        task: Task = instantiate(config["task"], Task, "task")  # type: ignore[type-abstract]
+        task = recorded(config["task"])
         rows: dict[str, list[Row]] = {}
         for row in run.rows(FILE):
             rows.setdefault(row["id"], []).append(row)

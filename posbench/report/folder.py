@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
 import yaml
 
 from posbench.errors import UserError
+from posbench.late import pd
 from posbench.run.folder import JOBS
 from posbench.stats.findings import COLUMNS as FINDINGS
 from posbench.stats.scores import COLUMNS as METRICS

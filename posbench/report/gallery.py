@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import itertools
 import shutil
-import struct
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,14 +16,16 @@ from posbench import paths
 from posbench.errors import UserError
 from posbench.files.atomic import new_folder, write_csv, write_text
 from posbench.files.markdown import markdown
+from posbench.late import pd
 from posbench.report.collect import Entry, Part, collect
 from posbench.report.experiments import PAPERS
+from posbench.report.page import size
 from posbench.report.tables import latex
+from posbench.report.text import tally
 
 GROUPS = PAPERS | {"": "Other runs"}
 """The papers in the order of the page, and what is of none."""
-PAGE, SCALE = "index.html", 0.66
-"""Name of the page; pixels of the page for one of a figure."""
+PAGE = "index.html"
 MARK = '<meta name="generator" content="posbench gallery">'
 """What tells a gallery from any other folder: only a gallery is replaced."""
 
@@ -49,8 +50,18 @@ def write_gallery(folder: Path, out: Path | None = None) -> Path:
         source = (paths.PACKAGE / "report" / "gallery.html.j2").read_text()
         page_of = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
         grouped = [(title, shown[paper]) for paper, title in GROUPS.items() if paper in shown]
-        write_text(made / PAGE, page_of.from_string(source).render(mark=MARK, papers=grouped))
+        told = {"mark": MARK, "papers": grouped, "sentence": _sentence(entries)}
+        write_text(made / PAGE, page_of.from_string(source).render(**told))
     return page
+
+
+def _sentence(entries: Sequence[Entry]) -> str:
+    """How many experiments are shown, and how the papers' claims fared in them."""
+    found = [entry.findings for entry in entries if len(entry.findings)]
+    verdicts = [each.loc[each["kind"] == "paper", "verdict"] for each in found]
+    count = f"{len(entries)} experiment{'s' * (len(entries) != 1)}, {sum(len(e.runs) for e in entries)} runs"
+    told = tally(pd.concat(verdicts)) if verdicts else ""
+    return f"{count}. Claims of the papers, each on each model: {told}." if told else f"{count}."
 
 
 def paper_of(entry: Entry) -> str:
@@ -114,10 +125,7 @@ def _figure(entry: Entry, part: Part, name: str, root: Path) -> dict[str, Any]:
         copied(drawn / f"{name}.{kind}", root, entry, f"{part.label}-{name}") for kind in ("png", "pdf")
     )
     with open(drawn / f"{name}.png", "rb") as stream:
-        width, height = struct.unpack(">II", stream.read(24)[16:])
-    # The same letters in all figures, whatever their width: the widest fills the page.
-    size = {"width": round(width * SCALE), "height": round(height * SCALE)}
-    facts = {"png": png, "pdf": pdf, **size}
+        facts = {"png": png, "pdf": pdf, **size(stream.read(24))}
     return {**facts, "caption": part.figures[name], "label": part.label if len(entry.parts) > 1 else ""}
 
 

@@ -12,10 +12,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import pandas as pd
-
 from posbench.errors import UserError, near
 from posbench.files.atomic import canonical
+from posbench.late import pd
 from posbench.report.console import Record
 from posbench.report.tables import cell
 from posbench.report.text import short, tally

@@ -3,36 +3,47 @@
 from __future__ import annotations
 
 import base64
+import html
+import itertools
 import json
 import re
+import struct
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jinja2
-import pandas as pd
 
 from posbench import paths
 from posbench.files.atomic import write_bytes, write_text
+from posbench.late import pd
 from posbench.plots.attention import attention_by_position
-from posbench.plots.base import save, sign
+from posbench.plots.base import counted, save, sign
 from posbench.plots.scores import accuracy_by_position, by_subset
 from posbench.plots.section import Section
 from posbench.report import failures, tables
 from posbench.report.folder import CAPTIONS, need_folder, read_csv, read_json, read_text, study_tables
 from posbench.report.paper import beside, reference_text
-from posbench.report.text import applied, headline, shortened, verdicts
+from posbench.report.text import FEW, answer, applied, headline, shortened, spent, subject
 from posbench.run.folder import opened
 from posbench.schema import instantiate
 from posbench.search import held_back
 from posbench.search.base import Search
-from posbench.stats.frames import at_positions, metric_name
+from posbench.stats.frames import at_positions, metric_name, shown
 from posbench.studies.base import Study
 
 HOLDS = (
     "A claim holds where its whole 95 % interval lies on the claimed side, is contradicted on the other, and "
     "else inconclusive; p is adjusted for the claims that were tested together."
 )
+
+
+TIMES = {"ratio": "takes {} times the time of", "speedup": "is {} times as fast as"}
+"""Columns of measured times, in words."""
+SCALE = 0.66
+"""Pixels of a page for one of a figure: letters of one size in all figures, and the widest fills the page."""
+INTERVAL = re.compile(r"\[-?[\d.]+(e[+-]\d+)?, -?[\d.]+(e[+-]\d+)?\]")
+LONG = 20  # letters from which on a word may be broken after its signs
 
 
 def render_run(folder: Path) -> Path:
@@ -42,14 +53,24 @@ def render_run(folder: Path) -> Path:
         UserError: See :func:`read_run`.
     """
     sentence, sections = read_run(folder)
-    model = opened(folder).config().get("model")
-    models = [str(model["name"])] if isinstance(model, dict) and "name" in model else []
+    config = opened(folder).config()
+    model = config.get("model")
+    study = read_json(folder / "study.json") or {}
+    # Where there is no model the study says what it is.
+    models = [
+        str(
+            (model if isinstance(model, dict) and "name" in model else {"name": study.get("study", "")})[
+                "name"
+            ]
+        )
+    ]
     facts = {name: read_json(folder / f"{name}.json") or {} for name in ("prompts", "provenance", "status")}
     facts["provenance"].pop("sum", None)
+    facts["provenance"] = spent(facts["status"]) | facts["provenance"]
     text = read_text(folder / "config.yaml")
     if (folder / failures.FILE).is_file():
         facts["failures"] = failures.on_page(opened(folder), opened(folder).config("task"))
-    return write_page(folder, sentence, sections, models, config=text, **facts)
+    return write_page(folder, subject(config), sentence, sections, models, config=text, **facts)
 
 
 def read_run(folder: Path) -> tuple[str, list[Section]]:
@@ -77,14 +98,32 @@ def read_run(folder: Path) -> tuple[str, list[Section]]:
         if attention["method"].nunique() > 1:
             caption = f"Left: {what.lower()}. Right: what the method changes in each layer."
         drawn = {"attention": (attention_by_position(attention), caption)}
-        sections.append(Section("Attention", figures=drawn, n=tuple(attention["n"])))
+        sections.append(Section("Attention", figures=drawn))
     if "search" in (config.get("stages") or ()):
         search: Search = instantiate(config.get("search", {}), Search, "search")  # type: ignore[type-abstract]
         sections += search.sections(lambda name: read_csv(folder / f"{name}.csv"))
         sections += held_back.sections(read_csv(folder / held_back.TABLE))
     if (folder / "found.yaml").is_file():
         sections.append(Section("Found constants", block=read_text(folder / "found.yaml")))
-    return headline(metrics) if findings is None or metrics is not None else verdicts(findings), sections
+    if metrics is not None or findings is None:
+        return (metrics is None and measured(folder)) or headline(metrics), sections
+    return answer(findings), sections
+
+
+def measured(folder: Path) -> str:
+    """What a run without scores and claims measured, in words: the gain of a search, the times of a study;
+    empty where it measured neither."""
+    gained, said = read_csv(folder / held_back.TABLE), list[str]()
+    names = (read_json(folder / "study.json") or {}).get("tables", ())
+    for table, (kind, words) in itertools.product(study_tables(folder, names).values(), TIMES.items()):
+        if {"work", "way", "base", f"{kind}_min", f"{kind}_max"} <= set(table):
+            for row in table[table["way"] != table["base"]].to_dict("records"):
+                least, usual, most = (f"{row[name]:.2f}" for name in (f"{kind}_min", kind, f"{kind}_max"))
+                spread = f"{row['work']}; {least} to {most} over rounds"
+                said.append(f"{row['way']} {words.format(usual)} {shown(row['base'])} ({spread})")
+    more = [f"{len(said) - FEW} more"] * (len(said) > FEW)
+    front = [] if gained is None else [held_back.told(gained.iloc[0])]
+    return "; ".join([*front, *said[:FEW], *more]) + "." * bool(front or said)
 
 
 def cut_prompts(folder: Path) -> str:
@@ -104,9 +143,11 @@ def _study(folder: Path, config: Mapping[str, Any]) -> list[Section]:
         section.header, section.rows = tables.findings_table(findings)
         section.text = f"{HOLDS} "
     found = study_tables(folder, facts["tables"])
+    section.figures = study.figures(found)
     counts = {int(n) for table in found.values() if "n" in table for n in table["n"].dropna()}
-    # Tables of several counts draw figures of several, which their captions tell.
-    section.figures, section.n = study.figures(found), tuple(counts) if len(counts) == 1 else ()
+    for figure, _ in section.figures.values():
+        if not figure.get_label() and len(counts) == 1:  # the one count of all tables is that of every figure
+            figure.set_label(counted(counts))
     text = [f"{experiment['title']}."] if experiment.get("title") else []
     text += [f"The paper reads: {'; '.join(experiment['claims'])}."] if experiment.get("claims") else []
     section.text += " ".join([*text, f"Numbers: {', '.join(f'{name}.csv' for name in facts['tables'])}."])
@@ -123,7 +164,6 @@ def _scores(folder: Path, metrics: pd.DataFrame, subsets: pd.DataFrame | None) -
         section.title = f"{what} by gold position"
         caption = f"{what} over the position of the answer. Bands: 95 % intervals."
         section.figures = {"accuracy": (accuracy_by_position(metrics), caption)}
-        section.n = tuple(at_positions(metrics)["n"])
     out, bias = [section], tables.bias_table(metrics)
     out += [Section("Position bias", "", *bias)] if bias[1] else []
     out += beside(folder, metrics, subsets)
@@ -133,8 +173,26 @@ def _scores(folder: Path, metrics: pd.DataFrame, subsets: pd.DataFrame | None) -
     return out
 
 
+def size(png: bytes) -> dict[str, int]:
+    """Width and height of a figure on a page, from the beginning of its file."""
+    width, height = struct.unpack(">II", png[16:24])
+    return {"width": round(SCALE * width), "height": round(SCALE * height)}
+
+
+def fitted(text: str) -> str:
+    """HTML of a text that breaks where a reader expects it: not inside an interval, and in long names after
+    their signs."""
+    kept = INTERVAL.sub(r'<span class="whole">\g<0></span>', html.escape(text))
+    return re.sub(rf"\S{{{LONG},}}", lambda word: re.sub(r"([/=,]|__)(?=\w)", r"\1<wbr>", word[0]), kept)
+
+
 def write_page(
-    folder: Path, sentence: str, sections: Sequence[Section], models: Sequence[str] = (), **run: Any
+    folder: Path,
+    title: str,
+    sentence: str,
+    sections: Sequence[Section],
+    models: Sequence[str] = (),
+    **run: Any,
 ) -> Path:
     """Save all figures, signed with the models and n, under ``figures/``, their captions beside them, and
     write report.html around them, whose path it returns; of a run it also shows ``failures``, ``prompts``,
@@ -143,21 +201,21 @@ def write_page(
     for section in sections:
         drawn = []
         for name, (figure, caption) in section.figures.items():
-            sign(figure, ", ".join([*models, *counted(section.n)]))
+            sign(figure, models)
             png, _ = save(figure, folder / "figures" / re.sub(r"\W", "-", name))
             captions[png.stem] = caption
-            drawn.append(("data:image/png;base64," + base64.b64encode(png.read_bytes()).decode(), caption))
+            data = png.read_bytes()
+            source = "data:image/png;base64," + base64.b64encode(data).decode()
+            drawn.append({"source": source, "caption": caption, **size(data)})
         parts.append({**vars(section), "figures": drawn})
     if captions:
         write_text(folder / "figures" / CAPTIONS, json.dumps(captions, indent=2) + "\n")
     source = (paths.PACKAGE / "report" / "report.html.j2").read_text()
-    template = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(source)
-    page = template.render(title=folder.name, sentence=sentence, sections=parts, **run)
+    environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    environment.filters["fitted"] = fitted
+    name = f"{folder.parent.name}/{folder.name}"
+    page = environment.from_string(source).render(
+        title=title, name=name, sentence=sentence, sections=parts, **run
+    )
     write_bytes(folder / "report.html", page.encode())
     return folder / "report.html"
-
-
-def counted(n: Sequence[int]) -> list[str]:
-    """`n = 20`, or the lowest and the highest; nothing where none is known."""
-    ends = dict.fromkeys((min(n), max(n))) if len(n) else {}
-    return [f"n = {' to '.join(map(str, ends))}"] if ends else []

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pandas as pd
 
 from posbench.files.atomic import Row
+from posbench.late import pd
 from posbench.plots.section import Section
 from posbench.plots.sweep import with_setting
 from posbench.report.folder import read_json, unreadable

@@ -9,23 +9,23 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
 from rich.console import Console
 
 from posbench.errors import UserError
 from posbench.files.atomic import Row, digest, write_csv, write_text
+from posbench.late import pd
 from posbench.plots import sweep as plots
 from posbench.plots.scores import accuracy_by_model
 from posbench.plots.section import Section
 from posbench.report import tables
 from posbench.report.folder import need_folder, read_csv, read_json, runs_of
-from posbench.report.page import write_page
+from posbench.report.page import HOLDS, write_page
 from posbench.report.paper import beside
 from posbench.report.terminal import show_findings, show_reference, text_table
-from posbench.report.text import verdicts
+from posbench.report.text import answer, title, verdict_table
 from posbench.report.trend import trends
-from posbench.run.folder import CONFIG, JOBS, PROVENANCE, RunDir, checked
-from posbench.stats.frames import UNMODIFIED, at_positions, metric_name, overall
+from posbench.run.folder import CONFIG, JOBS, PROVENANCE, RunDir, checked, opened
+from posbench.stats.frames import UNMODIFIED, at_positions, metric_name, overall, shown
 from posbench.stats.scores import COLUMNS
 
 DRAWN = 24
@@ -104,8 +104,10 @@ def _show(folder: Path, console: Console) -> None:
         show_findings(folder, console)
         show_reference(folder, summary, read_csv(folder / "subsets_summary.csv"), console)
         console.print(f"sweep: {render_sweep(folder)}", soft_wrap=True)
-    elif (folder / "findings_summary.csv").is_file():
-        console.print(f"verdicts of all runs: {folder / 'findings_summary.csv'}", soft_wrap=True)
+    elif (findings := read_csv(folder / "findings_summary.csv")) is not None:
+        console.print(text_table(*verdict_table(_by_setting(findings))))
+        console.print(answer(findings))
+        console.print(f"sweep: {render_sweep(folder)}", soft_wrap=True)
 
 
 def _share_experiment(folder: Path, runs: Sequence[Path]) -> None:
@@ -161,12 +163,12 @@ def again(folder: Path, console: Console) -> None:
 
 def render_sweep(folder: Path) -> Path:
     """Draw the figures of what :func:`summarise` wrote, and its report.html, whose path it returns. Raises
-    `UserError` where summary.csv is missing or a file cannot be read."""
-    need_folder(folder, "a sweep folder (it holds summary.csv)", "summary.csv")
+    `UserError` where it has neither scores nor verdicts, or a file cannot be read."""
+    need_folder(folder, "a sweep folder (it holds summary.csv)", "summary.csv", "findings_summary.csv")
     names = ("summary", "attention_summary", "subsets_summary", "trend", "findings")
     summary, attention, subsets, trend, findings = (read_csv(folder / f"{name}.csv") for name in names)
     if summary is None:
-        raise UserError("summary.csv", "no row", "rows of at least one run", "run the sweep first")
+        return _render_verdicts(folder)
     axes = axes_of(summary)
     header, rows, sentence = sweep_table(summary, axes)
     few, every = _few(summary, axes), summary["run"].nunique()
@@ -179,20 +181,54 @@ def render_sweep(folder: Path) -> Path:
         left, right = "score over all positions with 95 % intervals", "score over the position of the answer"
         caption = f"Left: {left}. Right: {right}.{drawn_of}"
     drawn = {"sweep": (figure, caption)}
-    n = tuple(at_positions(summary)["n"]) or tuple(overall(summary)["n"])
-    sections = [Section("Settings", "", header, rows, drawn, n)]
+    sections = [Section("Settings", "", header, rows, drawn)]
     if attention is not None:
         caption = "Attention of the last prompt token to the item with the answer over its position"
         figure = plots.attention_sweep(attention[attention["run"].isin(few)], axes)
         drawn = {"attention": (figure, f"{caption}, for each setting.{drawn_of}")}
-        sections.append(Section("Attention", figures=drawn, n=tuple(attention["n"])))
+        sections.append(Section("Attention", figures=drawn))
     if trend is not None and findings is not None:
         caption = "Bands: 95 % intervals over questions. Dotted: no side preferred. Dashed: the"
         drawn = {"trend": (plots.trend(trend), f"{caption} unmodified model.")}
-        sections.append(Section("Trend", "", *tables.findings_table(findings), drawn, tuple(trend["n"])))
-        sentence = f"{sentence} {verdicts(findings)}"
-    models = list(dict.fromkeys(summary["model"]))
-    return write_page(folder, sentence, [*sections, *beside(folder, summary, subsets)], models)
+        sections.append(Section("Trend", "", *tables.findings_table(findings), drawn))
+        sentence = f"{sentence} {answer(findings)}"
+    models, rows = list(dict.fromkeys(summary["model"])), plots.modified_of(summary)
+    swept = [axis for axis in axes if axis not in COLUMNS and axis != "run"]
+    told = title(map(shown, rows["method"]), models, rows["task"], swept)
+    sections += beside(folder, summary, subsets)
+    return write_page(folder, told, sentence, sections, models, provenance=_command(folder))
+
+
+def _render_verdicts(folder: Path) -> Path:
+    """The page of a sweep whose runs judged claims and scored nothing."""
+    findings = read_csv(folder / "findings_summary.csv")
+    if findings is None:
+        raise UserError("summary.csv", "no row", "rows of at least one run", "run the sweep first")
+    settings = _by_setting(findings)
+    runs = settings.drop_duplicates("model")[["model", "run"]].astype(str).to_numpy().tolist()
+    sections = [
+        Section("Verdicts", HOLDS, *verdict_table(settings)),
+        Section("Numbers", "", *tables.findings_table(settings, models=True)),
+        Section("Runs", "Each has a page with its figures.", ["model", "run"], runs),
+    ]
+    configs = [opened(run).config() for run in runs_of(folder)]
+    studies = [f"study {(config.get('study') or {}).get('name', '')}" for config in configs]
+    told = title(studies, findings["model"], (), [c for c in findings if "." in c])
+    return write_page(folder, told, answer(findings), sections, provenance=_command(folder))
+
+
+def _command(folder: Path) -> dict[str, str]:
+    """The command of a sweep, which its runs know; empty where none is left."""
+    known = (opened(run).facts(PROVENANCE) for run in runs_of(folder))
+    return next(({"command": str(facts["command"])} for facts in known if "command" in facts), {})
+
+
+def _by_setting(findings: pd.DataFrame) -> pd.DataFrame:
+    """Findings of many runs, whose model is told with what was swept beside it."""
+    texts, swept = findings["model"].fillna(""), findings.columns[: list(findings).index("model")]
+    for column in swept.drop("run"):
+        texts += f" {column.rpartition('.')[2]}=" + findings[column].astype(str)
+    return findings.assign(model=texts.str.strip())
 
 
 def _few(summary: pd.DataFrame, axes: Sequence[str]) -> pd.Series:
@@ -215,7 +251,12 @@ def swept_columns(summary: pd.DataFrame) -> list[str]:
     swept = [c for c in summary.columns[: list(summary.columns).index("model")] if c != "run"]
     rows = plots.modified_of(summary)
     named = [c for c in ("model", "method", "task") if rows[c].nunique() > 1 and f"{c} (swept)" not in swept]
-    return [*named, *swept] or (["seed"] if rows["seed"].nunique() > 1 else ["method"])
+    told: list[str] = []
+    for column in [*named, *swept]:
+        # A checkpoint's path says nothing where its name tells the rows apart already.
+        if not told or (rows.groupby(told, dropna=False)[column].nunique(dropna=False) > 1).any():
+            told.append(column)
+    return told or (["seed"] if rows["seed"].nunique() > 1 else ["method"])
 
 
 def sweep_table(summary: pd.DataFrame, axes: list[str]) -> tuple[list[str], list[list[str]], str]:
@@ -224,16 +265,16 @@ def sweep_table(summary: pd.DataFrame, axes: list[str]) -> tuple[list[str], list
     header = [label, metric_name(summary), "unmodified", "difference", "position bias", "n", "run"]
     table: list[list[str]] = []
     averages, biases = list[tuple[float, str]](), list[tuple[float, str]]()
-    tally = {"raise": 0, "lower": 0, "do not reliably change": 0}
-    parts, runs = _by_setting(rows)
+    tally = {"raise it": 0, "lower it": 0, "cannot be told apart": 0}
+    parts, runs = _averages(rows)
     for setting in settings:
         cells = [part.get(setting) for part in parts]
         point, _, difference, bias = cells
         averages += [(point.value, setting)] if point is not None else []
         biases += [(bias.value, setting)] if bias is not None and not pd.isna(bias.value) else []
         if difference is not None:
-            lower = "lower" if difference.ci_high < 0 else "do not reliably change"
-            tally["raise" if difference.ci_low > 0 else lower] += 1
+            lower = "lower it" if difference.ci_high < 0 else "cannot be told apart"
+            tally["raise it" if difference.ci_low > 0 else lower] += 1
         run = ", ".join(dict.fromkeys(map(str, runs[setting]))) if "run" in rows else ""
         texts = map(tables.cell, cells, ("{:.1f}", "{:.1f}", "{:+.1f}", "{:.1f}"))
         table.append([setting, *texts, "" if point is None else str(point.n), run])
@@ -242,7 +283,7 @@ def sweep_table(summary: pd.DataFrame, axes: list[str]) -> tuple[list[str], list
     text = [f"Over {len(settings)} settings of {label}, the average runs from {_span(averages, ' %', ' %')}"]
     verdicts = ", ".join(f"{count} {word}" for word, count in tally.items() if count)
     if verdicts:
-        text.append(f"of {sum(tally.values())} compared with the unmodified model, {verdicts} it")
+        text.append(f"of {sum(tally.values())} compared with the unmodified model, {verdicts}")
     if biases:
         text.append(f"the position bias from {_span(biases, '', ' points')}")
     else:
@@ -250,7 +291,7 @@ def sweep_table(summary: pd.DataFrame, axes: list[str]) -> tuple[list[str], list
     return header, table, "; ".join(text) + "."
 
 
-def _by_setting(rows: pd.DataFrame) -> tuple[list[dict[str, Any]], Mapping[str, Any]]:
+def _averages(rows: pd.DataFrame) -> tuple[list[dict[str, Any]], Mapping[str, Any]]:
     """Average, that of the unmodified model, difference and position bias, each by setting; and its runs."""
     column = "run" if "run" in rows else "setting"
     plain, runs = rows["method"] == UNMODIFIED, rows.groupby("setting")[column].unique()

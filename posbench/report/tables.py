@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import pandas as pd
-
+from posbench.late import pd
 from posbench.stats.frames import UNMODIFIED, at_positions, of_metric, own_metric, shown
 from posbench.stats.position_bias import STATISTICS
 
@@ -36,6 +35,11 @@ def interval(row: Any, form: str, scale: float = 1) -> str:
     """` [72.1, 80.5]`, empty without an interval."""
     low, high = row.ci_low, row.ci_high
     return "" if pd.isna(low) else f" [{form.format(scale * low)}, {form.format(scale * high)}]"
+
+
+def number(finding: Any) -> str:
+    """The value of a finding with its interval; empty where it has none."""
+    return "" if pd.isna(finding.value) else f"{finding.value:.3g}" + interval(finding, "{:.3g}")
 
 
 def latex(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -73,14 +77,13 @@ def findings_table(findings: pd.DataFrame, models: bool = False) -> Table:
     rows = []
     table = findings.fillna({"note": "", "model": ""})
     for row in table.sort_values("kind", key=lambda kind: kind != "paper", kind="stable").itertuples():
-        value = "" if pd.isna(row.value) else f"{row.value:.3g}" + interval(row, "{:.3g}")
         p = "" if pd.isna(row.p_holm) else f"{row.p_holm:.2g}" if row.p_holm >= 0.001 else "<0.001"
         front = "Control: " if row.kind == "control" and "ontrol: " not in row.claim else ""
         model = [row.model] * models
         rows.append(
-            [row.verdict, *model, front + row.claim, row.statistic, value, p, str(row.n), str(row.note)]
+            [row.verdict, *model, front + row.claim, number(row), row.statistic, p, str(row.n), str(row.note)]
         )
-    return ["verdict", *["model"] * models, "claim", "statistic", "value", "p (Holm)", "n", "note"], rows
+    return ["verdict", *["model"] * models, "claim", "value", "statistic", "p (Holm)", "n", "note"], rows
 
 
 class _Columns:

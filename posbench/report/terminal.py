@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-import pandas as pd
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from posbench.late import pd
 from posbench.report import tables
 from posbench.report.folder import read_csv, read_json
 from posbench.report.page import cut_prompts
 from posbench.report.paper import beside
-from posbench.report.text import applied, headline, short, verdicts
+from posbench.report.text import applied, headline, short, spent, verdicts
+from posbench.run.folder import opened
 from posbench.search import held_back
 from posbench.stats.frames import metric_name
 
@@ -40,6 +41,9 @@ def show(folder: Path, console: Console) -> None:
             console.print(cut)
         show_reference(folder, metrics, subsets, console)
     show_findings(folder, console)
+    took = spent(opened(folder).status())
+    if took:
+        console.print("; ".join(f"{name}: {words}" for name, words in took.items()), soft_wrap=True)
     page = folder / "report.html"
     console.print(f"report: {page}" if page.is_file() else f"run: {folder}", soft_wrap=True)
     gained = read_csv(folder / held_back.TABLE)
@@ -70,8 +74,8 @@ def show_findings(folder: Path, console: Console) -> None:
     if findings is not None:
         header, rows = tables.findings_table(findings)
         # The notes stand in findings.csv and in the report; a narrow terminal holds less.
-        lines = [[verdict, f"{claim}: {what}", value, p] for verdict, claim, what, value, p, *_ in rows]
-        told = ["verdict", "claim: what was measured", *header[3:5]]
+        lines = [[verdict, f"{claim}: {what}", value, p] for verdict, claim, value, what, p, *_ in rows]
+        told = ["verdict", "claim: what was measured", "value", header[4]]
         console.print(text_table(told, lines, shorten=False))
         console.print(verdicts(findings))
 

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from datetime import timedelta
 from typing import Any
 
 import numpy as np
-import pandas as pd
 
-from posbench.report.tables import bias_table, limits, pct, points
+from posbench.late import pd
+from posbench.report.tables import Table, bias_table, findings_table, limits, number, pct, points
 from posbench.stats.findings import VERDICTS
-from posbench.stats.frames import UNMODIFIED, at_positions, metric_name, overall
+from posbench.stats.frames import UNMODIFIED, at_positions, metric_name, overall, shown
 
-FEW = 4  # claims of one verdict that a sentence names
+FEW = 4  # claims of one verdict, or names, that a sentence lists
 SOURCE = r" \([^()]*\d[^()]*\)$"
 """The source at the end of a claim, as ``(Yu et al. 2025, Figure 3)``."""
 
@@ -23,6 +24,53 @@ def short(text: str) -> str:
     # A list of numbers, such as a swept setting, is no interval.
     pattern = r"(?<=\d) \[(-?[\d.]+), (-?[\d.]+)\]$"
     return re.sub(pattern, lambda m: f" [{float(m[1]):.0f}, {float(m[2]):.0f}]", text)
+
+
+def spent(status: Mapping[str, Any]) -> dict[str, str]:
+    """What a run took, from its ``status.json``: time by stage, tokens a second of the loops over prompts,
+    the most memory of its process. Drawing the page is left out: that is done later again."""
+    known = status.get("spent", {})
+    stages = {name: known[name] for name in ("search", "study", "intervene", "evaluate") if name in known}
+    looped = {stage: facts for stage, facts in stages.items() if facts.get("loop_seconds")}
+    tokens = {stage: facts["prompt_tokens"] + facts["reply_tokens"] for stage, facts in looped.items()}
+    rates = [f"{stage} {n / looped[stage]['loop_seconds']:,.0f}" for stage, n in tokens.items() if n]
+    peaks = {name: max((f.get(name, 0) for f in stages.values()), default=0) for name in ("resident", "cuda")}
+    told = {
+        "time": ", ".join(f"{stage} {duration(facts['seconds'])}" for stage, facts in stages.items()),
+        "tokens/s": f"{', '.join(rates)} (prompts and replies)" if rates else "",
+        "peak memory": ", ".join(f"{peak / 1e9:.2f} GB {name}" for name, peak in peaks.items() if peak),
+    }
+    return {name: words for name, words in told.items() if words}
+
+
+def duration(seconds: float) -> str:
+    """`4.2 s`, from 100 seconds on `0:01:40`."""
+    return f"{seconds:.1f} s" if seconds < 100 else str(timedelta(seconds=round(seconds)))
+
+
+def title(what: Iterable[str], models: Iterable[str], tasks: Iterable[str], swept: Iterable[str] = ()) -> str:
+    """What a page is about: studies or methods on models, tasks, and what was swept; many as their number."""
+    text, parts = "", {"": (what, "methods"), " on ": (models, "models"), ", ": (tasks, "tasks")}
+    for front, (names, kind) in (parts | {", by ": (swept, "keys")}).items():
+        each = list(dict.fromkeys(filter(None, names)))
+        text += front * bool(each) + (", ".join(each) if len(each) <= FEW else f"{len(each)} {kind}")
+    return text
+
+
+def subject(config: Mapping[str, Any]) -> str:
+    """The :func:`title` of a run by its config: the study, the search alone, or the method on its model."""
+
+    def name(key: str) -> str:
+        part = config.get(key)
+        return str(part.get("name", "")) if isinstance(part, Mapping) else ""
+
+    method, stages = name("method"), config.get("stages") or ()
+    what = shown(method) if method else "run"
+    if name("study"):
+        what = f"study {name('study')}" + f" with {method}" * (method not in ("", UNMODIFIED))
+    elif "search" in stages and "evaluate" not in stages:
+        what = f"search {name('search')} for {method}"
+    return title([what], [name("model")], [name("task")])
 
 
 def headline(metrics: pd.DataFrame | None) -> str:
@@ -67,7 +115,8 @@ def _verdict(rows: pd.DataFrame, average: Any, method: str, verb: str) -> str:
     facts = f"{points(change['value'])} points, 95 % interval {low:.1f} to {high:.1f}, n = {change['n']}"
     if low > 0 or high < 0:
         return f"{method} {'raises' if low > 0 else 'lowers'} the average from {before} to {after} ({facts})"
-    return f"{method} makes no reliable change to the average: {before} before, {after} after ({facts})"
+    same = f"{method} cannot be told from the unmodified model on average"
+    return f"{same}: {before} before, {after} after ({facts})"
 
 
 def shortened(rows: Iterable[Mapping[str, Any]]) -> str:
@@ -105,28 +154,51 @@ def verdicts(findings: pd.DataFrame) -> str:
 def decided(findings: pd.DataFrame) -> str:
     """The paper's claims that are decided, each with the models it is said of, and how many are not; our
     controls where there are no others."""
-    own = findings[findings["kind"] == "paper"]
-    own, every = (own if len(own) else findings).fillna({"model": ""}), findings["model"].nunique()
-    said = []
-    for verdict in ("holds", "contradicted"):
-        claims: dict[str, list[str]] = {}
-        for row in own[own["verdict"] == verdict].itertuples():
-            claims.setdefault(re.sub(SOURCE, "", row.claim), []).append(row.model)
-        # Those of the most models come first.
-        ranked = sorted(claims.items(), key=lambda pair: -len(set(pair[1])))
-        named = [f"{claim}{_on(list(dict.fromkeys(models)), every)}" for claim, models in ranked[:FEW]]
-        named += [f"{len(claims) - FEW} more"] * (len(claims) > FEW)
-        said += [f"{verdict.capitalize()}: {'; '.join(named)}."] if named else []
-    undecided = tally(own["verdict"], VERDICTS[2:])
+    said, undecided = _named(findings, FEW), tally(_own(findings)["verdict"], VERDICTS[2:])
     said += [f"{'Beside these: ' if said else ''}{undecided}."] if undecided else []
     return " ".join(said)
+
+
+def answer(findings: pd.DataFrame) -> str:
+    """What a study found: how its claims fared, and the first that are decided, with their numbers; the first
+    that is not where none is."""
+    found = _named(findings, 2, numbers=True) or _named(findings, 1, ("inconclusive",), numbers=True)
+    return " ".join([verdicts(findings), *found])
+
+
+def _own(findings: pd.DataFrame) -> pd.DataFrame:
+    """The paper's claims, or our controls where there are no others."""
+    own = findings[findings["kind"] == "paper"]
+    return (own if len(own) else findings).fillna({"model": ""})
+
+
+def _named(
+    findings: pd.DataFrame, few: int, among: Sequence[str] = VERDICTS[:2], numbers: bool = False
+) -> list[str]:
+    """The first claims of each verdict with their models; of one model, if asked for, with their number."""
+    own, every, said = _own(findings), findings["model"].nunique(), []
+    for verdict in among:
+        claims: dict[str, list[Any]] = {}
+        for row in own[own["verdict"] == verdict].itertuples():
+            claims.setdefault(re.sub(SOURCE, "", row.claim), []).append(row)
+        # Those of the most models come first.
+        ranked = sorted(claims.items(), key=lambda pair: -len({row.model for row in pair[1]}))
+        listed = []
+        for claim, rows in ranked[:few]:
+            told = numbers and every < 2 and len(rows) == 1
+            one = f" ({rows[0].statistic}: {number(rows[0])})" if told else ""
+            listed.append(f"{claim}{_on(list(dict.fromkeys(row.model for row in rows)), every)}{one}")
+        listed += [f"{len(claims) - few} more"] * (len(claims) > few)
+        said += [f"{verdict.capitalize()}: {'; '.join(listed)}."] if listed else []
+    return said
 
 
 def _on(models: Sequence[str], every: int) -> str:
     """`` (tiny, tiny_b)``: the models, where not all of several are meant."""
     if not any(models) or every == 1:
         return ""
-    return f" (all {every} models)" if len(models) == every else f" ({', '.join(models)})"
+    whole = "both" if every == 2 else f"all {every}"
+    return f" ({whole} models)" if len(models) == every else f" ({', '.join(models)})"
 
 
 def tally(verdicts: pd.Series, words: Sequence[str] = VERDICTS) -> str:
@@ -134,3 +206,13 @@ def tally(verdicts: pd.Series, words: Sequence[str] = VERDICTS) -> str:
     counts, plural = verdicts.value_counts(), {"holds": "hold", "agrees": "agree", "differs": "differ"}
     there = [(counts[name], name) for name in words if name in counts]
     return ", ".join(f"{n} {plural.get(name, name) if n > 1 else name}" for n, name in there)
+
+
+def verdict_table(findings: pd.DataFrame) -> Table:
+    """Claims of many runs: a row for each claim, the papers' first, and verdict, with the models of it."""
+    ordered, rows = findings.sort_values("kind", key=lambda kind: kind != "paper", kind="stable"), []
+    for _, each in ordered.groupby("claim", sort=False):
+        for verdict, part in each.groupby("verdict", sort=False):
+            claim, models = findings_table(part)[1][0][1], "; ".join(dict.fromkeys(part["model"]))
+            rows.append([str(verdict), claim, models])
+    return ["verdict", "claim", "models"], rows

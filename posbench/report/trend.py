@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pandas as pd
 
 from posbench.files.atomic import Row
+from posbench.late import pd
 from posbench.methods import Method
 from posbench.methods.base import SweepClaims
 from posbench.plots.sweep import CENTRE, HALVES, SPREAD

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-import pandas as pd
-
 from posbench.files.atomic import Row, digest
+from posbench.late import pd
 from posbench.measure.replies import replies
 from posbench.methods import Method
 from posbench.model.encode import Encoded

@@ -6,18 +6,18 @@ import json
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
 from posbench.files.atomic import Row, digest
+from posbench.files.hardware import peak_memory
+from posbench.late import torch
 from posbench.measure.replies import encode, plan
 from posbench.methods import Method
 from posbench.methods.choice import MethodChoice
@@ -26,6 +26,7 @@ from posbench.model.encode import Encoded
 from posbench.model.lm import LM, batches
 from posbench.model.load import ModelConfig, load
 from posbench.run.folder import RunDir
+from posbench.run.progress import Work, progress
 from posbench.run.runtime import Runtime
 from posbench.stats.frames import UNMODIFIED
 from posbench.tasks import Example, Task
@@ -33,7 +34,9 @@ from posbench.tasks.base import Split
 
 log = logging.getLogger(__name__)
 
-TELL_EVERY = 30.0  # seconds between two lines of progress where there is no terminal
+COUNTED = ("intervene", "evaluate")
+"""Stages whose tokens a second are known: a search tries many candidates on one reading of a prompt, and a
+study may feed the model by itself."""
 
 Key = Callable[[Any], Mapping[str, Any]]
 Compute = Callable[[Sequence[Any]], list[Row]]
@@ -65,11 +68,14 @@ class Run:
         default_factory=dict
     )  # empty unless the study measures them all
     _orders: dict[Path, list[tuple[Any, ...]]] = field(default_factory=dict)  # keys of the rows of each file
+    _loops: dict[str, float] = field(default_factory=dict)  # what the loops of this stage took
 
     @cached_property
     def lm(self) -> LM:
         """The model, loaded when it is first needed."""
         where = {name: getattr(self.runtime, name) for name in ("device", "device_map", "max_memory")}
+        if self.runtime.log_every and not self.console.is_terminal:
+            self.console.print(Text(f"loading {self.model.name}"), soft_wrap=True)
         with self.console.status(Text(f"loading {self.model.name}")):
             return load(self.model, **where)
 
@@ -145,24 +151,33 @@ class Run:
     # Work
 
     @contextmanager
-    def progress(self, label: str, total: int) -> Iterator[Callable[[int], None]]:
-        """A progress bar with time left; yields the function that advances it."""
-        columns = BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
-        with Progress(
-            TextColumn("{task.description:<28}", markup=False), *columns, console=self.console
-        ) as bar:
-            task, told, done = bar.add_task(label, total=total), time.monotonic(), 0
+    def progress(self, label: str, total: int, done: int = 0) -> Iterator[Work]:
+        """A bar, or lines, of progress, ``done`` of it before; yields what is told how much more is done. Its
+        time and tokens make the tokens per second."""
+        start = self._looped()
+        with progress(self.console, self.runtime.log_every, label, total, done) as work:
+            try:
+                yield work
+            finally:
+                for name, now in self._looped().items():
+                    self._loops[name] = self._loops.get(name, 0) + now - start[name]
 
-            def advance(n: int) -> None:
-                nonlocal told, done
-                done += n
-                bar.advance(task, n)
-                # A file or a pipe shows no bar that moves.
-                if not self.console.is_terminal and time.monotonic() - told >= TELL_EVERY:
-                    told = time.monotonic()
-                    self.console.print(f"{label}: {done} of {total}")
+    def _looped(self) -> dict[str, float]:
+        """The clock, and what the model has read and written so far."""
+        lm = vars(self).get("lm")  # looking must not load it
+        tokens = {"prompt_tokens": lm.read if lm else 0, "reply_tokens": lm.written if lm else 0}
+        return {"loop_seconds": time.monotonic(), **tokens}
 
-            yield advance
+    @contextmanager
+    def measured(self, stage: str) -> Iterator[None]:
+        """Record what a stage takes, also one that fails: seconds, tokens of its loops, memory."""
+        began, self._loops = time.monotonic(), {}
+        try:
+            yield
+        finally:
+            took = {"seconds": time.monotonic() - began, **(self._loops if stage in COUNTED else {})}
+            with suppress(OSError):  # a full disk, which the stage itself, or its end, tells
+                self.out.spend(stage, took, peak_memory())
 
     def complete(
         self, file: str, label: str, batches: Sequence[Sequence[Any]], key: Key, compute: Compute
@@ -180,9 +195,10 @@ class Run:
         self.out.repair(file)
         names = tuple(key(batches[0][0])) if batches else ()
         rows = {tuple(r[n] for n in names): r for r in self.out.rows(file) if all(n in r for n in names)}
-        failed, share = 0, 1
-        with self.progress(label, sum(map(len, batches))) as advance:
-            for batch in batches:
+        failed, share, total = 0, 1, sum(map(len, batches))
+        todo = [batch for batch in batches if any(tuple(key(item).values()) not in rows for item in batch)]
+        with self.progress(label, total, total - sum(map(len, todo))) as advance:
+            for batch in todo:
                 waiting = _cut(batch, share)
                 while waiting:
                     part = waiting.pop(0)

@@ -116,6 +116,14 @@ class RunDir:
         if state == "done":
             self.seal(str(self.facts(PROVENANCE).get("command", "")))
 
+    def spend(self, stage: str, took: Mapping[str, float], peaks: Mapping[str, int]) -> None:
+        """Add what a session took of a stage to ``spent``; of all sessions the highest peak stays."""
+        status = self.status()
+        known = status.setdefault("spent", {}).setdefault(stage, {})
+        known |= {name: round(known.get(name, 0) + value, 2) for name, value in took.items()}
+        known |= {name: max(known.get(name, 0), value) for name, value in peaks.items()}
+        self.write_facts(STATUS, status)
+
     # Damage
 
     def seal(self, command: str) -> None:
@@ -187,6 +195,7 @@ class RunDir:
         text = yaml.safe_dump(plain(config), sort_keys=False)
         kept["config"] = {"files": {CONFIG: hashlib.sha256(text.encode()).hexdigest()}}
         told = {"state": "running", "error": None, "stages": kept, "seconds": status.get("seconds", 0)}
+        told |= {"spent": status.get("spent", {})}
         self.write_facts(STATUS, told)
         for name in damaged:
             file = self.path / name

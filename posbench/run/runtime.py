@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 from annotated_types import Ge, Le
 
 from posbench.errors import UserError
-from posbench.schema import MOST, Count, Tokens
+from posbench.schema import MOST, Count, Tokens, Whole
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +27,7 @@ class Runtime:
     batch_tokens: Tokens | None = 16384
     threads: Count | None = None  # CPU threads; None takes the model's, or leaves torch's choice
     outputs: str = "outputs"  # folder that receives the runs
+    log_every: Whole = 30  # seconds between lines of progress where there is no terminal; 0: no such lines
     intervene_examples: Count = 20  # examples per gold position whose attention is measured
     # bootstrap draws behind an interval; of fewer than 100 less than three lie beyond each of its ends
     resamples: Annotated[int, Ge(100), Le(MOST)] = 2000

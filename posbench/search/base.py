@@ -8,10 +8,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from io import BytesIO
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeAlias
 
-import pandas as pd
-import torch
 import yaml
 
 from posbench import versions
@@ -19,6 +17,7 @@ from posbench.errors import UserError
 from posbench.files.atomic import Row, digest, write_bytes, write_csv, write_text
 from posbench.files.digests import contents
 from posbench.files.sources import Source
+from posbench.late import pd, torch
 from posbench.methods import Method
 from posbench.methods.choice import MethodChoice
 from posbench.methods.unmodified import Unmodified
@@ -32,7 +31,7 @@ from posbench.tasks import Example
 log = logging.getLogger(__name__)
 
 FOUND, ROWS, STATE = "found.yaml", "search.jsonl", "search_state.pt"
-Read = Callable[[str], pd.DataFrame | None]
+Read: TypeAlias = "Callable[[str], pd.DataFrame | None]"
 """A table of the run folder by its name, None where it has none."""
 
 
@@ -63,6 +62,16 @@ class Search(ABC):
             allowed = "nothing typed, with the search stage: it finds this"
             hint = "leave the search out: stages=[evaluate,report]"
             raise UserError(f"{run.target.where}.{name}", run.target.values[name], allowed, hint)
+
+    def fitted(self, window: int, spells: bool) -> Mapping[str, Any]:
+        """The fields that must change for a model that reads ``window`` tokens, and whose tokenizer may not
+        spell letters and digits."""
+        return {}
+
+    def asks(self, prompts: int, answer: int, layers: int, channels: int) -> tuple[int, int] | None:
+        """Prompts that it reads whole, and further tokens, of so many calibration prompts with answers of so
+        many tokens; None where that cannot be told before."""
+        return None
 
     def files(self) -> tuple[Source, ...]:
         """The files that it reads; what they hold is part of a run's identity."""

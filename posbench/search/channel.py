@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
-import pandas as pd
 from annotated_types import MinLen
 
 from posbench.errors import UserError
 from posbench.files.atomic import Row, write_csv
+from posbench.late import pd
 from posbench.measure.losses import candidate_losses
 from posbench.measure.states import Alphabet, Site, Strings, Sums, average_states
 from posbench.methods.choice import MethodChoice
@@ -85,6 +85,22 @@ class ChannelSearch(Search):
         parts = [choice, *choice.parts.values()]
         several = any(part.cls.rows_per_prompt for part in parts)
         return parts[-1] if issubclass(parts[-1].cls, self.serves) and not several else None
+
+    def fitted(self, window: int, spells: bool) -> Mapping[str, Any]:
+        """Shorter strings, with the paper's tenth and thirtieth of a thousand tokens as window and skip where
+        those would take more than half of a string; token ids where letters cannot be spelt."""
+        length = min(self.length, window)
+        found: dict[str, Any] = {"length": length, "alphabet": self.alphabet if spells else "tokens"}
+        short = length < self.length or self.window + self.skip + 7 > length
+        if self.variant == "paper" and short and 2 * (self.window + self.skip) > length:
+            found |= {"window": max(length // 10, 1), "skip": 3 * length // 100}
+        return {name: value for name, value in found.items() if value != getattr(self, name)}
+
+    def asks(self, prompts: int, answer: int, layers: int, channels: int) -> tuple[int, int]:
+        """Calibration prompts, then the check of the winner; strings, and answers of every candidate."""
+        tried = self.top_k if self.candidates == "monotone" else channels
+        tried *= len(self.factors) * len(self.layer_ranges(layers, None))
+        return 3 * prompts, self.strings * self.length + prompts * (1 + tried) * answer
 
     def check(self, run: Run) -> None:
         """Refuse strings and layers that do not fit the model, and several channels typed at once."""
@@ -164,7 +180,15 @@ class ChannelSearch(Search):
             for part in list(method.parts.values())[:-1] if isinstance(method, Composed) else ():
                 stack.enter_context(part.applied(run.lm))
             averages = self.averages(run)
-            found = self.statistics(averages)
+            found, among = self.statistics(averages), f"{self.candidates} candidates"
+            if not found.ranking and (self.candidates, self.variant) == ("monotone", "paper"):
+                # Of some models no channel passes; what the paper calls "w/o monotonicity" (Table 6) is left.
+                found, among = (
+                    self.statistics(averages, monotone_only=False),
+                    "the smoothest, as none is monotone",
+                )
+                why = "no channel is monotone in more than a quarter of the layers"
+                run.console.print(f"search: {why}; the smoothest are tried", soft_wrap=True)
             candidates = self.ask(found, self.ranges(run), self._pinned(run).get("channel"))
             each = self.losses(run, ROWS, candidates)
         unmodified, losses, n = float(each[0].mean()), each[1:].mean(1), each.shape[1]
@@ -183,7 +207,7 @@ class ChannelSearch(Search):
         chosen = winner.channels[0], winner.factor, list(winner.layers)
         block = dict(zip(self.finds, [None] * 3 if best is None else chosen, strict=True))
         block |= {"loss": round(float(losses.min()), 6), "loss_unmodified": round(unmodified, 6)}
-        how = f"search ({self.candidates} candidates, variant {self.variant}, {self.site}, {self.strings}"
+        how = f"search ({among}, variant {self.variant}, {self.site}, {self.strings}"
         how += f" strings of {self.length} tokens, {n} calibration examples, seed {self.seed})"
         self.write_found(run, block, how)
 
@@ -196,7 +220,7 @@ class ChannelSearch(Search):
         def keep(state: Sums) -> None:
             save(run, vars(state))
 
-        with run.progress("search: random strings", self.strings) as advance:
+        with run.progress("search: random strings", self.strings, start.count) as advance:
             return average_states(run.lm, self.drawn, start=start, keep=keep, advance=advance)
 
     def losses(self, run: Run, file: str, candidates: Sequence[ScaleChannel]) -> Array:
@@ -259,12 +283,13 @@ class ChannelSearch(Search):
                 counts = [str(row[name]) for name in ("n", "monotone_layers")]
                 last = [f"{row['smoothness']:.3g}", "yes" if row["selected"] else ""]
                 rows.append([candidate_label(row), *losses, *counts, *last])
-            caption = "Loss of the best candidates; dashed: unmodified model."
+            caption = "Loss of the best candidates."
             drawn = {"candidates": (candidate_losses_figure(table), caption)}
             out.append(Section("Search", text, header, rows, drawn))
         if channels is not None:
             shown = channels["channel"].unique()
-            drawn = {f"channel_{c}": (channel_curves(channels, c), f"Channel {c}. {CURVES}") for c in shown}
+            made = {c: channel_curves(channels, c, n=[self.strings]) for c in shown}
+            drawn = {f"channel_{c}": (figure, f"Channel {c}. {CURVES}") for c, figure in made.items()}
             out.append(Section("Positional channel", figures=drawn))
         return out
 
@@ -272,5 +297,6 @@ class ChannelSearch(Search):
 CURVES = (
     "Mean over random strings at each token (thin) and its sliding mean (thick), which the search fits: a "
     "line that keeps rising or falling means that the channel encodes position. Attention input: after a "
-    "layer's first norm. Residual: 0 is the embedding, the last one comes after the final norm."
+    "layer's first norm. Residual: 0 is the embedding, the last one comes after the final norm. Each layer "
+    "has an axis of its own; in brackets a first token that is off it."
 )

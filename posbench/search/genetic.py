@@ -10,11 +10,11 @@ from itertools import pairwise
 from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
-import pandas as pd
 from annotated_types import Ge
 
 from posbench.errors import UserError
 from posbench.files.atomic import Row, write_csv
+from posbench.late import pd
 from posbench.methods import curves
 from posbench.plots.search import convergence, curve_figure
 from posbench.plots.section import Section
@@ -185,17 +185,18 @@ class GeneticSearch(ScaleSearch):
             return known[key]
 
         scores, evolution = Scores(self, np.array(positions), answer), Evolution(self, lm.layers)
-        scores.fill(unmodified)
-        base = scores.bound(unmodified)
         with run.progress("search: generations", self.generations + 1) as advance:
+            scores.fill(unmodified)
+            base = scores.bound(unmodified)
             while not evolution.done:
+                scored = len(known)
                 evolution.step(scores)
                 best, history = evolution.history[-1], pd.DataFrame(evolution.history)
                 write_csv(out.path / "generations.csv", history.assign(unmodified=base))
                 scales = evolution.scales(evolution.population[0])
                 front = f"generation {best['generation']}: fitness {best['best']:.4f} ({base:.4f} unmodified)"
                 run.console.print(f"{front}, scales {' '.join(f'{s:.2f}' for s in scales)}")
-                advance(1)
+                advance(1, before=scored == len(known))
         out.sort(ROWS, lambda row: places.get(_asked(row), len(places)))
         winner, scales = evolution.population[0], evolution.scales(evolution.population[0])
         write_csv(out.path / "search.csv", _table(scales, scores))
@@ -246,7 +247,7 @@ class GeneticSearch(ScaleSearch):
         drawn = {}
         if generations is not None:
             words = "Fitness of the best candidate and of the parents on average, generation by generation."
-            drawn["convergence"] = convergence(generations), words
+            drawn["convergence"] = convergence(generations, table.loc[table["complete"], "scored"]), words
         if curve is not None:
             words = (
                 "Left: control points and curve. Middle: the scale of every layer. Right: accuracy on the "

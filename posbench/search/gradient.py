@@ -7,11 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-import pandas as pd
-import torch
-from torch import Tensor
 
 from posbench.files.atomic import write_csv
+from posbench.late import Tensor, pd, torch
 from posbench.methods.choice import MethodChoice
 from posbench.model import rope
 from posbench.model.guard import guarded
@@ -59,8 +57,7 @@ class GradientSearch(ScaleSearch):
         if known:
             scales.data.copy_(known["scales"])
             optimizer.load_state_dict(known["optimizer"])
-        with run.progress("search: epochs", self.epochs) as advance:
-            advance(len(history))
+        with run.progress("search: epochs", self.epochs, len(history)) as advance:
             for epoch in range(len(history), self.epochs):
                 rng = random.Random(f"posbench gradient {self.seed}/{epoch}")
                 drawn = [rng.choice(rng.choices(pools, weights=self.weights)[0]) for _ in range(self.samples)]

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import pandas as pd
-
+from posbench.late import pd
 from posbench.plots.section import Section
 from posbench.stats.bootstrap import paired
 
@@ -53,12 +52,17 @@ def words(facts: Mapping[str, Any]) -> str:
     return f"{front}: {both} on {facts['n']} held-back prompts, gain {facts['gain']:.3g} {interval}"
 
 
+def told(facts: Mapping[str, Any]) -> str:
+    """The check as the beginning of a sentence."""
+    return words(facts)[0].upper() + words(facts)[1:]
+
+
 def sections(table: pd.DataFrame | None) -> list[Section]:
     """The check as a part of the report; none without a search."""
     if table is None:
         return []
     facts = {str(name): value for name, value in table.iloc[0].items()}
-    text = f"{words(facts)[0].upper()}{words(facts)[1:]}."
+    text = f"{told(facts)}."
     if not checked(facts):
         return [Section("Held-back prompts", text)]
     text += " Prompts that neither the search nor the evaluation asks; gain: paired, with its 95 % interval."

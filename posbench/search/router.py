@@ -6,17 +6,13 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
-
-import pandas as pd
-import torch
-import torch.nn.functional as F
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from posbench.errors import UserError, renamed
 from posbench.files.atomic import write_csv
 from posbench.files.sources import Source
-from posbench.methods.moice import MoICE, Router, auxiliary_loss, mixing, mixture, new_routers, save_routers
+from posbench.late import F, inference_mode, pd, torch
+from posbench.methods.moice import MoICE, auxiliary_loss, mixing, mixture, new_routers, save_routers
 from posbench.model.guard import finite, guarded
 from posbench.model.lm import LM
 from posbench.plots.section import Section
@@ -25,6 +21,9 @@ from posbench.schema import Count, Positive, Seed, Several
 from posbench.search.base import Read, Search, steps_section
 from posbench.tasks import Example
 from posbench.tasks.reading import rows
+
+if TYPE_CHECKING:
+    from posbench.methods.router import Router
 
 FILE = "router.safetensors"
 
@@ -99,7 +98,7 @@ class RouterSearch(Search):
         parameters = [p for router in routers.values() for p in router.parameters()]
         optimizer = torch.optim.AdamW(parameters, lr=self.learning_rate, weight_decay=0.0)
         frozen = [p for p in lm.model.parameters() if p.requires_grad]
-        heard, steps = dict[int, Tensor](), []
+        heard, steps = dict[int, torch.Tensor](), []
         lm.model.requires_grad_(False)
         try:
             with mixing(lm.model, routers, method.bases, top_k, heard.__setitem__):
@@ -123,7 +122,7 @@ class RouterSearch(Search):
                 parameter.requires_grad_(True)
         return routers, steps
 
-    @torch.inference_mode()
+    @inference_mode
     def held_out(
         self, lm: LM, rows: Sequence[Sequence[int]], routers: Mapping[int, Router], method: MoICE
     ) -> dict[str, list[float]]:
@@ -143,7 +142,7 @@ class RouterSearch(Search):
         fresh = [pair for pair in pairs[:part] if pair not in pairs[part:]][:count]
         return [Example(id=f"h{n}", prompt=text, answers=(answer,)) for n, (text, answer) in enumerate(fresh)]
 
-    @torch.inference_mode()
+    @inference_mode
     def measured(self, run: Run, batch: Sequence[Example]) -> list[float]:
         """Loss of all tokens of each text."""
         return [text_loss(run.lm, self._ids(run.lm, e.prompt, e.answers[0])).item() for e in batch]
@@ -178,7 +177,7 @@ class RouterSearch(Search):
 
 
 @guarded
-def text_loss(lm: LM, ids: Sequence[int]) -> Tensor:
+def text_loss(lm: LM, ids: Sequence[int]) -> torch.Tensor:
     """Mean cross-entropy in nats of all tokens of a text but the first."""
     tokens = torch.tensor([ids], device=lm.device)
     logits = finite(lm.model(input_ids=tokens, use_cache=False).logits[0, :-1])

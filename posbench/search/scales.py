@@ -7,10 +7,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from posbench.errors import UserError
+from posbench.late import torch
 from posbench.measure.replies import encode, replies
 from posbench.methods import Method
 from posbench.methods.layer_scaling import LayerScaling

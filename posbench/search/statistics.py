@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
+import scipy
 from numpy.typing import NDArray
-from scipy.signal import savgol_filter
 
 from posbench.errors import UserError
 
@@ -103,7 +103,7 @@ def official(hidden: Array) -> ChannelStatistics:
         unit = _unit(curves[row, 200:])
         usable = np.isfinite(unit).all(0)
         if usable.any():
-            smooth = savgol_filter(unit[:, usable], window_length=10, polyorder=3, axis=0)
+            smooth = scipy.signal.savgol_filter(unit[:, usable], window_length=10, polyorder=3, axis=0)
             smoothness[row, usable] = (np.diff(smooth, n=2, axis=0) ** 2).sum(0)
     rising, falling = (direction == 1), (direction == -1)
     used = np.where(rising.sum(0) > falling.sum(0), rising, falling)

@@ -6,8 +6,8 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from typing import NamedTuple, TypeVar
 
 import numpy as np
+import scipy
 from numpy.typing import NDArray
-from scipy.special import ndtr, stdtrit
 
 Array = NDArray[np.float64]
 K = TypeVar("K", bound=Hashable)
@@ -94,7 +94,9 @@ def drawn_means(values: Array, clusters: Iterable[str], resamples: int, seed: in
 def tail(clusters: int) -> float:
     """Share of the draws beyond each end of an interval: 2.5 %, and less for few clusters, whose draws vary
     too little (Hesterberg 2015, "expanded percentile interval")."""
-    return float(ndtr(-stdtrit(clusters - 1, 0.975) * np.sqrt(clusters / (clusters - 1))))
+    return float(
+        scipy.special.ndtr(-scipy.special.stdtrit(clusters - 1, 0.975) * np.sqrt(clusters / (clusters - 1)))
+    )
 
 
 def quantiles(values: Array, clusters: int) -> tuple[float, float]:
@@ -132,7 +134,7 @@ def difference(values: Values, clusters: Sequence[str]) -> Estimate:
         return Estimate(value, np.nan, np.nan, len(array))
     spread = np.sqrt((errors**2).mean())
     skew = (errors**3).mean() / max(spread, 1e-12) ** 3 / (3 * np.sqrt(count))
-    reach = stdtrit(count - 1, 0.975) * np.array([1, -1])
+    reach = scipy.special.stdtrit(count - 1, 0.975) * np.array([1, -1])
     if abs(skew) > 1e-6:
         reach = (np.cbrt(1 + 3 * skew * (reach - skew / 2)) - 1) / skew
     low, high = value - reach * spread / np.sqrt(count - 1)
@@ -150,7 +152,7 @@ def paired(after: Values, before: Values, clusters: Sequence[str]) -> Estimate:
     value, (n, sums, _) = float(array.mean()), _worth(array, clusters)
     more = (array**2).sum() / max(np.count_nonzero(array), 1) or 1.0
     centre, square = value * n / (n + 1), ((array**2).mean() * n + more) / (n + 1)
-    half = stdtrit(max(len(sums) - 1, 1), 0.975) * np.sqrt((square - centre**2) / (n + 1))
+    half = scipy.special.stdtrit(max(len(sums) - 1, 1), 0.975) * np.sqrt((square - centre**2) / (n + 1))
     return Estimate(value, float(max(centre - half, -1)), float(min(centre + half, 1)), len(array))
 
 
@@ -171,7 +173,7 @@ def mean(values: Values, clusters: Sequence[str]) -> Estimate:
     each = (np.sign(sums), np.sign(sizes - sums)) if whole else (sums, sizes - sums)
     rarer = min(side.sum() ** 2 / max((side**2).sum(), 1e-12) for side in each)
     plain = len(sums) == 1 or (whole and len(sums) == len(array)) or not rarer
-    z = Z95 if plain else float(stdtrit(min(max(rarer, 3), len(sums) - 1), 0.975))
+    z = Z95 if plain else float(scipy.special.stdtrit(min(max(rarer, 3), len(sums) - 1), 0.975))
     return Estimate(value, *wilson(value * n, n, z), len(array))
 
 
@@ -196,7 +198,7 @@ def _sums(values: Array, clusters: Sequence[str]) -> tuple[Array, Array]:
 def normal(values: Array) -> Estimate:
     """A mean of independent values with Student's interval."""
     value, n = float(values.mean()), len(values)
-    half = float(stdtrit(n - 1, 0.975) * values.std(ddof=1) / np.sqrt(n))
+    half = float(scipy.special.stdtrit(n - 1, 0.975) * values.std(ddof=1) / np.sqrt(n))
     return Estimate(value, value - half, value + half, n)
 
 

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import numpy as np
+import scipy
 from numpy.typing import ArrayLike
-from scipy.stats import rankdata
 
 from posbench.stats.bootstrap import Array
 
 
 def spearman(x: ArrayLike, y: ArrayLike) -> Array:
     """Rank correlation over the last axis of x and y, [..., P] each or [P]; NaN where a row is constant."""
-    a, b = (rankdata(np.asarray(values, dtype=np.float64), axis=-1) for values in (x, y))
+    a, b = (scipy.stats.rankdata(np.asarray(values, dtype=np.float64), axis=-1) for values in (x, y))
     a, b = a - a.mean(-1, keepdims=True), b - b.mean(-1, keepdims=True)
     scale = np.sqrt((a**2).sum(-1) * (b**2).sum(-1))
     return np.divide((a * b).sum(-1), scale, out=np.full(np.shape(scale), np.nan), where=scale > 0)

@@ -8,9 +8,9 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, Self, get_args
 
 import numpy as np
-import pandas as pd
-from scipy.stats import norm
+import scipy
 
+from posbench.late import pd
 from posbench.stats.bootstrap import Z95, Array, Estimate
 
 Verdict = Literal["holds", "contradicted", "inconclusive", "not testable"]
@@ -113,7 +113,7 @@ def p_value(at: Estimate, low: float = -math.inf, high: float = math.inf) -> flo
     def of(bound: float) -> float:
         half = value - first if bound < value else last - value
         away = abs(value - bound)
-        return float(2 * norm.sf(Z95 * away / half)) if half else float(away == 0)
+        return float(2 * scipy.stats.norm.sf(Z95 * away / half)) if half else float(away == 0)
 
     if value < low or value > high:
         return of(low if value < low else high)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import pandas as pd
-
 from posbench.errors import UserError
+from posbench.late import pd
 from posbench.stats.position_bias import STATISTICS
 
 UNMODIFIED = "none"

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
-import pandas as pd
 from numpy.typing import NDArray
 
+from posbench.late import pd
 from posbench.stats.bootstrap import (
     Z95,
     Array,

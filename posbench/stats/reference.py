@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import pandas as pd
 
 from posbench import paths
 from posbench.errors import UserError
+from posbench.late import pd
 from posbench.schema import Count, Positive
 from posbench.stats.bootstrap import Z95, Estimate
 from posbench.stats.findings import FEW

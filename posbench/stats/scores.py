@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import pandas as pd
 
+from posbench.late import pd
 from posbench.stats import position_bias
 from posbench.stats.bootstrap import Array, Estimate, combined, drawn_means, mean, paired, percentile
 from posbench.tasks.base import Task

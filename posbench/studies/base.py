@@ -5,16 +5,15 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
-
-import pandas as pd
+from typing import ClassVar, TypeAlias
 
 from posbench.files.sources import Source
+from posbench.late import pd
 from posbench.plots.section import Drawn
 from posbench.run.base import Run
 from posbench.stats.findings import Finding
 
-Tables = Mapping[str, pd.DataFrame]
+Tables: TypeAlias = "Mapping[str, pd.DataFrame]"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,8 +9,8 @@ from itertools import combinations
 from typing import Any, ClassVar
 
 import numpy as np
-import pandas as pd
 
+from posbench.late import pd
 from posbench.run.base import Run
 from posbench.stats import reference
 from posbench.stats.findings import Finding

@@ -8,10 +8,10 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 
 import numpy as np
-import pandas as pd
 
 from posbench.errors import UserError
 from posbench.files.atomic import Row, rounded
+from posbench.late import pd
 from posbench.measure.items import attention_to_items, item_tokens
 from posbench.measure.replies import encode_longest, replies
 from posbench.methods.scale_channel import check_channels, share

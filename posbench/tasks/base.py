@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from posbench.errors import UserError
 from posbench.files.sources import Source, local, there
-from posbench.schema import Count, Positive, Several, Truncation
+from posbench.schema import Count, Positive, Several, Truncation, build, target
 
 Split = Literal["evaluation", "calibration"]
 
@@ -52,6 +52,7 @@ class Task(ABC):
     average: ClassVar[Literal["examples", "subsets"]] = "examples"  # what a mean over subsets weights alike
     items: ClassVar[int | None] = None  # documents or pairs per prompt, where gold positions count them
     calibration_items: ClassVar[int | None] = None  # those per calibration prompt
+    renamed: ClassVar[Mapping[str, str]] = {}  # keys of earlier releases, by what they are called now
     chance: ClassVar[float | None] = None  # score of a guess, where that means something
 
     name: str  # short name, used in folders and tables
@@ -62,7 +63,8 @@ class Task(ABC):
     truncation: Truncation = "refuse"
     # tokens of the prompt before any chat template; None: what the window has room for
     max_prompt_tokens: Several | None = None
-    limit: Count | None = None  # questions per subset and gold position at most, the first ones; None: all
+    # questions asked at most, the first ones of every subset, each at every gold position; None: all
+    limit: Count | None = None
     # divisor of the positive logits of tokens that occurred before; 1: greedy decoding
     repetition_penalty: Positive = 1.0
 
@@ -117,6 +119,17 @@ class Task(ABC):
             if count > 1:
                 raise UserError("task", f"id {name}", "ids that occur once", "fix the data")
         return first(examples, self.limit)
+
+
+def recorded(data: Mapping[str, Any]) -> Task:
+    """The task that a run folder's config holds, maybe under keys of an earlier release; UserError as for
+    any config."""
+    cls, values = target(data, Task, "task")  # type: ignore[type-abstract]
+    for before in cls.renamed.keys() & values.keys():
+        now, given = cls.renamed[before], values.pop(before)
+        # There were two limits at a time, of which the smaller one counted.
+        values[now] = min(given, values.get(now) or given) if now == "limit" else given
+    return build(cls, values, "task")
 
 
 def first(examples: Iterable[Example], most: int | None) -> list[Example]:

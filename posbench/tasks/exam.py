@@ -33,7 +33,7 @@ class Exam(EvaluationOnly):
         path: Folder or .zip with the benchmark's own CSV files (``dev/<subject>_dev.csv`` and so on, also
             under ``data/``); None: the hub's parquet files.
         revision: Commit of the hub's data set; None: its default branch.
-        subjects: ``all``, or some by name.
+        subsets: Subjects: ``all``, or some by name.
         shots: Demonstrations, the first ones of the dev file.
         answer: ``loglikelihood``: the most likely of the four letters as continuation of the prompt.
             ``generate``: the letter read from a greedy reply. Compare only like with like.
@@ -43,6 +43,7 @@ class Exam(EvaluationOnly):
     """
 
     metric: ClassVar[str] = "accuracy"
+    renamed: ClassVar[Mapping[str, str]] = {"subjects": "subsets"}
     chance: ClassVar[float | None] = 1 / len(LETTERS)
     categories: ClassVar[Mapping[str, str]]  # of the subjects, in the order of the examples
     hub: ClassVar[str]  # data set of the hub with parquet files
@@ -57,7 +58,7 @@ class Exam(EvaluationOnly):
     holds: ClassVar[tuple[str, ...]] = ("*/*.csv", "data/*/*.csv", "*/*.parquet")
 
     revision: str | None = None
-    subjects: Literal["all"] | tuple[str, ...] = "all"
+    subsets: Literal["all"] | tuple[str, ...] = "all"
     shots: Annotated[Whole, Le(5)] = 5
     answer: Literal["loglikelihood", "generate"] = "loglikelihood"
     prompt: Literal["official", "lm_eval"] = "official"
@@ -65,12 +66,12 @@ class Exam(EvaluationOnly):
     mean: Literal["questions", "subjects"] = "questions"
 
     def __post_init__(self) -> None:
-        check_names("subjects", self.chosen, list(self.categories))
+        check_names("subsets", self.chosen, list(self.categories))
 
     @property
     def chosen(self) -> tuple[str, ...]:
         """The subjects that are asked."""
-        return tuple(self.categories) if self.subjects == "all" else self.subjects
+        return tuple(self.categories) if self.subsets == "all" else self.subsets
 
     @property
     def average(self) -> Literal["examples", "subsets"]:  # type: ignore[override]
@@ -97,7 +98,7 @@ class Exam(EvaluationOnly):
         folder = self.place()
         out = [example for subject in self.chosen for example in self._of(folder, subject)]
         whole = self.parts[self.split]
-        if not self.path and self.subjects == "all" and len(out) != whole:
+        if not self.path and self.subsets == "all" and len(out) != whole:
             refuse("path", f"{len(out)} questions of {self.hub}", f"all {whole}", "posbench fetch, once more")
         return out
 
@@ -134,13 +135,11 @@ class Exam(EvaluationOnly):
 
     def _read(self, folder: Path, subject: str, part: str) -> list[Question]:
         name = f"{part}/{subject}_{part}.csv"
-        hint = f"get it from {self.source}, or leave that subject out: task.subjects=[...]"
+        hint = f"get it from {self.source}, or leave that subject out: task.subsets=[...]"
         file, member = pick(folder, (name, f"data/{name}", PARQUET.format(subject, part)), hint)
         count = 5 if part == "dev" and not self.path else 0
         lines = rows("path", file, member, names=self.columns, unique="id", count=count)
         found = [self._question(row, number, part) for number, (_, row) in enumerate(lines)]
-        if not found:
-            refuse("path", str(file), "at least one question", f"get it again from {self.source}")
         return found
 
     def _question(self, row: Line, number: int, part: str) -> Question:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from annotated_types import Ge, Le, MinLen
 
@@ -21,17 +21,23 @@ Spans = tuple[tuple[int, int], ...]
 class Placed(Task):
     """A task whose gold item is moved over positions among others."""
 
+    renamed: ClassVar[Mapping[str, str]] = {"examples_per_position": "limit"}
     sizes: ClassVar[tuple[str, str]]  # fields with the items per prompt, and per calibration prompt
 
     path: str | None = None  # file of the benchmark; see the task
     # gold positions; ``"50%"`` is index floor(0.5 * (items - 1)), which gives the benchmarks' 0/4/9/14/19 of
     # 20 documents and 0/34/69/104/139 of 140 pairs; or explicit 0-based indices
     positions: Positions = ("0%", "25%", "50%", "75%", "100%")
-    examples_per_position: Annotated[int, Ge(1), Le(100_000)] = 500  # questions per position
+    limit: Annotated[int, Ge(1), Le(100_000)] = 500  # questions at each gold position
     calibration_examples: Annotated[int, Ge(1), Le(100_000)] = 100  # calibration questions
     # gold positions that they take in turn; None: see the task
     calibration_positions: Positions | None = None
     seed: Seed = 0  # seed of what is drawn
+
+    @property
+    def simpler(self) -> Mapping[str, Any]:
+        """Fields that make a prompt shorter and easier to spell; empty where nothing does."""
+        return {}
 
     @property
     def items(self) -> int:  # type: ignore[override]
@@ -53,14 +59,6 @@ class Placed(Task):
         """The same of the calibration questions; empty where none are given."""
         given = self.calibration_positions or ()
         return gold_indices("calibration_positions", given, self.sizes[1], self.calibration_items)
-
-    def need(self, questions: int, shown: object) -> None:
-        """Refuse more questions than a file has, and a file without any."""
-        if not questions:
-            refuse("path", str(shown), "a file with questions", "this one is empty: check the path")
-        if questions < self.examples_per_position:
-            field, allowed = "examples_per_position", f"at most {questions}, the questions in {shown}"
-            refuse(field, self.examples_per_position, allowed, f"set task.{field}={questions}")
 
 
 def joined(head: str, items: Iterable[str], between: str, tail: str) -> tuple[str, Spans]:

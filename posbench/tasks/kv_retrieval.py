@@ -3,17 +3,18 @@
 import random
 import re
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
+from posbench.errors import Faults
 from posbench.files.sources import Source
 from posbench.schema import Count, Several
 from posbench.tasks.base import Example, Split
 from posbench.tasks.items import Placed, Spans, joined
-from posbench.tasks.reading import Line, refuse, rows
+from posbench.tasks.reading import Line, each, refuse, rows
 
 COMMIT = "04cbd0df78d3260600fd04e524a29bd1404ef86b"
 OFFICIAL = f"https://raw.githubusercontent.com/nelson-liu/lost-in-the-middle/{COMMIT}/kv_retrieval_data"
@@ -82,6 +83,14 @@ class KVRetrieval(Placed):
         _ = self.gold_positions, self.calibration_indices
 
     @property
+    def simpler(self) -> Mapping[str, Any]:
+        """Short words in one line, where no file is given."""
+        if self.path or self.calibration_path:
+            return {}
+        most = {name: min(getattr(self, name), len(WORDS)) for name in self.sizes}
+        return {"prompt": "compact", "records": "words", **most}
+
+    @property
     def chance(self) -> float:  # type: ignore[override]
         """One pair guessed at random."""
         return 1 / self.pairs
@@ -95,7 +104,7 @@ class KVRetrieval(Placed):
             )
         if self.path:
             return list(self._from_file())
-        asked = [(at, f"{at}-{n}") for at in self.gold_positions for n in range(self.examples_per_position)]
+        asked = [(at, f"{at}-{n}") for at in self.gold_positions for n in range(self.limit)]
         return [self._draw(name, f"evaluation/{name}", self.pairs, at) for at, name in asked]
 
     def files(self) -> tuple[Source, ...]:
@@ -135,12 +144,9 @@ class KVRetrieval(Placed):
 
     def _from_file(self) -> Iterator[Example]:
         path = self.place()
-        lines = list(rows("path", path, count=QUESTIONS if self.path == "official" else 0))
-        for _, row in lines[:1]:
-            _records(row)  # wrong fields are told before a wrong number
-        self.need(len(lines), path)
-        for number, (_, row) in enumerate(lines[: self.examples_per_position]):
-            records, gold = _records(row)
+        faults = Faults()
+        lines = list(rows("path", path, count=QUESTIONS if self.path == "official" else 0, faults=faults))
+        for number, (records, gold) in enumerate(each(lines[: self.limit], _records, faults)):
             others = [pair for pair in records if pair != gold]
             if len(records) < self.pairs:
                 allowed = f"at most {len(records)}, the pairs in {path}"
@@ -158,8 +164,6 @@ class KVRetrieval(Placed):
 
     def _finished_prompts(self, start: int, count: int) -> Iterator[Example]:
         given = list(rows("calibration_path", Path(str(self.calibration_path))))[start : start + count]
-        if not given and not start:
-            refuse("calibration_path", self.calibration_path, "at least one prompt", "fill the file")
         questions = {_question(e.prompt) for e in self.examples("evaluation")} if self.path else set()
         for number, row in given:
             prompt, answer = row.take("input"), row.take("output")

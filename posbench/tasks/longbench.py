@@ -63,7 +63,7 @@ class LongBench(EvaluationOnly):
     """LongBench v1.
 
     Args:
-        tasks: Names of the tasks; the 16 of Yu et al. 2025 by default.
+        subsets: Names of the tasks; the 16 of Yu et al. 2025 by default.
         path: A folder with ``<task>.jsonl`` files or ``data.zip``, or that zip; None: the hub's.
         protocol: ``official``: samsum stops at a line break after at least one token, and replies are scored
             as they are. ``yu``: as the program of Yu et al. 2025: no such stop, at least one token in every
@@ -78,6 +78,7 @@ class LongBench(EvaluationOnly):
     """
 
     metric: ClassVar[str] = "score"
+    renamed: ClassVar[Mapping[str, str]] = {"tasks": "subsets"}
     source: ClassVar[str] = "Bai et al. 2023, arXiv:2308.14508, github.com/THUDM/LongBench"
     licence: ClassVar[str] = "MIT"
     size: ClassVar[str] = "21 tasks, 4750 questions"
@@ -86,19 +87,19 @@ class LongBench(EvaluationOnly):
     holds: ClassVar[tuple[str, ...]] = ("*.jsonl", "data/*.jsonl", "data.zip")
 
     name: str = "longbench"
-    tasks: tuple[str, ...] = ENGLISH_AND_CODE
+    subsets: tuple[str, ...] = ENGLISH_AND_CODE
     protocol: Literal["official", "yu"] = "official"
     extended: bool = False
     max_new_tokens: Count = 512
     truncation: Truncation = "middle"
 
     def __post_init__(self) -> None:
-        check_names("tasks", self.tasks, list(PROMPTS) if self.chosen else EXTENDED)
+        check_names("subsets", self.subsets, list(PROMPTS) if self.chosen else EXTENDED)
 
     @property
     def chosen(self) -> tuple[str, ...]:
         """The tasks that are asked, without those that LongBench-E does not have."""
-        return tuple(task for task in self.tasks if not self.extended or task in EXTENDED)
+        return tuple(task for task in self.subsets if not self.extended or task in EXTENDED)
 
     def official(self) -> tuple[Source, ...]:
         """The hub's data.zip."""

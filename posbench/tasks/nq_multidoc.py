@@ -8,11 +8,12 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple
 
+from posbench.errors import Faults
 from posbench.files.sources import Source
 from posbench.schema import Count, Several
 from posbench.tasks.base import Example, Split
 from posbench.tasks.items import Placed, Spans, joined
-from posbench.tasks.reading import Line, Row, refuse, rows
+from posbench.tasks.reading import Line, Row, each, refuse, rows
 from posbench.tasks.scorers import best_subspan_em, first_line
 
 COMMIT = "04cbd0df78d3260600fd04e524a29bd1404ef86b"
@@ -64,7 +65,7 @@ class NQMultiDoc(Placed):
         path: A file of the benchmark (``*.jsonl`` or ``*.jsonl.gz``), whatever its gold position and with at
             least ``documents``: the gold one is put at each position. None: the official file, downloaded.
         documents: Documents per prompt.
-        examples_per_position: Questions, the first ones; each is asked at every position.
+        limit: Questions, the first ones; each is asked at every position.
         prompt: ``official``; ``query_aware`` asks before and after the documents; ``random_order`` says that
             they are in random order and shuffles all but the gold one; ``closed_book`` shows none and
             ``oracle`` the gold one alone (these two once per question, without positions).
@@ -112,12 +113,12 @@ class NQMultiDoc(Placed):
             count = self.calibration_examples
             found = self._calibration(lines, 0, count)
             if len(found) < count:
-                start = self.examples_per_position
+                start = min(self.limit, len(lines))
                 allowed = f"at most {len(found)}: {file} has {len(lines)} questions, {start} are evaluated"
-                hint = "lower it or task.examples_per_position, or set task.path to a longer file"
+                hint = "lower it or task.limit, or set task.path to a longer file"
                 refuse("calibration_examples", count, allowed, hint)
             return found
-        evaluation = [self._question(row) for _, row in lines[: self.examples_per_position]]
+        evaluation = each(lines[: self.limit], self._question, Faults())
         return [
             self._example(f"{number}" if place is None else f"{place}-{number}", number, question, place)
             for number, question in enumerate(evaluation)
@@ -141,15 +142,11 @@ class NQMultiDoc(Placed):
 
     def _lines(self) -> tuple[Path, list[Row]]:
         file = self.place()
-        lines = list(rows("path", file, count=0 if self.path else QUESTIONS))
-        for _, row in lines[:1]:
-            self._question(row)  # wrong fields are told before a wrong number
-        self.need(len(lines), file)
-        return file, lines
+        return file, list(rows("path", file, count=0 if self.path else QUESTIONS))
 
     def _calibration(self, lines: list[Row], skipped: int, count: int) -> list[Example]:
         """At most ``count`` questions that the evaluation does not ask, after the first ``skipped`` ones."""
-        start = self.examples_per_position
+        start = self.limit
         places = self._places(self.calibration_indices or self.gold_positions)
         asked = {_key(self._question(row)) for _, row in lines[:start]}
         later = ((number, self._question(row)) for number, (_, row) in enumerate(lines[start:], start=start))

@@ -8,11 +8,15 @@ import io
 import json
 import zipfile
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
-from posbench.errors import UserError, near
+from posbench.errors import Faults, SeveralErrors, UserError, near
+
+T = TypeVar("T")
+MOST = 10  # faults of a file that are told together
 
 
 class Line(dict[str, Any]):
@@ -32,7 +36,19 @@ class Line(dict[str, Any]):
 
     def refuse(self, allowed: str) -> NoReturn:
         """Raise UserError for this line."""
-        refuse(self.field, f"{self.shown} line {self.number}", allowed, "fix or remove that line")
+        refuse(self.field, f"{self.shown}, line {self.number}", allowed, "fix or remove that line")
+
+    def fault(self, wrong: str, allowed: str) -> LineError:
+        """What is wrong with this line, to be raised."""
+        return LineError(f"{self.shown}, line {self.number}", wrong, allowed, "fix or remove that line")
+
+
+class LineError(UserError):
+    """A fault of a line, which is its ``field``, and in words its ``value``."""
+
+    def __str__(self) -> str:
+        line = f"{self.field}: {self.value}; allowed: {self.allowed}; next: {self.hint}"
+        return " ".join(line.split())
 
 
 Row = tuple[int, Line]
@@ -41,6 +57,20 @@ Row = tuple[int, Line]
 def refuse(field: str, value: object, allowed: str, hint: str) -> NoReturn:
     """Raise UserError for the config key ``task.<field>``."""
     raise UserError(f"task.{field}", value, allowed, hint)
+
+
+def each(lines: Iterable[Row], make: Callable[[Line], T], faults: Faults) -> list[T]:
+    """What ``make`` makes of every row. Raises what it and the reader (``faults``) refused, ten at most."""
+    made = list[T]()
+    for _, row in lines:
+        with faults.collecting():
+            made.append(make(row))
+    found = [one for fault in faults.found for one in fault.faults]
+    if len(found) > MOST:
+        found[MOST:] = [UserError("file", f"{len(found) - MOST} more", "none", "correct those above first")]
+    if found:
+        raise SeveralErrors(found)
+    return made
 
 
 def data_of(module: str) -> Any:
@@ -80,30 +110,40 @@ def pick(place: Path, names: Sequence[str], hint: str, archive: str = "") -> tup
 
 
 def rows(
-    field: str, path: Path, member: str = "", *, names: Sequence[str] = (), unique: str = "", count: int = 0
+    field: str,
+    path: Path,
+    member: str = "",
+    *,
+    names: Sequence[str] = (),
+    unique: str = "",
+    count: int = 0,
+    faults: Faults | None = None,
 ) -> Iterator[Row]:
     """The rows of a file: ``.jsonl``, ``.jsonl.gz``, ``.csv``, ``.parquet``, or one of these in a ``.zip``.
 
     ``field`` is the config key that named it, without ``task.``; ``member`` the path inside a zip; ``names``
     the columns of a CSV without a header line. A value of the field ``unique`` may occur once. ``count`` is
-    how many rows the benchmark's own file has, where this must be that file. Raises UserError where a file
+    how many rows the benchmark's own file has, where this must be that file. ``faults`` takes what is wrong
+    with lines of JSON one by one, where the caller raises it. Raises UserError where a file is empty or
     cannot be read (the message names the line), or the count differs.
     """
     shown, total, seen = f"{path}:{member}" if member else str(path), 0, set()
-    for number, row in _rows(field, path.expanduser(), shown, member, names):
+    for number, row in _rows(field, path.expanduser(), shown, member, names, faults):
         total, line = total + 1, Line(row, field, shown, number)
         if unique in row:
             if (name := str(row[unique])) in seen:
                 line.refuse(f'a "{unique}" that occurs once ({name} stands further up)')
             seen.add(name)
         yield number, line
+    if not total and not (faults and faults.found):
+        refuse(field, shown, "a file with rows; this one is empty", "check the path")
     if count and total != count:
         told, allowed = f"{shown} with {total} rows", f"{count} rows, as in the benchmark"
         refuse(field, told, allowed, "fetch the file again: posbench fetch")
 
 
 def _rows(
-    field: str, file: Path, shown: str, member: str, names: Sequence[str]
+    field: str, file: Path, shown: str, member: str, names: Sequence[str], faults: Faults | None
 ) -> Iterator[tuple[int, dict[str, Any]]]:
     kind, line = Path(member or file).suffix, 0
     try:
@@ -126,25 +166,33 @@ def _rows(
                 return
             for line, text in enumerate(stream, start=1):
                 if text.strip():
-                    row = json.loads(text, parse_constant=_no_constant)
-                    if not isinstance(row, dict):
-                        raise ValueError("not an object")
-                    if "\\ud" in text.lower():
-                        json.dumps(
-                            row, ensure_ascii=False
-                        ).encode()  # half of a pair of surrogates is no text
-                    yield line, row
+                    row = None
+                    with faults.collecting() if faults is not None else nullcontext():
+                        row = _object(text, Line({}, field, shown, line))
+                    if row is not None:
+                        yield line, row
     except (OSError, EOFError, zipfile.BadZipFile, zlib.error, KeyError) as error:
         allowed = "a readable .jsonl, .jsonl.gz, .csv, .parquet or .zip file"
         reason = getattr(error, "strerror", None) or error
         refuse(field, shown, allowed, f"check the path, or the file after line {line} ({reason})")
     except UnicodeError as error:
-        Line({}, field, shown, line + isinstance(error, UnicodeDecodeError)).refuse(
-            f"UTF-8 text ({getattr(error, 'reason', error)})"
-        )
+        Line({}, field, shown, line + 1).refuse(f"UTF-8 text ({getattr(error, 'reason', error)})")
     except (ValueError, csv.Error) as error:
-        what = "CSV row with the header's columns" if kind == ".csv" else "JSON object in UTF-8 per line"
-        Line({}, field, shown, max(line, 1)).refuse(f"one {what} ({error})")
+        Line({}, field, shown, max(line, 1)).refuse(f"one CSV row with the header's columns ({error})")
+
+
+def _object(text: str, line: Line) -> dict[str, Any]:
+    try:
+        row = json.loads(text, parse_constant=_no_constant)
+        if not isinstance(row, dict):
+            raise ValueError("not an object")
+        if "\\ud" in text.lower():
+            json.dumps(row, ensure_ascii=False).encode()  # half of a pair of surrogates is no text
+        return row
+    except UnicodeError as error:
+        line.refuse(f"UTF-8 text ({getattr(error, 'reason', error)})")
+    except ValueError as error:
+        line.refuse(f"one JSON object in UTF-8 per line ({error})")
 
 
 def _no_constant(name: str) -> None:

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import ClassVar, Literal
 
 import numpy as np
-import pandas as pd
 from numpy.typing import NDArray
 
 from posbench.files.sources import Source
+from posbench.late import pd
 from posbench.schema import Count, Truncation
 from posbench.tasks import scorers
 from posbench.tasks.base import EvaluationOnly, Example

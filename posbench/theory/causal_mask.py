@@ -10,9 +10,9 @@ from __future__ import annotations
 from typing import Literal
 
 import numpy as np
-import torch
-import torch.nn.functional as F
 from numpy.typing import ArrayLike, NDArray
+
+from posbench.late import F, inference_mode, torch
 
 Array = NDArray[np.float64]
 Norm = Literal["l2", "layernorm", "layernorm_sqrt"]
@@ -86,7 +86,7 @@ def limit(
     return found
 
 
-@torch.inference_mode()
+@inference_mode
 def simulate(
     n: int,
     layers: int,

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 import numpy as np
+import scipy
 from numpy.typing import NDArray
-from scipy.stats import nbinom
 
 Array = NDArray[np.float64]
 Mask = NDArray[np.bool_]
@@ -89,7 +89,7 @@ def decay_law(layers: int, m: float, distance: NDArray[np.int64]) -> Array:
 
     The Theta of Theorem 4.5, exactly: the law binom(t - 1 + x, x) e^(-x m) (1 - e^-m)^t.
     """
-    return nbinom.pmf(distance, layers, 1 - np.exp(-m))
+    return scipy.stats.nbinom.pmf(distance, layers, 1 - np.exp(-m))
 
 
 def decay_peak(layers: int, m: float) -> float:

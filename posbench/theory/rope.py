@@ -8,9 +8,8 @@ from 0 in the paper, ``layers`` from 1.
 from __future__ import annotations
 
 import numpy as np
+import scipy
 from numpy.typing import ArrayLike, NDArray
-from scipy.optimize import brentq
-from scipy.special import gammaln
 
 Array = NDArray[np.float64]
 
@@ -50,7 +49,12 @@ def law(layers: int, width: float, distance: ArrayLike) -> Array:
     distance.
     """
     x, t = np.asarray(distance, dtype=np.float64), layers - 1
-    return gammaln(t + x + 1) - gammaln(x + 1) - gammaln(t + 1) - x**2 / (2 * width**2)
+    return (
+        scipy.special.gammaln(t + x + 1)
+        - scipy.special.gammaln(x + 1)
+        - scipy.special.gammaln(t + 1)
+        - x**2 / (2 * width**2)
+    )
 
 
 def peak(layers: int, width: float) -> int:
@@ -65,7 +69,7 @@ def stationary(layers: int, width: float, printed: float | None = None) -> float
     Differs from source: Appendix H prints 2 c theta x, kept with the angle theta as ``printed``.
     """
     t, slope = layers - 1, 1 / width**2 / (printed or 1.0)
-    return float(brentq(lambda x: np.log1p(t / x) - slope * x, 1e-9, np.sqrt(t / slope) + 1))
+    return float(scipy.optimize.brentq(lambda x: np.log1p(t / x) - slope * x, 1e-9, np.sqrt(t / slope) + 1))
 
 
 def drift(layers: int, width: float) -> float:

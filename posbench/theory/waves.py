@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
+import scipy
 from numpy.typing import NDArray
-from scipy.signal import argrelextrema
 
 Array = NDArray[np.float64]
 Extrema = Sequence[NDArray[np.int64]]
@@ -44,7 +44,9 @@ class Step(NamedTuple):
 
 def extrema(scores: Array, reach: int) -> Extrema:
     """Indices of peaks and troughs: extremes within ``reach`` on both sides, ends left out."""
-    return argrelextrema(scores, np.greater, order=reach)[0], argrelextrema(scores, np.less, order=reach)[0]
+    return scipy.signal.argrelextrema(scores, np.greater, order=reach)[0], scipy.signal.argrelextrema(
+        scores, np.less, order=reach
+    )[0]
 
 
 def choose(found: Mapping[float, Extrema], first: float, count: int, tolerance: int = 3) -> list[Step]:

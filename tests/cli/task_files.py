@@ -11,12 +11,12 @@ DATA = Path(__file__).parents[1] / "data"
 
 
 def _mmlu(_: Path) -> list[str]:
-    return [f"task.path={DATA / 'mmlu'}", "task.subjects=[abstract_algebra,moral_disputes]", "task.limit=2"]
+    return [f"task.path={DATA / 'mmlu'}", "task.subsets=[abstract_algebra,moral_disputes]", "task.limit=2"]
 
 
 def _ceval(folder: Path) -> list[str]:
     test_exams.write_ceval(folder)
-    return [f"task.path={folder}", "task.subjects=[law]", "task.limit=1"]
+    return [f"task.path={folder}", "task.subsets=[law]", "task.limit=1"]
 
 
 def _leval(folder: Path) -> list[str]:
@@ -29,7 +29,7 @@ def _longbench(folder: Path) -> list[str]:
         test_longbench.write(folder, task, *(test_longbench.row(task, _id=str(i)) for i in range(3)))
     (folder / "multi_news.jsonl").write_bytes((DATA / "longbench/multi_news.jsonl").read_bytes())
     names = "qasper,samsum,lcc,trec,passage_count,multi_news"
-    return [f"task.path={folder}", f"task.tasks=[{names}]", "task.limit=1", "task.max_prompt_tokens=400"]
+    return [f"task.path={folder}", f"task.subsets=[{names}]", "task.limit=1", "task.max_prompt_tokens=400"]
 
 
 def _loogle(folder: Path) -> list[str]:
@@ -53,7 +53,6 @@ def _nq(_: Path) -> list[str]:
         f"task.path={file}",
         "task.documents=3",
         "task.positions=[0,1,2]",
-        "task.examples_per_position=2",
         "task.limit=1",
         "task.calibration_examples=1",
     ]
@@ -61,7 +60,11 @@ def _nq(_: Path) -> list[str]:
 
 def _kv(_: Path) -> list[str]:
     file = DATA / "kv_retrieval/kv-retrieval-75_keys.first3.jsonl"
-    return [f"task.path={file}", "task.pairs=10", "task.examples_per_position=2", "task.limit=1"]
+    return [f"task.path={file}", "task.pairs=10", "task.limit=1"]
+
+
+def _own(_: Path) -> list[str]:
+    return [f"task.path={DATA / 'own' / 'documents.jsonl'}", "task.positions=[0,4]", "task.limit=2"]
 
 
 TASKS: dict[str, tuple[Callable[[Path], list[str]], int]] = {
@@ -72,6 +75,7 @@ TASKS: dict[str, tuple[Callable[[Path], list[str]], int]] = {
     "loogle_timeline_reorder": (_loogle, 2),
     "mmlu": (_mmlu, 4),
     "nq_multidoc": (_nq, 3),
+    "own_data": (_own, 4),
     "zero_scrolls": (_zero_scrolls, 3),
 }
 """Per task the files it gets, and how many examples its limit leaves."""

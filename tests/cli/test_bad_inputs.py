@@ -61,7 +61,7 @@ def files(tmp_path_factory: pytest.TempPathFactory, checkpoint: Path) -> Path:
     return folder
 
 
-ONE = "task.examples_per_position=1"
+ONE = "task.limit=1"
 
 BARE = [
     # what it is, arguments, what the line must say
@@ -86,12 +86,22 @@ BARE = [
     ("key of no group", ["foo.bar=1"], ["foo.bar = '1'", "model, task"]),
     ("unknown model", ["model=mistral7"], ["model", "'mistral7'", "mistral7b, ", "did you mean mistral7b?"]),
     ("unknown task", ["task=kv"], ["task", "'kv'", "mmlu", "did you mean kv_retrieval?"]),
-    ("key of another task", ["task=mmlu", "task.pairs=3"], ["task.pairs = 3", "subjects, shots", "next:"]),
+    ("key of another task", ["task=mmlu", "task.pairs=3"], ["task.pairs = 3", "subsets, shots", "next:"]),
+    (
+        "tasks of an earlier release",
+        ["task=longbench", "task.path=.", "task.tasks=[qasper]"],
+        ["task.tasks = ['qasper']", "task.subsets, its name now"],
+    ),
+    (
+        "subjects of an earlier release",
+        ["task=mmlu", "task.path=.", "task.subjects=[anatomy]"],
+        ["task.subjects = ['anatomy']", "task.subsets, its name now"],
+    ),
     ("unknown method", ["method=scale"], ["method", "'scale'", "did you mean scale_channel?"]),
     ("unknown search", ["search=x"], ["search", "'x'", "channel, exhaustive, genetic"]),
     ("unknown runtime", ["runtime=x"], ["runtime", "'x'", "auto, gpu"]),
     ("unknown experiment", ["experiment=yu2025_fig66"], ["experiment", "'yu2025_fig66'", "yu2025_fig6"]),
-    ("model=hf without a path", ["model=hf"], ["model.path", "None", "posbench model=hf model.path=DIR"]),
+    ("model=hf without a path", ["model=hf"], ["model.path", "None", "posbench model=DIR"]),
     ("unknown dtype", ["model.dtype=int8"], ["model.dtype", "'int8'", "bfloat16"]),
     ("unknown kernel", ["model.attention=flash"], ["model.attention", "'flash'", "sdpa | eager"]),
     ("window of zero", ["+model.context_window=0"], ["model.context_window", "0", "from 1 to 1000000000"]),
@@ -121,11 +131,6 @@ BARE = [
         "more calibration pairs than words",
         ["task.calibration_pairs=65"],
         ["task.calibration_pairs", "65", "at most 64"],
-    ),
-    (
-        "no examples",
-        ["task.examples_per_position=0"],
-        ["task.examples_per_position", "0", "from 1 to 100000"],
     ),
     ("no strings", ["search.strings=0"], ["search.strings", "0", "from 1 to 1000000"]),
     ("no factors", ["search.factors=[]"], ["search.factors", "[]", "at least 1"]),
@@ -170,11 +175,12 @@ BARE = [
     ("unknown choice of a flag", ["--cfg", "nonsense"], ["--cfg", "nonsense", "'job'"]),
     ("two modes", ["--info", "-m"], ["--info -m", "one of"]),
     ("missing config folder", ["--config-dir", "/nowhere"], ["--config-dir", "'/nowhere'", "folder"]),
-    ("no questions kept", ["task.limit=0"], ["task.limit", "0", "from 1 to 1000000"]),
+    ("no questions kept", ["task.limit=0"], ["task.limit", "0", "from 1 to 100000"]),
     ("endless stages", ["stages=inf"], ["stages", "inf", "in this order"]),
     ("half a stage", ["stages=1.5"], ["stages", "1.5", "in this order"]),
     ("stages that are true", ["stages=true"], ["stages", "True", "in this order"]),
-    ("one stage without brackets", ["stages=evaluate"], ["stages", "'evaluate'", "set stages=[evaluate]"]),
+    ("a word that is no stage", ["stages=evaluat"], ["stages = ['evaluat']", "intervene, evaluate, report"]),
+    ("words out of order", ["stages=report,evaluate"], ["stages = ['report', 'evaluate']", "in this order"]),
     ("no model", ["model=null"], ["model", "'null'", "tiny", "leave it out"]),
     ("no task", ["task=null"], ["task", "'null'", "kv_retrieval"]),
     ("no penalty", ["task.repetition_penalty=0"], ["task.repetition_penalty", "0", "above 0"]),
@@ -231,7 +237,7 @@ BARE = [
     (
         "a reply longer than the window",
         ["task.max_new_tokens=100000"],
-        ["prompt length", "task.max_new_tokens"],
+        ["task.max_new_tokens = 100000", "at most 381", "window of tiny is 512", "task.max_new_tokens=381"],
     ),
 ]
 
@@ -253,15 +259,15 @@ SMALL = [
     (
         "prompt over the window",
         ["task.pairs=64", "task.positions=[0]"],
-        ["prompt length", "259", "at most 255", "task.pairs", "task.truncation=middle"],
+        ["task.pairs = 64", "at most 63", "window of random is 256", "task.truncation=middle"],
     ),
     (
         "calibration over the window",
         ["task.calibration_pairs=64"],
-        ["prompt length", "259", "at most 256", "task.pairs"],
+        ["task.calibration_pairs = 64", "at most 63", "set task.calibration_pairs=63"],
     ),
-    ("strings over the window", ["search.length=257"], ["search.length", "257", "to 256", "shorten"]),
-    ("window over the strings", ["search.window=100"], ["search.length", "48", "from 109"]),
+    ("strings over the window", ["search.length=257"], ["search.length", "257", "at most 256"]),
+    ("window over the strings", ["search.window=100"], ["search.window = 100", "at most 4"]),
     ("official over the strings", ["search.variant=official"], ["search.length", "48", "from 301"]),
     ("device that is not there", ["runtime.device=cuda:7"], ["runtime.device", "'cuda:7'", "auto, cpu"]),
     ("device that is none", ["runtime.device=abacus"], ["runtime.device", "'abacus'", "auto, cpu"]),
@@ -315,13 +321,13 @@ SMALL = [
     ("a folder as file", ["task.path={files}"], ["task.path", "readable", "directory"]),
     (
         "broken line",
-        ["task.path={files}/broken.jsonl", "task.examples_per_position=3"],
-        ["task.path", "broken.jsonl line 2", "JSON"],
+        ["task.path={files}/broken.jsonl", "task.limit=3"],
+        ["task.path", "broken.jsonl, line 2", "JSON"],
     ),
     (
         "line that is no object",
         ["task.path={files}/list.jsonl"],
-        ["task.path", "list.jsonl line 1", "JSON object"],
+        ["task.path", "list.jsonl, line 1", "JSON object"],
     ),
     (
         "truncated gzip",
@@ -336,29 +342,24 @@ SMALL = [
     (
         "missing field",
         ["task.path={files}/nofield.jsonl", ONE],
-        ["task.path", "nofield.jsonl line 1", "value"],
+        ["task.path", "nofield.jsonl, line 1", "value"],
     ),
     (
         "gold not among the pairs",
         ["task.path={files}/nogold.jsonl", ONE],
-        ["task.path", "nogold.jsonl line 1", "gold"],
+        ["task.path", "nogold.jsonl, line 1", "gold"],
     ),
     ("wrong encoding", ["task.path={files}/latin.jsonl", ONE], ["task.path", "latin.jsonl", "UTF-8"]),
-    ("empty file", ["task.path={files}/empty.jsonl"], ["task.path", "empty.jsonl", "a file with questions"]),
-    (
-        "wrong fields before a wrong number",
-        ["task.path={files}/nofield.jsonl", "task.examples_per_position=99"],
-        ["task.path", "nofield.jsonl line 1"],
-    ),
+    ("empty file", ["task.path={files}/empty.jsonl"], ["task.path", "empty.jsonl", "this one is empty"]),
     (
         "half of a character",
         ["task.path={files}/half.jsonl", ONE],
-        ["task.path", "half.jsonl line 1", "UTF-8"],
+        ["task.path", "half.jsonl, line 1", "UTF-8"],
     ),
     (
-        "more examples than the file",
-        ["task.path={files}/good.jsonl", "task.examples_per_position=4"],
-        ["task.examples_per_position", "4", "at most 3"],
+        "limit of an earlier release",
+        ["task.examples_per_position=4"],
+        ["task.examples_per_position = 4", "task.limit, its name now", "task.limit=4"],
     ),
     (
         "more pairs than the file",
@@ -368,12 +369,12 @@ SMALL = [
     (
         "calibration on the evaluation",
         ["task.path={files}/good.jsonl", ONE, "task.calibration_path={files}/overlap.jsonl"],
-        ["task.calibration_path", "overlap.jsonl line 1", "does not ask"],
+        ["task.calibration_path", "overlap.jsonl, line 1", "does not ask"],
     ),
     (
         "calibration without output",
         ["task.calibration_path={files}/nooutput.jsonl"],
-        ["task.calibration_path", "nooutput.jsonl line 1", "output"],
+        ["task.calibration_path", "nooutput.jsonl, line 1", "output"],
     ),
     (
         "empty calibration",
@@ -402,10 +403,11 @@ def test_refused_before_the_model(
 def test_the_checkpoint_comes_first_and_with_what_else_is_missing(
     posbench: Callable[..., Result], outputs: Path, tmp_path: Path
 ) -> None:
-    result = posbench("model=hf", f"model.path={tmp_path}")
+    result = posbench(f"model={tmp_path}", f"task.path={tmp_path}/none.jsonl", "stages=[evaluate]")
     lines = result.err.splitlines()
-    assert result.status == 2 and len(lines) == 2 and run_folders(outputs) == []
-    assert "model.path" in lines[0] and "it lacks config.json" in lines[0] and "method.channel" in lines[1]
+    assert result.status == 2 and len(lines) == 3 and run_folders(outputs) == []
+    assert "model.path" in lines[0] and "it lacks config.json" in lines[0]
+    assert "task.path" in lines[1] and "get it from Liu" in lines[1] and "method.channel" in lines[2]
 
 
 def test_every_job_of_a_sweep_says_what_is_wrong(posbench: Callable[..., Result], outputs: Path) -> None:

@@ -11,7 +11,7 @@ import pandas as pd
 
 from tests.conftest import Result, run_folders
 
-FEW = ["task.pairs=12", "task.positions=[0,5,11]", "task.examples_per_position=6", "runtime.resamples=100"]
+FEW = ["task.pairs=12", "task.positions=[0,5,11]", "task.limit=6", "runtime.resamples=100"]
 
 
 def test_chain_is_made_of_its_links(posbench: Callable[..., Result], outputs: Path) -> None:

@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from posbench import __version__, load, paths
+from posbench.cli.main import VERBS
 from posbench.cli.verbs import KINDS
 from posbench.errors import choices
 from posbench.report import paper, sweep, text
@@ -30,6 +31,7 @@ def test_help_and_version(posbench: Callable[..., Result]) -> None:
             result.status == 0
             and "posbench task=kv_retrieval model=mistral7b method=scale_channel" in result.out
         )
+        assert result.out.count("\n") < 40 and all(f"\n  {verb}  " in result.out for verb in VERBS)
     assert posbench("--version", verb=True).out == f"posbench {__version__}\n"
 
 
@@ -38,12 +40,10 @@ def test_ls_names_every_file(posbench: Callable[..., Result]) -> None:
     assert everything.status == 0
     for verb, group in KINDS.items():
         listed = posbench("ls", verb, verb=True).out
-        names = {
-            line.split()[0] for line in listed.splitlines()[2:] if not line.startswith(" ") and line.strip()
-        }
-        assert set(choices(paths.CONF / group)) <= names
+        assert [line.split("\t")[0] for line in listed.splitlines()[1:]] == choices(paths.CONF / group)
+        assert listed in everything.out
     assert all(name in everything.out for name in choices(paths.EXPERIMENTS))
-    assert "stages=[search]" in "".join(posbench("ls", "methods", verb=True).out.split())
+    assert "stages=[search]" in posbench("ls", "methods", verb=True).out
 
 
 def test_validate_checks_everything_and_runs_nothing(
@@ -81,12 +81,7 @@ def test_cfg_prints_the_composed_config(posbench: Callable[..., Result], outputs
 def test_the_default_run_on_the_embedded_model(posbench: Callable[..., Result], outputs: Path) -> None:
     """``posbench`` as typed first, with fewer examples: all four stages and everything that the folder
     promises."""
-    few = [
-        "task.examples_per_position=4",
-        "task.calibration_examples=6",
-        "search.strings=40",
-        "runtime.intervene_examples=2",
-    ]
+    few = ["task.limit=4", "task.calibration_examples=6", "search.strings=40", "runtime.intervene_examples=2"]
     result = posbench(*few, "runtime.resamples=100")
     assert result.status == 0, result.err
     (folder,) = run_folders(outputs)
@@ -110,11 +105,11 @@ def test_the_default_run_on_the_embedded_model(posbench: Callable[..., Result], 
     assert set(table["method"]) == {"none", "scale_channel"} and len(set(table["gold_position"])) == 10
     assert list((folder / "figures").iterdir())
     facts = json.loads((folder / "provenance.json").read_text())
-    assert (
-        facts["command"].startswith("posbench task.examples_per_position=4")
-        and facts["posbench"] == __version__
-    )
+    assert facts["command"].startswith("posbench task.limit=4") and facts["posbench"] == __version__
     assert "report.html" in result.out
+    page, names = (folder / "report.html").read_text(), ["time", "tokens/s", "peak memory"]
+    assert all(f"<td>{name}" in page for name in names) and "\ntime: search " in result.out
+    assert set(json.loads((folder / "status.json").read_text())["spent"]) >= {"search", "evaluate", "report"}
 
 
 def test_a_sweep_over_a_task_keeps_each_runs_own_baseline(

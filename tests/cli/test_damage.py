@@ -69,7 +69,7 @@ def damage(file: Path, how: str, other: Path) -> bool:
 @pytest.fixture(scope="module")
 def trees(small: list[str], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, bool], Tree]:
     """Trees by kind (search or study) and whether the run finished; each is made once."""
-    few = ["task.examples_per_position=4", "task.calibration_examples=4", "search.strings=8"]
+    few = ["task.limit=4", "task.calibration_examples=4", "search.strings=8"]
     few += ["runtime.intervene_examples=2", "runtime.batch_size=4"]
     rollout = ["study=rollout", "study.prompts=4", "study.tokens=32", "study.parts=4"]
     kinds = {

@@ -15,7 +15,7 @@ from posbench.tasks.kv_retrieval import WORDS
 from tests.conftest import Result, run_folders
 
 FIXED = [
-    "task.examples_per_position=4",
+    "task.limit=4",
     "method=scale_channel",
     "method.channel=3",
     "method.layers=[1,2]",

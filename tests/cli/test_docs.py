@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
-import shlex
-from collections.abc import Iterator
 from pathlib import Path
 
 import pandas as pd
@@ -21,27 +18,6 @@ from tests.conftest import Result, run_folders
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "families.md"
-
-
-def commands(file: Path) -> Iterator[str]:
-    """Runs that a document shows, as lines of a block or between backticks; verbs and placeholders apart."""
-    for line in file.read_text().splitlines():
-        for found in re.findall(r"(?:`|^(?:    )?)posbench ([^`#]*=[^`#]*)", line):
-            text = re.split(r"  +", found.strip())[0]
-            if not re.match(r"(fetch|docs|lm_eval|report|validate) ", text) and not re.search(
-                r"[A-Z]{3}", text
-            ):
-                yield text
-
-
-@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "docs"])
-def test_the_runs_that_documents_show_compose_and_check(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(ROOT)
-    files = sorted((ROOT / page).rglob("*.md")) if (ROOT / page).is_dir() else [ROOT / page]
-    shown = dict.fromkeys(text for file in files for text in commands(file) if "my_files" not in text)
-    assert shown or page == "CONTRIBUTING.md"
-    for text in shown:
-        assert main(["validate", *shlex.split(text)]) == 0, text
 
 
 def findings(model: str, *rows: tuple[str, float, str]) -> pd.DataFrame:
@@ -106,7 +82,7 @@ def test_the_pages_that_there_are_stand_in_the_error(
 ) -> None:
     assert main(["docs", *args]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert "families, claims DIR, run DIR, experiments DIR, gallery DIR" in line
+    assert "families, data, claims DIR, run DIR, experiments DIR, gallery DIR" in line
 
 
 def test_a_folder_without_claims_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

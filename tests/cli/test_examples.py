@@ -16,7 +16,7 @@ EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
 SMALL = [
     "task=roll_call",
     "task.names=8",
-    "task.examples_per_position=4",
+    "task.limit=4",
     "runtime.intervene_examples=2",
     "runtime.resamples=100",
 ]
@@ -40,7 +40,7 @@ def test_each_is_a_module_and_a_yaml() -> None:
         "study": "first_item",
         "search": "tries",
     }.items():
-        (file,) = (EXAMPLES / group).glob("*.yaml")
+        file = EXAMPLES / group / f"{module}.yaml"
         assert yaml.safe_load(file.read_text())["_target_"].startswith(f"{module}.")
         assert (EXAMPLES / f"{module}.py").is_file()
 

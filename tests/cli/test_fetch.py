@@ -15,6 +15,7 @@ from threading import Thread
 from types import SimpleNamespace
 from typing import Any
 
+import huggingface_hub
 import pytest
 import torch
 from huggingface_hub import constants
@@ -108,10 +109,10 @@ def hub(tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> Hu
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_bytes(b"x" * 1000)
     hub = Hub(tmp_path / "cache", folder)
-    hub.real = sources.snapshot_download  # type: ignore[attr-defined]
+    hub.real = huggingface_hub.snapshot_download  # type: ignore[attr-defined]
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(hub.cache))
-    monkeypatch.setattr(sources, "HfApi", lambda: hub)
-    monkeypatch.setattr(sources, "snapshot_download", hub.snapshot_download)
+    monkeypatch.setattr(huggingface_hub, "HfApi", lambda: hub)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", hub.snapshot_download)
     monkeypatch.setenv("COLUMNS", "200")
     return hub
 

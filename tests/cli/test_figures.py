@@ -19,7 +19,7 @@ from posbench import paths
 from posbench.cli import figures
 from tests.conftest import PROCESS, Result
 
-SMALL = {"pairs": 4, "positions": [0, 3], "examples_per_position": 4}
+SMALL = {"pairs": 4, "positions": [0, 3], "limit": 4}
 
 CHILD = """
 import os, signal, sys, time
@@ -147,6 +147,8 @@ def test_a_failure_stops_no_other(
     child("(root / f'done-{name}').touch()")
     result = call("--jobs", "1")
     assert _states(result)["good"] == "finished before" and _states(result)["bad"] == "done"
+    lines = [line for line in result.out.splitlines() if line.startswith("figures ")]
+    assert [line.split(",")[0] for line in lines] == ["figures 0/2 (0 %)", "figures 2/2 (100 %)"]
     order = [line.split()[0] for line in (tmp_path / "order").read_text().splitlines()]
     assert order == ["experiment=killed", "experiment=bad"]
 
@@ -269,3 +271,15 @@ def test_killed_and_called_again(tmp_path: Path, outputs: Path) -> None:
     again = subprocess.run([*PROCESS, *args], capture_output=True, text=True, check=False)
     assert again.returncode == 0 and again.stdout.count("finished before") == 2, again.stderr
     assert stamps == {p: p.stat().st_mtime_ns for p in outputs.rglob("*") if p.is_file()}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux tells a process that its parent is gone")
+def test_a_process_ends_with_the_one_that_started_it() -> None:
+    child = "import os, signal; from posbench.cli import main; "
+    child += "main.run = lambda: (print('began', flush=True), signal.pause()); main.run_below(os.getppid())"
+    starts = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
+    parent = subprocess.Popen([sys.executable, "-c", starts], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout and parent.stdout.readline() == "began\n"
+    parent.kill()
+    # The pipe closes when the last of the two is gone.
+    assert parent.communicate(timeout=60)[0] == ""

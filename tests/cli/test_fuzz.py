@@ -42,7 +42,7 @@ BAD = {
     "long": "x" * 300,
     "surrogate": "a\udc80b",
 }
-FEW = ["task.examples_per_position=2"]
+FEW = ["task.limit=2"]
 LONGEST = 60  # seconds after which a try counts as one that never ends
 SAMPLE = ("task=nq_multidoc", "method=ms_poe", "search=channel", "study=crop_mask")
 STEP = 23  # of their pairs, every so many; prime, so that all kinds have a turn

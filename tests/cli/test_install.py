@@ -73,12 +73,7 @@ def test_it_runs_from_an_empty_directory(installed: Path, tmp_path: Path) -> Non
     assert all(
         name in listed.stdout for name in [*choices(paths.CONF / "model"), *choices(paths.EXPERIMENTS)]
     )
-    few = [
-        "task.examples_per_position=3",
-        "task.calibration_examples=4",
-        "search.strings=30",
-        "runtime.intervene_examples=1",
-    ]
+    few = ["task.limit=3", "task.calibration_examples=4", "search.strings=30", "runtime.intervene_examples=1"]
     done = _posbench(installed, tmp_path / "empty", *few, "runtime.resamples=100")
     assert done.returncode == 0, done.stderr
     (folder,) = (tmp_path / "empty/outputs/kv_retrieval/v001").glob("tiny__*")

@@ -14,7 +14,7 @@ from posbench import paths
 from tests.kills import Kills, loaded_once
 
 KILLS = 60
-FEW = ["task.pairs=12", "task.positions=[0,5,11]", "task.examples_per_position=4", "runtime.resamples=100"]
+FEW = ["task.pairs=12", "task.positions=[0,5,11]", "task.limit=4", "runtime.resamples=100"]
 SCALES = [*FEW, "method=layer_scaling", "task.calibration_examples=6", "task.calibration_pairs=12"]
 BRED = [*SCALES, "search.population=5", "search.parents=3", "search.mutations=3", "search.crossovers=2"]
 BRED += ["search.generations=2", "search.batch_size=6"]

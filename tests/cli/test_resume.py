@@ -33,7 +33,7 @@ def _only(outputs: Path) -> Path:
 
 def test_killed_at_any_moment(small: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All stages, in this process; tests/cli/test_kills.py kills every search and study sixty times."""
-    args = [*small, "task.examples_per_position=4", "task.calibration_examples=4"]
+    args = [*small, "task.limit=4", "task.calibration_examples=4"]
     monkeypatch.setattr("posbench.run.base.load", loaded_once(args))
     kills = Kills(args, tmp_path)
     assert kills.tried(6, whole=1) == (6, 6), kills.failures
@@ -115,8 +115,16 @@ def test_damaged_rows_are_computed_again(
     for late in ("metrics.csv", "DONE"):  # what a killed run lacks
         (finished / late).unlink()
     sizes = _count_work(monkeypatch)
-    assert posbench(*small).status == 0
+    result = posbench(*small)
+    assert result.status == 0
     assert len(sizes) == (1 if damage in ("torn", "flipped", "errored") else 0)
+    if damage in ("torn", "newline"):
+        # The last batch of 4 is read again; what both sessions read adds up, one reply token a prompt.
+        assert ("evaluate scale_channel 32/36 (88 %), 0:00:00 elapsed" in result.out) is (damage == "torn")
+        tokens, again = [json.loads(line)["tokens"] for line in lines], 4 if damage == "torn" else 0
+        spent = opened(finished).status()["spent"]["evaluate"]
+        assert spent["prompt_tokens"] == sum([*tokens, *tokens[len(tokens) - again :]])
+        assert spent["reply_tokens"] == len(tokens) + again
     assert _results(finished) == wanted
     rows = [json.loads(line) for line in file.read_bytes().splitlines()]
     assert sorted((r["method"], r["id"]) for r in rows) == sorted(

@@ -15,7 +15,7 @@ from posbench.report.sweep import again as again_of
 from posbench.run.folder import opened
 from tests.conftest import Result, run_folders
 
-FEW = ["task.examples_per_position=4", "method.channel=3", "method.layers=[1,2]", "stages=[evaluate]"]
+FEW = ["task.limit=4", "method.channel=3", "method.layers=[1,2]", "stages=[evaluate]"]
 
 
 def test_a_sweep_over_the_task_is_found_compared_and_scored_again(

@@ -35,7 +35,7 @@ GENETIC = [
     "task.calibration_pairs=20",
     "task.pairs=20",
     'task.positions=["0%","50%"]',
-    "task.examples_per_position=4",
+    "task.limit=4",
     "runtime.device=cpu",
     "runtime.resamples=100",
 ]
@@ -159,7 +159,7 @@ def test_a_search_is_shared_between_runs_that_differ_in_the_stages(
 def test_gradient_lowers_the_loss_and_leaves_scales_to_the_method(
     posbench: Callable[..., Result], outputs: Path
 ) -> None:
-    result = posbench(*GRADIENT, "stages=[search,evaluate,report]", "task.examples_per_position=2")
+    result = posbench(*GRADIENT, "stages=[search,evaluate,report]", "task.limit=2")
     assert result.status == 0, result.err
     epochs = pd.read_csv(_only(outputs) / "search.csv")
     assert len(epochs) == 3 and epochs["loss"].iloc[-1] < epochs["loss"].iloc[0]
@@ -237,9 +237,7 @@ def test_without_a_search_that_serves_it_the_method_runs_with_the_published_bloc
     posbench: Callable[..., Result],
 ) -> None:
     # The model's own stages ask for a search, and the default search serves another method: it is left out.
-    result = posbench(
-        "model=tiny", "method=layer_scaling", "task.examples_per_position=2", "runtime.intervene_examples=1"
-    )
+    result = posbench("model=tiny", "method=layer_scaling", "task.limit=2", "runtime.intervene_examples=1")
     assert result.status == 0, result.err
     assert "search" not in result.out.split("constants:")[0]
 

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from posbench import paths
+from posbench.cli.main import VERBS
+from posbench.errors import choices
 from posbench.report.console import terminal
 from posbench.run.folder import RunDir
 from tests.conftest import PROCESS, Result, run_folders
@@ -51,12 +55,15 @@ def test_examples_of_a_run_are_shown(
     assert "a run that evaluated" in posbench("show", str(outputs), verb=True).err
 
 
-@pytest.mark.parametrize("verb", ["ls", "fetch", "validate", "report", "rescore", "show", "docs"])
+@pytest.mark.parametrize("verb", VERBS)
 def test_every_verb_says_how_it_is_called(posbench: Callable[..., Result], verb: str) -> None:
-    for args in (["--help"], ["-h"], ["something", "--help"]):
-        told = posbench(verb, *args, verb=True)
-        assert (told.status, told.err) == (0, "") and told.out.startswith(f"usage: posbench {verb} ")
-        assert told.out.count("\n") == 2
+    told = posbench(*verb.split(), "--help", verb=True)
+    lines = told.out.splitlines()
+    assert (told.status, told.err) == (0, "") and "Raises" not in told.out
+    assert re.fullmatch(r"[A-Z].*\.", lines[0]) and lines[2].startswith(f"usage: posbench {verb} ")
+    assert any(line.startswith("example: ") and f"posbench {verb} " in line for line in lines)
+    for args in (["-h"], *([["something", "--help"]] if verb != "lm_eval" else [])):
+        assert posbench(*verb.split(), *args, verb=True).out == told.out
 
 
 @pytest.mark.parametrize("text", ["{", "3", "[a]", "{}", "task: 3", "\udcff"])
@@ -75,10 +82,13 @@ def test_a_config_that_is_none_is_one_line(
 
 
 def test_a_piped_list_has_a_line_for_each_choice(posbench: Callable[..., Result]) -> None:
-    listed = posbench("ls", "tasks", verb=True).out.splitlines()
-    assert len(listed) == 2 + 8 and max(map(len, listed)) > 80
-    (nq,) = (line for line in listed if line.startswith("nq_multidoc "))
-    assert "2655 questions with 10, 20 or 30 documents; the first 500 by default" in nq
+    header, *listed = [line.split("\t") for line in posbench("ls", "tasks", verb=True).out.splitlines()]
+    assert header == ["name", "version", "metric", "size", "source", "licence"]
+    assert [row[0] for row in listed] == choices(paths.CONF / "task")
+    (nq,) = (row for row in listed if row[0] == "nq_multidoc")
+    assert nq[3] == "2655 questions with 10, 20 or 30 documents; the first 500 by default"
+    as_json = json.loads(posbench("ls", "tasks", "--json", verb=True).out)
+    assert [list(map(str, row.values())) for row in as_json] == listed
 
 
 def test_a_reader_that_has_read_enough_gets_no_traceback() -> None:

@@ -233,7 +233,7 @@ def test_a_killed_training_goes_on_bit_for_bit(tmp_path, monkeypatch, stops):
     assert [row["step"] for row in log["curves"]] == [2, 4, 5, 2, 4]
     calls = []
 
-    def kill(steps):
+    def kill(steps, before=False):
         calls.append(steps)
         if len(calls) == stops + 1:
             raise KeyboardInterrupt
@@ -241,8 +241,10 @@ def test_a_killed_training_goes_on_bit_for_bit(tmp_path, monkeypatch, stops):
     with pytest.raises(KeyboardInterrupt):
         train(MICRO, 3, tmp_path / "checkpoint.pt", kill)
     done = []
-    again, resumed = train(MICRO, 3, tmp_path / "checkpoint.pt", done.append)
-    assert done == [sum(calls), *[2, 2, 1, 2, 2][stops:]]
+    again, resumed = train(
+        MICRO, 3, tmp_path / "checkpoint.pt", lambda n, before=False: done.append((n, before))
+    )
+    assert done == [(sum(calls), True), *((n, False) for n in [2, 2, 1, 2, 2][stops:])]
     assert resumed["curves"] == log["curves"] and str(resumed["probes"]) == str(log["probes"])  # some are nan
     for a, b in zip(whole.parameters(), again.parameters(), strict=True):
         assert torch.equal(a, b)

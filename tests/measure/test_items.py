@@ -9,7 +9,7 @@ from posbench.tasks import KVRetrieval
 
 
 def test_attention_to_items_is_the_mean_over_each_items_tokens(tiny):
-    task = KVRetrieval(prompt="compact", records="words", pairs=6, examples_per_position=2, positions=(0, 5))
+    task = KVRetrieval(prompt="compact", records="words", pairs=6, limit=2, positions=(0, 5))
     examples = task.examples("evaluation")[:2]
     encoded = [tiny.encode(e.prompt) for e in examples]
     found, heads = (attention_to_items(tiny, encoded, examples, heads=h) for h in (False, True))

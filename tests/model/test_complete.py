@@ -83,7 +83,7 @@ def test_partial_weights_are_named_in_every_table_and_drawn_alike(
     posbench: Callable[..., Result], small: list[str], outputs: Path, copy: Path
 ) -> None:
     PARTIAL["a layer"][0](copy)
-    args = [*small, f"model.path={copy}", "task.examples_per_position=2"]
+    args = [*small, f"model.path={copy}", "task.limit=2"]
     args += ["method=none", "stages=[evaluate,report]"]
     refused = posbench(*args)
     assert refused.status == 2 and refused.err.count("\n") == 1 and "9 missing" in refused.err

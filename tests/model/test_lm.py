@@ -12,9 +12,7 @@ from posbench.tasks import KVRetrieval
 from tests.model.test_encode import reader
 from tests.models import BUILDERS, VOCABULARY, build
 
-SMALL = dict(
-    prompt="compact", records="words", pairs=6, examples_per_position=2, max_new_tokens=1, positions=(0, 3, 5)
-)
+SMALL = dict(prompt="compact", records="words", pairs=6, limit=2, max_new_tokens=1, positions=(0, 3, 5))
 METHODS = {"none": Unmodified(), "scaled": ScaleChannel(channel=3, factor=-1.0, layers=(0, 1))}
 
 
@@ -61,6 +59,25 @@ def test_generation_does_not_depend_on_the_batch(tiny):
     alone = [tiny.generate([p], max_new_tokens=1)[0] for p in prompts]
     assert tiny.generate(prompts, max_new_tokens=1, batch_size=8) == alone
     assert len(set(alone)) > 1
+
+
+def test_tokens_of_prompts_and_replies_are_counted_without_what_fills_them_up(tiny):
+    """Against each prompt alone through the library: neither is filled up there."""
+    prompts = [
+        e.prompt
+        for pairs in (4, 7)
+        for e in KVRetrieval(**(SMALL | {"pairs": pairs, "positions": (0,)})).examples("evaluation")
+    ]
+    read, written, new = 0, 0, []
+    for prompt in prompts:
+        ids = torch.tensor([tiny.encode(prompt).ids])
+        out = tiny.model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=9, do_sample=False)
+        read, written = read + ids.shape[1], written + out.shape[1] - ids.shape[1]
+        new.append(out.shape[1] - ids.shape[1])
+    before = tiny.read, tiny.written
+    tiny.generate(prompts, max_new_tokens=9, batch_size=8)
+    assert (tiny.read - before[0], tiny.written - before[1]) == (read, written)
+    assert min(new) < 9, "some replies end by themselves"
 
 
 def test_generation_is_greedy_whatever_the_checkpoint_says(tiny):

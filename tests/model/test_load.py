@@ -25,9 +25,7 @@ from posbench.tasks import KVRetrieval
 from posbench.tasks.kv_retrieval import WORDS
 from tests.models import VOCABULARY, build
 
-TASK = KVRetrieval(
-    prompt="compact", records="words", pairs=6, examples_per_position=2, max_new_tokens=2, positions=(0, 3, 5)
-)
+TASK = KVRetrieval(prompt="compact", records="words", pairs=6, limit=2, max_new_tokens=2, positions=(0, 3, 5))
 SEARCH = ChannelSearch(
     strings=6, length=40, window=6, skip=2, alphabet="tokens", batch_size=4, factors=(0.0,)
 )
@@ -114,7 +112,7 @@ def test_weights_that_do_not_fit_the_device(checkpoint: Path, monkeypatch: pytes
     def full(*args: Any, **kwargs: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 14 GiB")
 
-    monkeypatch.setattr("posbench.model.load.AutoModelForCausalLM.from_pretrained", full)
+    monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", full)
     with pytest.raises(UserError, match=r"runtime\.device = 'cpu': .*runtime\.device_map=auto"):
         load(checkpoint, device="cpu")
 

@@ -197,9 +197,7 @@ def test_the_auxiliary_loss_says_nothing_where_all_experts_are_kept():
 
 def test_the_router_of_the_embedded_model_helps_on_prompts_it_was_not_trained_on():
     lm, rows = posbench.load("tiny"), []
-    task = KVRetrieval(
-        pairs=32, positions=(0, 15, 31), records="words", prompt="compact", examples_per_position=8
-    )
+    task = KVRetrieval(pairs=32, positions=(0, 15, 31), records="words", prompt="compact", limit=8)
     for example in task.examples("evaluation"):
         prompt, answer = lm.answer_ids(example.prompt, example.answers[0])
         rows.append(prompt + answer)

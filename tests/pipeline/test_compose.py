@@ -146,6 +146,22 @@ def test_an_experiments_grid_is_swept_unless_the_user_types_the_key() -> None:
     assert [job.raw["method"]["factor"] for job in other] == [3, 4]
 
 
+@pytest.mark.parametrize(
+    ("typed", "stages"),
+    [
+        ("evaluate", ["evaluate"]),
+        ("evaluate,report", ["evaluate", "report"]),
+        ("[evaluate,report]", ["evaluate", "report"]),
+        ("null", None),
+    ],
+)
+def test_stages_need_no_brackets_in_a_sweep_either(typed: str, stages: list[str] | None) -> None:
+    assert composed(f"stages={typed}").raw["stages"] == stages
+    found: list[Composed] = []
+    compose(["-m", "method.factor=0,1", f"stages={typed}"], found.append)
+    assert [job.raw["stages"] for job in found] == [stages, stages]
+
+
 def test_lists_stand_among_the_values_of_a_sweep() -> None:
     jobs = _jobs("-m", "method=none,[layer_scaling, scale_channel]", "task.positions=[0],[1,2]", "model=tiny")
     shown = [(job.raw["method"]["name"], job.raw["task"]["positions"]) for job in jobs]
@@ -236,3 +252,29 @@ def test_a_broken_file_of_the_user_is_named(own: Path) -> None:
     (own / "model" / "mine.yaml").write_text("path: [x\n")
     with pytest.raises(UserError, match=f"config file = '{own}': allowed: valid YAML"):
         _jobs("--config-dir", str(own), "model=mine")
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["model=tiny_b", "task.pairs=16", "++method.factor=0"],
+        ["-m", "method.factor=1,0", "model=tiny,tiny_b", "stages=[evaluate],[search]"],
+        ["method=[layer_scaling,scale_channel]", "method.parts.scale_channel.factor=0.5"],
+        ["experiment=yu2025_table1_kv", "model=tiny"],
+        ["experiment=lpes_table15", "task.seed=1"],
+    ],
+)
+def test_the_compose_api_gives_what_hydra_main_gives(args: list[str]) -> None:
+    """A key of Hydra's own config leads through ``hydra.main``."""
+    direct = _jobs(*args)
+    assert direct and direct == _jobs(*args, "hydra.verbose=false")
+    assert [job.number for job in direct] == list(range(len(direct)))
+
+
+def test_a_sweep_of_hydras_own_is_left_to_it(own: Path) -> None:
+    text = {"defaults": ["config", "_self_"], "experiment": {"name": "swept", "title": "x"}}
+    text["hydra"] = {"mode": "MULTIRUN", "sweeper": {"params": {"++task.pairs": "4,5"}}}
+    (own / "experiment").mkdir()
+    (own / "experiment/swept.yaml").write_text(yaml.safe_dump(text))
+    jobs = _jobs("--config-dir", str(own), "experiment=swept")
+    assert [(job.raw["task"]["pairs"], job.multirun) for job in jobs] == [(4, True), (5, True)]

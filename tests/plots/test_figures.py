@@ -13,6 +13,7 @@ import pytest
 
 from posbench.errors import UserError
 from posbench.plots.attention import attention_by_position
+from posbench.plots.base import save
 from posbench.plots.scores import accuracy_by_model, accuracy_by_position, by_subset
 from posbench.plots.search import candidate_losses_figure, channel_curves
 from posbench.plots.sweep import attention_sweep, factor_sweep
@@ -76,17 +77,22 @@ def test_attention_of_one_method_alone_and_no_change():
     np.testing.assert_allclose(right.images[0].get_array(), [[0.01, 0.012, 0.014], [0.02, 0.022, 0.024]])
     _, right, *_ = attention_by_position(attention(gain=0)).axes
     assert not np.any(right.images[0].get_array())
+    _, right, *_ = attention_by_position(attention(gain=-1e-9)).axes
+    assert right.images[0].norm.vmax == pytest.approx(1e-3 * 0.024), "rounding is not drawn as a change"
 
 
-def test_channel_lines():
-    figure = channel_curves(channels(), 33)
-    assert [axes.get_title() for axes in figure.axes[:2]] == ["attention input", "residual"]
-    raw, mean = figure.axes[1].lines[2:4]
+def test_channel_lines_have_a_panel_for_each_site_and_layer():
+    figure = channel_curves(channels(), 33, n=[7])
+    assert [axes.get_title() for axes in figure.axes] == ["layer 0", "layer 1"] * 2
+    assert ["input" in axes.get_ylabel() for axes in figure.axes[::2]] == [True, False]
+    raw, mean = figure.axes[3].lines
     np.testing.assert_allclose(raw.get_ydata(), [1.01, 1.09, 1.21, 1.29, 1.41])
     np.testing.assert_allclose(mean.get_ydata(), [1, 1.1, 1.2, 1.3, 1.4])
+    low, high = figure.axes[3].get_ylim()
+    assert 0.9 < low < 1 and high < 1.5, "the other layer, near 0, does not flatten this one"
     huge = channels().assign(value=lambda f: f["value"].where(f["token"] > 0, 500))
     axes = channel_curves(huge, 33).axes[0]
-    assert "off the scale" in axes.get_title() and axes.get_ylim()[1] < 2
+    assert "token 0: 500" in axes.get_title() and axes.get_ylim()[1] < 2
     with pytest.raises(UserError, match="34"):
         channel_curves(channels(), 34)
 
@@ -175,21 +181,22 @@ def test_what_cannot_be_drawn_is_named(frame, words):
 
 
 DRAW = """
-import pathlib, sys
-from posbench.plots.attention import attention_by_position
-from posbench.plots.base import save
-from posbench.plots.scores import accuracy_by_position
-from tests import frames
-save(accuracy_by_position(frames.metrics()), pathlib.Path(sys.argv[1]) / "a")
-save(attention_by_position(frames.attention()), pathlib.Path(sys.argv[1]) / "b")
+import sys
+from tests.plots.test_figures import drawn
+drawn(sys.argv[1])
 assert "matplotlib.pyplot" not in sys.modules and "torch" not in sys.modules
 """
 
 
+def drawn(folder: Path | str) -> None:
+    """Two figures as files."""
+    save(accuracy_by_position(metrics()), Path(folder) / "a")
+    save(attention_by_position(attention()), Path(folder) / "b")
+
+
 def test_files_are_byte_stable_across_processes(tmp_path):
-    for seed in ("1", "2"):
-        command = [sys.executable, "-c", DRAW, str(tmp_path / seed)]
-        environment = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": str(ROOT)}
-        subprocess.run(command, check=True, cwd=ROOT, env=environment)
-    files = [{p.name: p.read_bytes() for p in (tmp_path / seed).iterdir()} for seed in ("1", "2")]
+    other = {**os.environ, "PYTHONHASHSEED": "1", "PYTHONPATH": str(ROOT)}
+    subprocess.run([sys.executable, "-c", DRAW, str(tmp_path / "other")], check=True, cwd=ROOT, env=other)
+    drawn(tmp_path / "own")  # under another hash seed
+    files = [{p.name: p.read_bytes() for p in (tmp_path / where).iterdir()} for where in ("own", "other")]
     assert files[0] == files[1] and sorted(files[0]) == ["a.pdf", "a.png", "b.pdf", "b.png"]

@@ -49,13 +49,13 @@ def test_each_has_an_experiment_or_a_reason_and_no_experiment_covers_another() -
 
 
 def _told(text: str) -> list[list[str]]:
-    """What the page says whatever ran: headings, counts, and of a line item, words, experiment, weights."""
+    """What the page says whatever ran: headings, counts, and of a line item, words and command."""
     lines = [
         line
         for line in text.splitlines()
         if line.startswith(("|", "## ")) or line.endswith(" without an experiment.")
     ]
-    return [[cell.strip() for cell in line.strip("| ").split(" | ")][:4] for line in lines]
+    return [[cell.strip() for cell in line.strip("| ").split(" | ")][:3] for line in lines]
 
 
 def test_the_readme_lists_every_caption(tmp_path: Path) -> None:
@@ -84,7 +84,8 @@ def _run(folder: Path, seconds: float | None, *verdicts: str, model: str = "tiny
 def _line(folder: Path, name: str = "yu2025_fig7") -> list[str]:
     """Command, minutes and status of an experiment's line on the page."""
     (line,) = (line for line in page(folder).splitlines() if f"({name}.yaml)" in line)
-    return [cell.strip() for cell in line.split("|")[5:8]]
+    command, *told = [cell.strip() for cell in line.split("|")[3:6]]
+    return [command.removesuffix(f"]({name}.yaml)").removeprefix("["), *told]
 
 
 def test_of_a_sweep_times_and_verdicts_of_all_jobs_count(tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ def folder_of(path: Path, task: Task, replies: dict[str, str]) -> tuple[RunDir, 
 
 
 def test_an_example_in_words(tmp_path: Path) -> None:
-    task = KVRetrieval(pairs=30, positions=(3, 15), examples_per_position=2)
+    task = KVRetrieval(pairs=30, positions=(3, 15), limit=2)
     examples = Examples.of(*folder_of(tmp_path, task, {"15-1": "no\nidea", "3-0": ""}))
     assert examples.wrong() == ["3-0", "15-1"] and examples.ids() == ["3-0", "3-1", "15-0", "15-1"]
     asked = {e.id: e for e in task.evaluation()}["15-1"]
@@ -77,7 +77,7 @@ def test_a_prompt_that_cannot_be_built_again_is_not_shown(tmp_path: Path) -> Non
     row = {"ordered_kv_records": pairs, "key": "k2", "value": "v2"}
     data = tmp_path / "data.jsonl.gz"
     data.write_bytes(gzip.compress(json.dumps(row).encode()))
-    task = KVRetrieval(path=str(data), pairs=6, positions=(1,), examples_per_position=1)
+    task = KVRetrieval(path=str(data), pairs=6, positions=(1,), limit=1)
     run, config = folder_of(tmp_path, task, {"1-0": "no"})
     assert 'Key: "k2"' in Examples.of(run, config).text("1-0")
     # Another file under the same name: what was asked is not in it.
@@ -90,7 +90,7 @@ def test_a_prompt_that_cannot_be_built_again_is_not_shown(tmp_path: Path) -> Non
 
 
 def test_the_page_shows_some_wrong_answers_as_text(tmp_path: Path) -> None:
-    task = KVRetrieval(pairs=4, positions=(0, 3), examples_per_position=20)
+    task = KVRetrieval(pairs=4, positions=(0, 3), limit=20)
     wrong = {e.id: "</pre><script>alert(1)</script>" for e in task.evaluation()[:12]}
     folder_of(tmp_path, task, wrong)
     page = render_run(tmp_path).read_text()

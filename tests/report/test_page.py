@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pandas as pd
 import pytest
 
 from posbench.errors import UserError
-from posbench.report.page import render_run
-from posbench.report.sweep import render_sweep
+from posbench.report.page import fitted, read_run, render_run
+from posbench.report.sweep import render_sweep, sweep_table, swept_columns
 from tests.frames import attention, channels, metrics, search, sweep
 
 SEARCHED = "stages: [search]\nsearch: {_target_: posbench.search.channel.ChannelSearch}\n"
@@ -33,6 +34,7 @@ def test_full_run(tmp_path):
         json.dumps({"command": "posbench task=kv", "packages": {"torch": "2.6"}})
     )
     page = render_run(folder).read_text()
+    words = re.sub("<[^>]*>", "", page)
     titles = (
         "Accuracy by gold position",
         "Attention",
@@ -42,8 +44,10 @@ def test_full_run(tmp_path):
         "Provenance",
     )
     cells = "60.0 [57.0, 63.0]", "+30.0 [26.0, 34.0]", "scale_channel: {channel: 33, factor: 0}"
-    for text in (*(f"<h2>{title}</h2>" for title in titles), *cells, "posbench task=kv", "packages.torch"):
-        assert text in page
+    for text in (*cells, "posbench task=kv", "packages.torch"):
+        assert text in words
+    for title in titles:
+        assert f">{title}</h2>" in page
     assert page.count("data:image/png;base64,") == 4
     assert "<script" not in page and "http" not in page.replace("data:image", "")
     names = {p.name for p in (folder / "figures").iterdir()}
@@ -58,7 +62,7 @@ def test_absent_files_leave_their_sections_out(tmp_path):
     assert "Nothing was scored" in page and "kept the unmodified model" in page
     titles = "Accuracy by gold position", "Attention", "Positional channel", "Found constants", "Provenance"
     for title in (*titles, "How to reproduce"):
-        assert f"<h2>{title}</h2>" not in page
+        assert f">{title}</h2>" not in page
     (tmp_path / "search.csv").unlink()
     assert "<img" not in render_run(tmp_path).read_text()
 
@@ -83,7 +87,7 @@ def test_unfinished_run_says_so(tmp_path):
 
 def test_model_named_null_and_method_none_survive_the_csv(tmp_path):
     folder = folder_with(tmp_path, metrics=metrics(model="null"))
-    assert "The unmodified model answers" in render_run(folder).read_text()
+    assert read_run(folder)[0].startswith("The unmodified model answers")
 
 
 @pytest.mark.parametrize("render", [render_run, render_sweep])
@@ -125,7 +129,8 @@ def test_sweep_page(tmp_path):
     (tmp_path / "reference.json").write_text(json.dumps([row]))
     page = render_sweep(tmp_path).read_text()
     assert "Over 3 settings of method.factor, the average runs from 82.7 % (-1) to 92.7 % (0)" in page
-    assert "1 raise, 2 do not reliably change it" in page
+    assert "1 raise it, 2 cannot be told apart" in page
+    assert "<title>scale_channel on tiny, kv, by method.factor - posbench</title>" in page
     assert "numbers are for gpt; none of these ran here" in page and "Source: Table 1." in page
     assert (tmp_path / "figures" / "sweep.pdf").is_file() and (
         tmp_path / "figures" / "attention.pdf"
@@ -139,5 +144,36 @@ def test_sweep_over_a_column_that_metrics_also_has(tmp_path):
     columns = ["run", "swept", *[c for c in frame.columns if c not in ("run", "swept")]]
     frame[columns].rename(columns={"swept": "method"}).to_csv(tmp_path / "summary.csv", index=False)
     assert "Over 2 settings of method (swept)" in render_sweep(tmp_path).read_text()
-    pd.concat(parts).to_csv(tmp_path / "summary.csv", index=False)
-    assert "Over 2 settings of method," in render_sweep(tmp_path).read_text()
+    plain = pd.concat(parts)[["run", *metrics().columns]]
+    assert sweep_table(plain, swept_columns(plain))[2].startswith("Over 2 settings of method,")
+
+
+def test_checkpoints_that_were_swept_are_told_apart():
+    parts = [metrics().assign(**{"run": p[-1], "model.path": f"/home/all/{p}"}) for p in ("a/A", "b/B")]
+    frame = pd.concat(parts)[["run", "model.path", *metrics().columns]]
+    header, rows, sentence = sweep_table(frame, swept_columns(frame))
+    assert header[0] == "model.path" and [row[0] for row in rows] == ["a/A", "b/B"]
+    assert "/home" not in sentence
+    # Where the models have names of their own the path says no more.
+    named = frame.assign(model=frame["run"])
+    header, rows, _ = sweep_table(named, swept_columns(named))
+    assert header[0] == "model" and [row[0] for row in rows] == ["A", "B"]
+
+
+def test_a_sweep_of_studies_shows_their_verdicts_side_by_side(tmp_path):
+    same = dict(kind="paper", statistic="s", value=1, ci_low=0.5, ci_high=2, n=20, p=0.01, p_holm=0.01)
+    rows = [
+        {"run": f"v001/{m}", "study.x": x, "model": m, "verdict": v, "claim": c, **same}
+        for m, x, verdicts in (("a", 1, ("holds", "inconclusive")), ("b", 2, ("contradicted", "holds")))
+        for c, v in zip(("C", "D"), verdicts, strict=True)
+    ]
+    pd.DataFrame(rows).assign(note="").to_csv(tmp_path / "findings_summary.csv", index=False)
+    words = " ".join(re.sub("<[^>]*>", " ", render_sweep(tmp_path).read_text()).split())
+    assert "models holds C a x=1 contradicted C b x=2 inconclusive D a x=1 holds D b x=2" in words
+    assert "Claims of the paper: 2 hold, 1 contradicted, 1 inconclusive" in words
+
+
+def test_text_breaks_where_a_reader_expects_it():
+    assert fitted("1 [-1.5, 2e-05] & [a, b]") == '1 <span class="whole">[-1.5, 2e-05]</span> &amp; [a, b]'
+    assert fitted("v001/tiny__scale_channel") == "v001/<wbr>tiny__<wbr>scale_channel"
+    assert fitted("a_b") == "a_b"

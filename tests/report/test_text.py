@@ -12,7 +12,18 @@ from rich.console import Console
 from posbench.files.atomic import write_csv
 from posbench.report.tables import bias_table, findings_table, other_scores, position_table, subset_table
 from posbench.report.terminal import show_findings, summary_table
-from posbench.report.text import applied, headline, short, shortened, verdicts
+from posbench.report.text import (
+    answer,
+    applied,
+    headline,
+    short,
+    shortened,
+    spent,
+    subject,
+    title,
+    verdict_table,
+    verdicts,
+)
 from posbench.stats import findings
 from posbench.stats.bootstrap import Estimate
 from posbench.stats.findings import Finding
@@ -30,8 +41,8 @@ from tests.frames import AFTER, BEFORE, metrics
             "scale_channel raises the average from 84.0 % to 92.7 % "
             "(+8.6 points, 95 % interval 5.0 to 12.0, n = 300)",
         ),
-        (0.01, -0.02, 0.04, "makes no reliable change to the average"),
-        (0.02, 0.0, 0.04, "makes no reliable change to the average"),
+        (0.01, -0.02, 0.04, "scale_channel cannot be told from the unmodified model on average: 84.0 %"),
+        (0.02, 0.0, 0.04, "scale_channel cannot be told from the unmodified model on average: 84.0 %"),
         (-0.1, -0.15, -0.05, "scale_channel lowers the average"),
     ],
 )
@@ -50,6 +61,18 @@ def test_headline_without_method_without_comparison_and_without_metrics() -> Non
     unpaired = metrics()[lambda f: f["metric"] == "accuracy"]
     assert "no paired comparison was recorded" in headline(unpaired)
     assert headline(None) == "Nothing was scored in this run."
+
+
+def test_what_a_run_took_is_told_by_stage_and_tokens_by_the_seconds_of_the_loops() -> None:
+    evaluate = {"seconds": 100.4, "loop_seconds": 50, "prompt_tokens": 120_000, "reply_tokens": 5_000}
+    status = {"spent": {"evaluate": evaluate | {"resident": 2_345_000_000}, "intervene": {"seconds": 3.3}}}
+    status["spent"]["report"] = {"seconds": 9, "resident": 9e9}
+    assert spent(status) == {
+        "time": "intervene 3.3 s, evaluate 0:01:40",
+        "tokens/s": "evaluate 2,500 (prompts and replies)",
+        "peak memory": "2.35 GB resident",
+    }
+    assert spent({"state": "done", "stages": {}}) == {}, "a run of an older version"
 
 
 def test_intervals_are_rounded_and_lists_are_not() -> None:
@@ -142,12 +165,12 @@ def test_verdicts_are_counted_the_papers_and_ours_apart() -> None:
 
 def test_a_verdict_comes_first_with_the_statistic_that_it_rests_on(tmp_path: Path) -> None:
     header, rows = findings_table(_judged())
-    assert header[:4] == ["verdict", "claim", "statistic", "value"]
+    assert header[:4] == ["verdict", "claim", "value", "statistic"]
     assert [row[0] for row in rows] == [
         *("holds", "contradicted", "inconclusive", "not testable", "holds"),
         "holds",
     ]
-    assert rows[-1][1] == "Control: A claim" and rows[3][3] == rows[3][4] == rows[4][4] == ""
+    assert rows[-1][1] == "Control: A claim" and rows[3][2] == rows[3][4] == rows[4][4] == ""
     write_csv(tmp_path / "findings.csv", _judged())
     out = StringIO()
     show_findings(tmp_path, Console(file=out, width=120))
@@ -155,6 +178,38 @@ def test_a_verdict_comes_first_with_the_statistic_that_it_rests_on(tmp_path: Pat
     for word in ("holds", "contradicted", "inconclusive"):
         assert f"{word} A claim: statistic of {word}" in told, "equal claims are told apart"
     assert verdicts(_judged()) in told
+
+
+def test_a_study_answers_with_its_numbers_and_says_where_it_cannot_tell() -> None:
+    assert answer(_judged()) == (
+        f"{verdicts(_judged())} Holds: A claim (statistic of holds: 1 [0.5, 1.5]); A sum (of two: 2). "
+        "Contradicted: A claim (statistic of contradicted: -1 [-1.5, -0.5])."
+    )
+    unsure = Finding.above("B (Paper 2025)", "a share", Estimate(0.1, -1, 1, 50))
+    said = "Claims of the paper: 1 inconclusive. Inconclusive: B (a share: 0.1 [-1, 1])."
+    assert answer(findings.frame([unsure], "tiny")) == said
+
+
+def test_verdicts_stand_side_by_side() -> None:
+    told = [("a", "C", "contradicted"), ("a", "C", "holds"), ("a", "D", "holds"), ("b", "D", "inconclusive")]
+    told += [("c", "C", "holds")]
+    rows = [{"model": m, "claim": c, "verdict": v, "kind": "paper"} for m, c, v in told]
+    frame = pd.DataFrame(rows, columns=list(findings.COLUMNS)).assign(n=1, p_holm=float("nan"), note="")
+    both = [["contradicted", "C", "a"], ["holds", "C", "a; c"]]
+    table = [*both, ["holds", "D", "a"], ["inconclusive", "D", "b"]]
+    assert verdict_table(frame) == (["verdict", "claim", "models"], table)
+
+
+def test_a_title_names_method_model_and_task() -> None:
+    config: dict[str, object] = {"model": {"name": "m"}, "task": {"name": "t"}, "method": {"name": "none"}}
+    assert subject(config) == "unmodified on m, t"
+    scaled = config | {"method": {"name": "x"}, "search": {"name": "s"}, "stages": ["search", "evaluate"]}
+    assert subject(scaled) == "x on m, t"
+    assert subject(scaled | {"stages": ["search"]}) == "search s for x on m, t"
+    assert subject(config | {"study": {"name": "chain"}}) == "study chain on m, t"
+    assert subject(scaled | {"study": {"name": "chain"}}) == "study chain with x on m, t"
+    assert subject({"study": {"name": "rope"}}) == "study rope" and subject({}) == "run"
+    assert title(["x", "x"], list("abcde"), ["t"], ["x.y"]) == "x on 5 models, t, by x.y"
 
 
 def test_whose_claim_it_is_stands_at_its_definition() -> None:

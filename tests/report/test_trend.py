@@ -130,7 +130,7 @@ def test_the_page_of_a_sweep_shows_the_trend(tmp_path: Path) -> None:
     write_csv(tmp_path / "findings.csv", findings)
     sweep(NUMBERS).to_csv(tmp_path / "summary.csv", index=False)
     page = render_sweep(tmp_path).read_text()
-    assert "<h2>Trend</h2>" in page and "Figure 6a" in page and (tmp_path / "figures" / "trend.pdf").is_file()
+    assert ">Trend</h2>" in page and "Figure 6a" in page and (tmp_path / "figures" / "trend.pdf").is_file()
     panels = trend(pd.read_csv(tmp_path / "trend.csv", keep_default_na=False)).axes
     for axes, name, scale in zip(panels, (CENTRE, HALVES, SPREAD), (1, 100, 100), strict=True):
         (line,) = [one for one in axes.lines if len(one.get_xdata()) == len(NUMBERS)]

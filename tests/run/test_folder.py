@@ -125,6 +125,21 @@ def test_one_owner(tmp_path: Path) -> None:
         pass
 
 
+def test_what_a_run_took_adds_up_over_its_sessions_and_of_memory_the_most_stays(tmp_path: Path) -> None:
+    with _claim(tmp_path, 1) as run:
+        run.spend("evaluate", {"seconds": 2.5, "prompt_tokens": 300}, {"resident": 900})
+        run.finish("failed", "stopped", seconds=4)
+    with _claim(tmp_path, 1) as run:
+        run.resume(["evaluate"], {}, {})
+        run.spend("search", {"seconds": 1}, {"resident": 100})
+        run.spend("evaluate", {"seconds": 0.5, "prompt_tokens": 20}, {"resident": 800, "cuda": 5})
+        run.finish("done", seconds=3)
+    with _claim(tmp_path, 1) as run:
+        evaluate = {"seconds": 3, "prompt_tokens": 320, "resident": 900, "cuda": 5}
+        assert run.status()["spent"] == {"search": {"seconds": 1, "resident": 100}, "evaluate": evaluate}
+        assert run.status()["seconds"] == 7
+
+
 def test_siblings(tmp_path: Path) -> None:
     with _claim(tmp_path, 1, "a") as a, _claim(tmp_path, 1, "b") as b:
         assert b.sibling_with("search", "k") is None

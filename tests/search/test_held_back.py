@@ -21,7 +21,7 @@ from posbench.tasks.nq_multidoc import NQMultiDoc
 from tests.conftest import Result, run_folders
 
 CHANNEL = ["model=tiny", "runtime.device=cpu", "search.strings=20", "search.factors=[0.5]"]
-CHANNEL += ["task.calibration_examples=24", "task.examples_per_position=1", "stages=[search]"]
+CHANNEL += ["task.calibration_examples=24", "task.limit=1", "stages=[search]"]
 WORDS = {"prompt": "compact", "records": "words"}
 
 
@@ -104,14 +104,14 @@ def test_verdicts(gains: list[float]) -> None:
 
 
 def test_held_back_questions_are_asked_nowhere_else() -> None:
-    task = KVRetrieval(**WORDS, pairs=12, calibration_pairs=12, examples_per_position=20)
+    task = KVRetrieval(**WORDS, pairs=12, calibration_pairs=12, limit=20)
     new = {e.prompt for e in task.held_back(100)}
     known = {e.prompt for split in ("evaluation", "calibration") for e in task.examples(split)}
     assert len(new) == 100 and not new & known
     places = [[e.gold_position for e in each] for each in (task.held_back(100), task.examples("calibration"))]
     assert places[0] == places[1]
     file = Path(__file__).parents[1] / "data/nq_multidoc/nq-open-20_total_documents_gold_at_0.first3.jsonl"
-    used = {"path": str(file), "examples_per_position": 1}
+    used = {"path": str(file), "limit": 1}
     documents = NQMultiDoc(**used, calibration_examples=1)
     asked = [documents.examples("evaluation"), documents.examples("calibration"), documents.held_back(5)]
     assert [{e.cluster for e in each} for each in asked] == [{"0"}, {"1"}, {"2"}]
@@ -124,7 +124,7 @@ class Killed(Exception):
 
 GRADIENT = ["model=tiny", "runtime.device=cpu", "method=layer_scaling", "search=gradient", "search.epochs=2"]
 GRADIENT += [
-    "task.examples_per_position=1",
+    "task.limit=1",
     "search.samples=4",
     "search.learning_rate=0.05",
     "task.calibration_examples=6",
@@ -132,12 +132,7 @@ GRADIENT += [
 ]
 GENETIC = ["model=tiny", "runtime.device=cpu", "method=layer_scaling", "search=genetic", "stages=[search]"]
 GENETIC += ["search.population=4", "search.parents=2", "search.mutations=2", "search.crossovers=1"]
-GENETIC += [
-    "task.examples_per_position=1",
-    "search.generations=1",
-    "search.batch_size=6",
-    "task.calibration_examples=6",
-]
+GENETIC += ["task.limit=1", "search.generations=1", "search.batch_size=6", "task.calibration_examples=6"]
 
 
 ALL = ["empty", "torn", "flipped", "swapped", "deleted"]

@@ -91,7 +91,7 @@ def test_a_search_leaves_a_router_that_the_method_reads(posbench, outputs, tmp_p
     data = tmp_path / "data.jsonl"
     data.write_text("".join(json.dumps({"prompt": f"bal {w}", "answer": " gel"}) + "\n" for w in WORDS))
     given = ["task.calibration_examples=12", "task.calibration_pairs=4"]
-    result = posbench(*SEARCH, *given, "stages=[search,evaluate]", "task.examples_per_position=1")
+    result = posbench(*SEARCH, *given, "stages=[search,evaluate]", "task.limit=1")
     assert result.status == 0, result.err
     (folder,) = run_folders(outputs)
     block = yaml.safe_load((folder / "found.yaml").read_text())["moice"]

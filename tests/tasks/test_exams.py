@@ -72,11 +72,11 @@ def ceval(tmp_path: Path) -> Path:
 
 
 def _mmlu(path: Path, **given: Any) -> MMLU:
-    return MMLU(path=str(path), **{"subjects": ("us_foreign_policy",), **given})
+    return MMLU(path=str(path), **{"subsets": ("us_foreign_policy",), **given})
 
 
 def _ceval(path: Path, **given: Any) -> CEval:
-    return CEval(path=str(path), **{"subjects": ("law",), **given})
+    return CEval(path=str(path), **{"subsets": ("law",), **given})
 
 
 def test_the_mmlu_prompt_character_by_character(mmlu: Path) -> None:
@@ -174,7 +174,7 @@ def test_the_ceval_prompt_of_lm_eval_character_by_character(ceval: Path) -> None
 
 
 def test_five_real_demonstrations_in_file_order() -> None:
-    task = MMLU(path=str(DATA), subjects=("moral_disputes", "abstract_algebra"))
+    task = MMLU(path=str(DATA), subsets=("moral_disputes", "abstract_algebra"))
     examples = task.evaluation()
     assert [(e.id, e.answers) for e in examples] == [
         ("moral_disputes-0", ("A",)),
@@ -252,10 +252,7 @@ def test_categories_as_the_benchmarks_have_them() -> None:
         "Humanities": 11,
         "Other": 11,
     }
-    assert CEval(subjects=("law", "physician")).averages() == {
-        "Humanities": ("law",),
-        "Other": ("physician",),
-    }
+    assert CEval(subsets=("law", "physician")).averages() == {"Humanities": ("law",), "Other": ("physician",)}
 
 
 def test_the_mean_is_a_choice() -> None:
@@ -304,7 +301,7 @@ def test_the_hubs_files_read_like_the_originals(
 ) -> None:
     monkeypatch.setattr("posbench.tasks.base.local", lambda source: tmp_path / "hub")
     _hub(tmp_path / "hub")
-    from_hub = MMLU(subjects=("us_foreign_policy",)).evaluation()
+    from_hub = MMLU(subsets=("us_foreign_policy",)).evaluation()
     monkeypatch.undo()
     assert from_hub == _mmlu(mmlu).evaluation()
 
@@ -312,7 +309,7 @@ def test_the_hubs_files_read_like_the_originals(
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        ({"choices": lambda row: row[1:4]}, r"dev-00000-of-00001.parquet line 1.*four options"),
+        ({"choices": lambda row: row[1:4]}, r"dev-00000-of-00001.parquet, line 1.*four options"),
         ({"answer": 4}, r"line 1.*answer.*0 to 3"),
         ({"dev": DEV[:4]}, "4 rows.*5 rows, as in the benchmark"),
     ],
@@ -323,7 +320,7 @@ def test_bad_files_of_the_hub(
     monkeypatch.setattr("posbench.tasks.base.local", lambda source: tmp_path / "hub")
     _hub(tmp_path / "hub", **change)
     with pytest.raises(UserError, match=named):
-        MMLU(subjects=("us_foreign_policy",)).evaluation()
+        MMLU(subsets=("us_foreign_policy",)).evaluation()
 
 
 def test_all_subjects_of_the_hub_must_be_all_questions(
@@ -340,14 +337,14 @@ def test_all_subjects_of_the_hub_must_be_all_questions(
     [
         (
             [TEST[0], ["q", "a", "b", "c", "d", "E"]],
-            r'_test.csv line 3.*"answer" with a letter from A to D \(not "E"\)',
+            r'_test.csv, line 3.*"answer" with a letter from A to D \(not "E"\)',
         ),
         ([["q", "a", "b", "c", "d", ""]], r'line 1.*"answer"'),
         ([["q", "a", "b", "c", "d"]], "line 1.*number of columns"),
         ([["q", "a", "b", "c", "d", "A", "A"]], "line 1.*number of columns"),
         ([["", "a", "b", "c", "d", "A"]], 'line 1.*"question"'),
         ([["q", "a", "", "c", "d", "B"]], 'line 1.*"B"'),
-        ([], "at least one question"),
+        ([], "this one is empty"),
     ],
 )
 def test_bad_rows_name_file_line_and_field(mmlu: Path, rows: list[Row], named: str) -> None:
@@ -359,7 +356,7 @@ def test_bad_rows_name_file_line_and_field(mmlu: Path, rows: list[Row], named: s
 @pytest.mark.parametrize(
     ("rows", "named"),
     [
-        ([C_HEAD, C_VAL[0], C_VAL[0]], 'law_val.csv line 3.*"id" that occurs once'),
+        ([C_HEAD, C_VAL[0], C_VAL[0]], 'law_val.csv, line 3.*"id" that occurs once'),
         ([["", *C_HEAD[1:]], *C_VAL], None),
         ([C_HEAD[:-1], C_VAL[0][:-1]], 'line 2.*"answer"'),
         ([["id", "question", "A", "B", "C", "E", "answer"], C_VAL[0]], 'line 2.*"D"'),
@@ -377,10 +374,10 @@ def test_bad_rows_of_ceval(ceval: Path, rows: list[Row], named: str | None) -> N
 
 def test_bad_files(mmlu: Path, tmp_path: Path) -> None:
     (mmlu / "test/us_foreign_policy_test.csv").write_bytes("中".encode("gb18030") + b",a,b,c,d,A\n")
-    with pytest.raises(UserError, match=r"_test.csv line 1.*UTF-8"):
+    with pytest.raises(UserError, match=r"_test.csv, line 1.*UTF-8"):
         _mmlu(mmlu).evaluation()
     with pytest.raises(UserError, match=r"with dev/virology_dev.csv.*hendrycks"):
-        _mmlu(mmlu, subjects=("virology",)).evaluation()
+        _mmlu(mmlu, subsets=("virology",)).evaluation()
     with pytest.raises(UserError, match=r"absent.*hendrycks"):
         _mmlu(tmp_path / "absent").evaluation()
     (tmp_path / "torn.zip").write_bytes(b"PK")
@@ -397,9 +394,9 @@ def test_bad_files(mmlu: Path, tmp_path: Path) -> None:
         ({"shots": 6}, "task.shots"),
         ({"shots": -1}, "task.shots"),
         ({"max_new_tokens": 0}, "task.max_new_tokens"),
-        ({"subjects": ("anatomi",)}, "did you mean anatomy"),
-        ({"subjects": ()}, "task.subjects"),
-        ({"subjects": ("anatomy", "anatomy")}, "each once"),
+        ({"subsets": ("anatomi",)}, "did you mean anatomy"),
+        ({"subsets": ()}, "task.subsets"),
+        ({"subsets": ("anatomy", "anatomy")}, "each once"),
     ],
 )
 def test_bad_fields(given: dict[str, Any], named: str) -> None:
@@ -458,7 +455,7 @@ def test_letters_are_tokenised_together_with_the_prompt(
 def test_all_official_mmlu_files() -> None:
     folder = Path(str(OWN)) / "mmlu"
     tested = {file.name.removesuffix("_test.csv") for file in (folder / "test").iterdir()}
-    examples = MMLU(path=str(folder), subjects=tuple(sorted(tested))).evaluation()
+    examples = MMLU(path=str(folder), subsets=tuple(sorted(tested))).evaluation()
     assert Counter(e.subset for e in examples) == {
         "abstract_algebra": 100,
         "anatomy": 135,
@@ -485,6 +482,6 @@ def test_all_official_ceval_files() -> None:
     mapping = json.loads((folder / "subject_mapping.json").read_text())
     assert {name: (row[1], row[2]) for name, row in mapping.items()} == SUBJECTS
     held = tuple(subject for subject in SUBJECTS if (folder / f"val/{subject}_val.csv").is_file())
-    assert len(held) == 26 and len(CEval(path=str(folder), subjects=held).evaluation()) == 688
+    assert len(held) == 26 and len(CEval(path=str(folder), subsets=held).evaluation()) == 688
     task = CEval(path=str(folder))
     assert [len(task._read(folder, subject, "dev")) for subject in task.chosen] == [5] * 52

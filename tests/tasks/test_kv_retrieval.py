@@ -50,7 +50,7 @@ def test_compact_prompt_character_by_character() -> None:
 
 def test_the_prompts_are_those_that_positional_hidden_made_of_the_official_file() -> None:
     """Gold moved to index 24, 12 and 36, then cut to 50 pairs: every character as in the released prompts."""
-    task = KVRetrieval(path=str(LINE16), pairs=50, positions=(24, 12, 36), examples_per_position=1)
+    task = KVRetrieval(path=str(LINE16), pairs=50, positions=(24, 12, 36), limit=1)
     ours, theirs = task.examples("evaluation"), _rows(KV60)
     assert [e.prompt for e in ours] == [row["input"] for row in theirs]
     assert [e.answers for e in ours] == [(row["output"],) for row in theirs]
@@ -62,7 +62,7 @@ def test_an_official_line_in_its_own_order(keys: int) -> None:
     for number, row in enumerate(_rows(file)):
         records = [(k, v) for k, v in row["ordered_kv_records"]]  # type: ignore[attr-defined]
         gold = [k for k, _ in records].index(row["key"])
-        task = KVRetrieval(path=str(file), pairs=keys, positions=(gold,), examples_per_position=3)
+        task = KVRetrieval(path=str(file), pairs=keys, positions=(gold,), limit=3)
         example = task.examples("evaluation")[number]
         body = json.dumps(dict(records)).replace(", ", ",\n ")
         assert example.prompt == (
@@ -95,7 +95,7 @@ def test_a_label_that_is_no_share_is_refused(label: str) -> None:
 def test_the_gold_pair_moves_and_the_others_keep_their_order() -> None:
     file = DATA / "kv-retrieval-140_keys.first3.jsonl"
     rows = _rows(file)
-    examples = KVRetrieval(path=str(file), examples_per_position=3).examples("evaluation")
+    examples = KVRetrieval(path=str(file), limit=3).examples("evaluation")
     assert [e.gold_position for e in examples[:5]] == [0, 34, 69, 104, 139] and len(examples) == 15
     assert len({e.id for e in examples}) == 15 and {e.cluster for e in examples} == {"0", "1", "2"}
     for example in examples:
@@ -109,7 +109,7 @@ def test_the_gold_pair_moves_and_the_others_keep_their_order() -> None:
 
 @pytest.mark.parametrize(("prompt", "records"), [("official", "uuid"), ("compact", "words")])
 def test_spans_cut_out_the_pairs(prompt: str, records: str) -> None:
-    task = KVRetrieval(prompt=prompt, records=records, pairs=9, examples_per_position=2)  # type: ignore[arg-type]
+    task = KVRetrieval(prompt=prompt, records=records, pairs=9, limit=2)  # type: ignore[arg-type]
     for example in task.examples("evaluation"):
         items = [example.prompt[a:b] for a, b in example.items]
         assert len(items) == 9 and all(re.fullmatch(r'"[^"]+": "[^"]+"', item) for item in items)
@@ -119,16 +119,14 @@ def test_spans_cut_out_the_pairs(prompt: str, records: str) -> None:
 
 
 def test_generated_sets_are_those_of_their_seed() -> None:
-    first = KVRetrieval(pairs=5, examples_per_position=3).examples("evaluation")
-    assert KVRetrieval(pairs=5, examples_per_position=3).examples("evaluation") == first
-    assert {
-        e.prompt for e in KVRetrieval(pairs=5, examples_per_position=3, seed=1).examples("evaluation")
-    }.isdisjoint(e.prompt for e in first)
+    first = KVRetrieval(pairs=5, limit=3).examples("evaluation")
+    assert KVRetrieval(pairs=5, limit=3).examples("evaluation") == first
+    assert {e.prompt for e in KVRetrieval(pairs=5, limit=3, seed=1).examples("evaluation")}.isdisjoint(
+        e.prompt for e in first
+    )
     # More examples leave the first ones as they are.
     assert [
-        e
-        for e in KVRetrieval(pairs=5, examples_per_position=4).examples("evaluation")
-        if not e.id.endswith("-3")
+        e for e in KVRetrieval(pairs=5, limit=4).examples("evaluation") if not e.id.endswith("-3")
     ] == first
     uuids = re.findall(r'"([^"]+)"', first[0].prompt)
     assert all(
@@ -139,12 +137,7 @@ def test_generated_sets_are_those_of_their_seed() -> None:
 @pytest.mark.parametrize("records", ["uuid", "words"])
 def test_calibration_never_asks_what_the_evaluation_asks(records: str) -> None:
     task = KVRetrieval(
-        prompt="compact",
-        records=records,
-        pairs=12,
-        examples_per_position=50,
-        calibration_examples=200,
-        calibration_pairs=12,
+        prompt="compact", records=records, pairs=12, limit=50, calibration_examples=200, calibration_pairs=12
     )  # type: ignore[arg-type]
     evaluation, calibration = task.examples("evaluation"), task.examples("calibration")
     assert {e.prompt for e in evaluation}.isdisjoint(e.prompt for e in calibration)
@@ -156,9 +149,7 @@ def test_calibration_never_asks_what_the_evaluation_asks(records: str) -> None:
 
 def test_finished_calibration_prompts() -> None:
     task = KVRetrieval(
-        path=str(DATA / "kv-retrieval-140_keys.first3.jsonl"),
-        examples_per_position=3,
-        calibration_path=str(KV60),
+        path=str(DATA / "kv-retrieval-140_keys.first3.jsonl"), limit=3, calibration_path=str(KV60)
     )
     assert [(e.prompt, e.answers[0]) for e in task.examples("calibration")] == [
         (r["input"], r["output"]) for r in _rows(KV60)
@@ -167,16 +158,14 @@ def test_finished_calibration_prompts() -> None:
 
 @pytest.mark.parametrize("prompt", ["official", "compact"])
 def test_finished_prompts_that_the_evaluation_asks_are_refused(prompt: str, tmp_path: Path) -> None:
-    task = KVRetrieval(path=str(LINE16), pairs=50, examples_per_position=1, prompt=prompt)  # type: ignore[arg-type]
+    task = KVRetrieval(path=str(LINE16), pairs=50, limit=1, prompt=prompt)  # type: ignore[arg-type]
     shown = task.examples("evaluation")[0]
-    other = KVRetrieval(pairs=50, examples_per_position=1, prompt=prompt).examples("evaluation")[0]  # type: ignore[arg-type]
+    other = KVRetrieval(pairs=50, limit=1, prompt=prompt).examples("evaluation")[0]  # type: ignore[arg-type]
     file = tmp_path / "calibration.jsonl"
     file.write_text(
         "".join(json.dumps({"input": e.prompt, "output": e.answers[0]}) + "\n" for e in (other, shown))
     )
-    mixed = KVRetrieval(
-        path=str(LINE16), pairs=50, examples_per_position=1, prompt=prompt, calibration_path=str(file)
-    )  # type: ignore[arg-type]
+    mixed = KVRetrieval(path=str(LINE16), pairs=50, limit=1, prompt=prompt, calibration_path=str(file))  # type: ignore[arg-type]
     with pytest.raises(UserError, match=r"line 2.*does not ask"):
         mixed.examples("calibration")
 
@@ -184,7 +173,7 @@ def test_finished_prompts_that_the_evaluation_asks_are_refused(prompt: str, tmp_
 def test_plain_and_gzip_files_are_the_same(tmp_path: Path) -> None:
     packed = tmp_path / "official.jsonl.gz"
     packed.write_bytes(gzip.compress(LINE16.read_bytes()))
-    plain, zipped = (KVRetrieval(path=str(p), pairs=75, examples_per_position=1) for p in (LINE16, packed))
+    plain, zipped = (KVRetrieval(path=str(p), pairs=75, limit=1) for p in (LINE16, packed))
     assert plain.examples("evaluation") == zipped.examples("evaluation")
 
 
@@ -207,7 +196,7 @@ def test_no_word_contains_another() -> None:
 def test_the_official_files_are_fetched_by_size(
     pairs: int, size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    task = KVRetrieval(path="official", pairs=pairs, positions=(0,), examples_per_position=1)
+    task = KVRetrieval(path="official", pairs=pairs, positions=(0,), limit=1)
     (source,) = task.files()
     assert source.kind == "url" and source.id.endswith(
         f"/kv_retrieval_data/kv-retrieval-{size}_keys.jsonl.gz"

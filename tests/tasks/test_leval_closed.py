@@ -141,16 +141,16 @@ def test_there_is_no_calibration(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"tpo": {"input": ""}}, r'tpo.jsonl line 1.*"input"'),
-        ({"tpo": {"instructions": "what"}}, r'tpo.jsonl line 1.*"instructions"'),
-        ({"tpo": {"outputs": []}}, r'tpo.jsonl line 1.*"outputs"'),
-        ({"tpo": {"outputs": ["A", "B"]}}, r"tpo.jsonl line 1.*same length"),
-        ({"tpo": {"outputs": [3]}}, r"tpo.jsonl line 1.*lists of str"),
+        ({"tpo": {"input": ""}}, r'tpo.jsonl, line 1.*"input"'),
+        ({"tpo": {"instructions": "what"}}, r'tpo.jsonl, line 1.*"instructions"'),
+        ({"tpo": {"outputs": []}}, r'tpo.jsonl, line 1.*"outputs"'),
+        ({"tpo": {"outputs": ["A", "B"]}}, r"tpo.jsonl, line 1.*same length"),
+        ({"tpo": {"outputs": [3]}}, r"tpo.jsonl, line 1.*lists of str"),
         (
             {"quality": {"outputs": ["the cat"]}},
-            r"quality.jsonl line 1.*letters from A to D \(the cat does not\)",
+            r"quality.jsonl, line 1.*letters from A to D \(the cat does not\)",
         ),
-        ({"sci_fi": {"outputs": ["True"]}}, r"sci_fi.jsonl line 1.*\[fact: False\].*True is not"),
+        ({"sci_fi": {"outputs": ["True"]}}, r"sci_fi.jsonl, line 1.*\[fact: False\].*True is not"),
     ],
 )
 def test_a_malformed_line_is_named(change: dict[str, Any], message: str, tmp_path: Path) -> None:
@@ -163,7 +163,7 @@ def test_an_unreadable_file_is_named(tmp_path: Path) -> None:
         _examples(tmp_path)
     write(tmp_path)
     (tmp_path / "quality.jsonl").write_text('{"input": NaN}\n')
-    with pytest.raises(UserError, match=r"quality.jsonl line 1.*NaN"):
+    with pytest.raises(UserError, match=r"quality.jsonl, line 1.*NaN"):
         _examples(tmp_path)
 
 

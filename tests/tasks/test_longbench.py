@@ -204,7 +204,7 @@ def write(folder: Path, task: str, *rows: dict[str, Any], extended: bool = False
 
 def _one(folder: Path, task: str, **options: Any) -> Example:
     write(folder, task, row(task))
-    (example,) = LongBench(tasks=(task,), path=str(folder), **options).evaluation()
+    (example,) = LongBench(subsets=(task,), path=str(folder), **options).evaluation()
     return example
 
 
@@ -215,7 +215,7 @@ def test_prompts_character_by_character(task: str, tmp_path: Path) -> None:
 
 def test_braces_in_a_text_are_text(tmp_path: Path) -> None:
     write(tmp_path, "lcc", row("lcc", input="", context="f'{x}' {input} {{}}"))
-    (example,) = LongBench(tasks=("lcc",), path=str(tmp_path)).evaluation()
+    (example,) = LongBench(subsets=("lcc",), path=str(tmp_path)).evaluation()
     assert example.prompt == "Please complete the code given below. \nf'{x}' {input} {{}}Next line of code:\n"
 
 
@@ -259,9 +259,9 @@ def test_the_tasks_of_yu_are_14_english_ones_and_2_of_code() -> None:
 
 
 def test_real_lines() -> None:
-    task = LongBench(tasks=("multi_news", "multifieldqa_zh", "passage_retrieval_zh"), path=str(DATA))
+    task = LongBench(subsets=("multi_news", "multifieldqa_zh", "passage_retrieval_zh"), path=str(DATA))
     examples = task.evaluation()
-    assert [e.subset for e in examples] == [name for name in task.tasks for _ in range(2)]
+    assert [e.subset for e in examples] == [name for name in task.subsets for _ in range(2)]
     for example in examples:
         file = DATA / f"{example.subset}.jsonl"
         row = next(
@@ -278,7 +278,7 @@ def test_real_lines() -> None:
             # ROUGE ends at 1 - 5e-9, as the package adds 1e-8 to the denominator.
             assert task.score(example, answer)["score"] == pytest.approx(1, abs=1e-8)
         assert task.score(example, "") == {"score": 0.0}
-    assert len(LongBench(tasks=task.tasks, path=str(DATA), limit=1).evaluation()) == 3
+    assert len(LongBench(subsets=task.subsets, path=str(DATA), limit=1).evaluation()) == 3
 
 
 def test_a_zip_is_its_folder(tmp_path: Path) -> None:
@@ -288,7 +288,7 @@ def test_a_zip_is_its_folder(tmp_path: Path) -> None:
             packed.write(file, f"data/{file.name}")
     tasks = ("multi_news", "passage_retrieval_zh")
     plain_folder, folder, file = (
-        LongBench(tasks=tasks, path=str(p)).evaluation() for p in (DATA, tmp_path, archive)
+        LongBench(subsets=tasks, path=str(p)).evaluation() for p in (DATA, tmp_path, archive)
     )
     assert plain_folder == folder == file and len(file) == 4
 
@@ -338,7 +338,7 @@ def test_averages_are_categories_of_the_chosen_tasks() -> None:
     )
     six = ("single_doc_qa", "multi_doc_qa", "summarization", "few_shot", "synthetic", "code")
     assert averages["categories"] == six and len(averages) == 7
-    assert LongBench(tasks=("lsht", "lcc")).averages() == {
+    assert LongBench(subsets=("lsht", "lcc")).averages() == {
         "few_shot": ("lsht",),
         "code": ("lcc",),
         "categories": ("few_shot", "code"),
@@ -349,12 +349,12 @@ def test_averages_are_categories_of_the_chosen_tasks() -> None:
 def test_longbench_e_by_length(tmp_path: Path) -> None:
     lengths = (0, 3999, 4000, 7999, 8000)
     write(tmp_path, "qasper", *(row("qasper", _id=str(n), length=n) for n in lengths), extended=True)
-    task = LongBench(tasks=("narrativeqa", "qasper"), path=str(tmp_path), extended=True)
+    task = LongBench(subsets=("narrativeqa", "qasper"), path=str(tmp_path), extended=True)
     buckets = ["0-4k", "0-4k", "4-8k", "4-8k", "8k+"]
     assert [e.subset for e in task.evaluation()] == [f"qasper/{bucket}" for bucket in buckets]
     assert task.averages() == {bucket: (f"qasper/{bucket}",) for bucket in ("0-4k", "4-8k", "8k+")}
-    with pytest.raises(UserError, match=r"task\.tasks.*qasper"):
-        LongBench(tasks=("narrativeqa",), extended=True)
+    with pytest.raises(UserError, match=r"task\.subsets.*qasper"):
+        LongBench(subsets=("narrativeqa",), extended=True)
 
 
 def test_the_official_files_have_their_numbers_of_questions(
@@ -368,9 +368,9 @@ def test_the_official_files_have_their_numbers_of_questions(
     monkeypatch.setattr("posbench.tasks.base.local", lambda source: tmp_path)
     (source,) = LongBench().files()
     assert (source.kind, source.id, source.files) == ("dataset", "THUDM/LongBench", ("data.zip",))
-    assert len(LongBench(tasks=("qasper", "lcc", "multifieldqa_en")).evaluation()) == 850
+    assert len(LongBench(subsets=("qasper", "lcc", "multifieldqa_en")).evaluation()) == 850
     with pytest.raises(UserError, match=r"trec\.jsonl with 199 rows.*200 rows"):
-        LongBench(tasks=("trec",)).evaluation()
+        LongBench(subsets=("trec",)).evaluation()
 
 
 @pytest.mark.parametrize(
@@ -396,15 +396,15 @@ def test_the_official_files_have_their_numbers_of_questions(
 )
 def test_a_malformed_line_is_named(task: str, changed: dict[str, Any], said: str, tmp_path: Path) -> None:
     file = write(tmp_path, task, row(task), row(task, **{"_id": "1", **changed}))
-    with pytest.raises(UserError, match=rf"task\.path.*{file.name} line 2.*{said}") as told:
-        LongBench(tasks=(task,), path=str(tmp_path)).evaluation()
+    with pytest.raises(UserError, match=rf"task\.path.*{file.name}, line 2.*{said}") as told:
+        LongBench(subsets=(task,), path=str(tmp_path)).evaluation()
     assert "\n" not in str(told.value)
 
 
 def test_a_line_of_longbench_e_without_a_length(tmp_path: Path) -> None:
     write(tmp_path, "qasper", row("qasper", length="3"), extended=True)
-    with pytest.raises(UserError, match=r'qasper_e\.jsonl line 1.*"length"'):
-        LongBench(tasks=("qasper",), path=str(tmp_path), extended=True).evaluation()
+    with pytest.raises(UserError, match=r'qasper_e\.jsonl, line 1.*"length"'):
+        LongBench(subsets=("qasper",), path=str(tmp_path), extended=True).evaluation()
 
 
 @pytest.mark.parametrize(
@@ -417,20 +417,20 @@ def test_a_line_of_longbench_e_without_a_length(tmp_path: Path) -> None:
 )
 def test_a_broken_file_is_named(content: bytes, said: str, tmp_path: Path) -> None:
     (tmp_path / "qasper.jsonl").write_bytes(content)
-    with pytest.raises(UserError, match=rf"qasper\.jsonl {said}"):
-        LongBench(tasks=("qasper",), path=str(tmp_path)).evaluation()
+    with pytest.raises(UserError, match=rf"qasper\.jsonl, {said}"):
+        LongBench(subsets=("qasper",), path=str(tmp_path)).evaluation()
 
 
 def test_missing_and_torn_files(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"qasper\.jsonl.*hf\.co/datasets/THUDM/LongBench"):
-        LongBench(tasks=("qasper",), path=str(tmp_path)).evaluation()
+        LongBench(subsets=("qasper",), path=str(tmp_path)).evaluation()
     (tmp_path / "data.zip").write_bytes(b"PK torn")
     with pytest.raises(UserError, match=r"data\.zip'.*readable \.zip"):
-        LongBench(tasks=("qasper",), path=str(tmp_path)).evaluation()
+        LongBench(subsets=("qasper",), path=str(tmp_path)).evaluation()
     with zipfile.ZipFile(tmp_path / "data.zip", "w") as packed:
         packed.writestr("data/trec.jsonl", "")
     with pytest.raises(UserError, match=r"folder or \.zip with qasper\.jsonl"):
-        LongBench(tasks=("qasper",), path=str(tmp_path)).evaluation()
+        LongBench(subsets=("qasper",), path=str(tmp_path)).evaluation()
     with pytest.raises(UserError, match=r"task\.path"):
         LongBench(path=str(tmp_path / "nowhere")).evaluation()
 
@@ -438,9 +438,9 @@ def test_missing_and_torn_files(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"tasks": ("qaspr",)}, "did you mean qasper"),
-        ({"tasks": ("qasper", "qasper")}, "once"),
-        ({"tasks": ()}, "at least one"),
+        ({"subsets": ("qaspr",)}, "did you mean qasper"),
+        ({"subsets": ("qasper", "qasper")}, "once"),
+        ({"subsets": ()}, "at least one"),
         ({"max_new_tokens": 0}, r"task\.max_new_tokens"),
         ({"max_prompt_tokens": 1}, r"task\.max_prompt_tokens"),
     ],
@@ -467,5 +467,5 @@ def test_the_yaml_has_the_defaults_of_the_class_and_models_bring_their_length(
 
 @pytest.mark.skipif(not REAL, reason="POSBENCH_DATA names no folder")
 def test_all_21_tasks_read_real_lines() -> None:
-    examples = LongBench(tasks=tuple(PROMPTS_BY_HAND), path=f"{REAL}/longbench").evaluation()
+    examples = LongBench(subsets=tuple(PROMPTS_BY_HAND), path=f"{REAL}/longbench").evaluation()
     assert len(examples) == 244 and {e.subset for e in examples} == set(PROMPTS_BY_HAND)

@@ -34,7 +34,7 @@ def _rows(file: Path) -> list[dict[str, Any]]:
 
 
 def _task(path: Path = AT0, count: int = 3, **fields: Any) -> NQMultiDoc:
-    return NQMultiDoc(path=str(path), examples_per_position=count, **fields)
+    return NQMultiDoc(path=str(path), limit=count, **fields)
 
 
 @pytest.mark.parametrize(
@@ -177,7 +177,7 @@ def test_calibration_passes_over_questions_that_the_evaluation_asks(tmp_path: Pa
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"question": None}, r'path = .* line 1.*"question"'),
+        ({"question": None}, r'path = .*, line 1.*"question"'),
         ({"answers": []}, r'line 1.*"answers"'),
         ({"answers": ["yes", ""]}, r'line 1.*"answers"'),
         ({"answers": "yes"}, r'line 1.*"answers"'),
@@ -208,8 +208,8 @@ def test_an_unreadable_file_is_named(tmp_path: Path) -> None:
     latin.write_bytes('{"question": "né"}\n'.encode("latin-1"))
     for file, message in (
         (torn, "torn.jsonl.gz"),
-        (broken, "broken.jsonl line 2"),
-        (latin, "latin.jsonl line 1.*UTF-8"),
+        (broken, "broken.jsonl, line 2"),
+        (latin, "latin.jsonl, line 1.*UTF-8"),
     ):
         with pytest.raises(UserError, match=message):
             _task(file, 1).examples("evaluation")
@@ -233,9 +233,10 @@ def test_settings_out_of_range(fields: dict[str, Any], message: str) -> None:
         build(NQMultiDoc, fields, "task")
 
 
-def test_a_file_shorter_than_the_evaluation() -> None:
-    with pytest.raises(UserError, match=r"examples_per_position = 4.*at most 3"):
-        _task(count=4).examples("evaluation")
+def test_a_file_shorter_than_the_limit_is_asked_whole() -> None:
+    assert _task(count=4).examples("evaluation") == _task(count=3).examples("evaluation")
+    with pytest.raises(UserError, match=r"calibration_examples = 1.* at most 0: .* 3 questions, 3 are evalu"):
+        _task(count=4, calibration_examples=1).examples("calibration")
 
 
 def test_official_files() -> None:

@@ -307,7 +307,7 @@ def test_test_questions_are_not_scored_but_handed_in(tmp_path: Path) -> None:
 )
 def test_a_malformed_line_is_named(subset: str, changed: dict[str, Any], said: str, tmp_path: Path) -> None:
     write(tmp_path, subset, row(subset), row(subset, **{"id": "q2", **changed}))
-    with pytest.raises(UserError, match=rf"task\.path.*validation\.jsonl line 2.*{said}") as told:
+    with pytest.raises(UserError, match=rf"task\.path.*validation\.jsonl, line 2.*{said}") as told:
         ZeroSCROLLS(subsets=(subset,), path=str(tmp_path)).evaluation()
     assert "\n" not in str(told.value)
 
@@ -320,7 +320,7 @@ def test_missing_and_torn_files(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"qasper\.zip'.*readable \.zip"):
         task.evaluation()
     write(tmp_path, "qasper").write_text('{"id": "q1"\n')
-    with pytest.raises(UserError, match=r"validation\.jsonl line 1.*JSON"):
+    with pytest.raises(UserError, match=r"validation\.jsonl, line 1.*JSON"):
         task.evaluation()
 
 

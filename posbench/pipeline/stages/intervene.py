@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import pandas as pd
 
 from posbench.files.atomic import Row, rounded, write_csv
+from posbench.late import pd
 from posbench.measure.items import attention_to_items
 from posbench.methods import Method
 from posbench.model.encode import Encoded

@@ -8,11 +8,10 @@ from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
-import pandas as pd
 from annotated_types import Ge, MinLen
-from matplotlib.figure import Figure
 
 from posbench.errors import UserError
+from posbench.late import Figure, pd
 from posbench.plots import base as plot
 from posbench.plots.section import Drawn
 from posbench.run.base import Run
@@ -102,7 +101,7 @@ class CausalMask(Study):
                 maps = {n: {"score": a, "standard_error": b} for n, (a, b) in enumerate(both)}
                 parts["scores"].append(pd.DataFrame({**front, **long_table("layer", maps, self.tokens)}))
                 told = facts(mean, again, self.limit(setting))
-                parts["facts"].append(pd.DataFrame({**front, **told}))
+                parts["facts"].append(pd.DataFrame({**front, **told, "n": self.draws}))
                 if setting.norm != "l2":
                     l2 = theory.limit(self.tokens, 2, setting.alpha)[1][-1, :-1]
                     last = {"key": np.arange(1, self.tokens), "score": mean[1, -1, :-1], "l2": l2}
@@ -296,7 +295,7 @@ def exact_tables(n: int) -> dict[str, pd.DataFrame]:
 @plot.styled
 def first_figure(steps: pd.DataFrame) -> Figure:
     """Behind RoPE, Figure 1: three tokens, alpha 0, from the inputs to the scores of the second layer."""
-    figure, panels = plot.new_figure(plot.PAGE, 1.9, 1, steps["step"].nunique())
+    figure, panels = plot.new_figure(plot.PAGE, 1.9, 1, steps["step"].nunique(), n="exact")
     for axes, (title, frame) in zip(panels, steps.groupby("step", sort=False), strict=True):
         shown = frame.pivot(index="token", columns="other", values="value").to_numpy()
         axes.imshow(shown, cmap="viridis", vmin=0, vmax=2)
@@ -312,23 +311,25 @@ def first_figure(steps: pd.DataFrame) -> Figure:
 @plot.styled
 def forms_figure(lengths: pd.DataFrame, last: pd.DataFrame) -> Figure:
     """The closed forms g and h, where rising stops at alpha 0, and the sign in Appendix A.2."""
-    figure, ((one, two), (three, four)) = plot.new_figure(plot.PAGE, 4.2, 2, 2)
-    for colour, (alpha, line) in zip(plot.COLOURS, lengths.groupby("alpha"), strict=False):
+    figure, ((one, two), (three, four)) = plot.new_figure(plot.PAGE, 4.2, 2, 2, n="exact")
+    for index, (alpha, line) in enumerate(lengths.groupby("alpha")):
+        colour = plot.line_style(index, of=lengths["alpha"].nunique())["color"]
         one.plot(line["token"], line["g"], color=colour, label=f"alpha {alpha:g}")
         two.plot(line["token"], line["h"], color=colour)
         start = line[line["token"] <= 12]
         four.plot(start["token"], start["step"], color=colour)
         four.plot(start["token"], start["printed"], color=colour, linestyle=":")
-    for colour, (layer, line) in zip(plot.COLOURS, last[last["alpha"] == 0].groupby("layer"), strict=False):
+    for index, (layer, line) in enumerate(last[last["alpha"] == 0].groupby("layer")):
+        colour = plot.line_style(index, of=last["layer"].nunique())["color"]
         share = line["score"] / line["score"].max()
         three.plot(line["key"], share, color=colour, label=f"layer {layer}")
         three.plot(line["key"][share.idxmax()], 1, "o", color=colour)
-    one.set(xlabel="query i", ylabel="g(i)", title="score before normalising", ylim=(None, 5.2))
-    two.set(xlabel="token i", ylabel="h(i)", title="length after the first layer")
-    three.set(xlabel="key j", ylabel="score / largest", ylim=(0.9, 1.005))
+    one.set(xlabel="query i (from 1)", ylabel="g(i)", title="score before normalising", ylim=(None, 5.2))
+    two.set(xlabel="token i (from 1)", ylabel="h(i)", title="length after the first layer")
+    three.set(xlabel="key j (from 1)", ylabel="score / largest", ylim=(0.9, 1.005))
     three.set_title(f"query {lengths['token'].max()}, alpha 0: the score falls behind the dot")
-    four.axhline(0, color="0.5", linewidth=0.6)
-    four.set(xlabel="token i", ylabel="h'(i + 1)² - h'(i)²")
+    four.axhline(0, color=plot.GUIDE, linewidth=0.6)
+    four.set(xlabel="token i (from 1)", ylabel="h'(i + 1)² - h'(i)²")
     four.set_title("Appendix A.2: true (line), as printed (dotted)")
     one.legend(ncols=2, loc="upper right")
     three.legend(loc="lower right")
@@ -344,8 +345,8 @@ def layernorm_figure(table: pd.DataFrame, length: str) -> Figure:
     for axes, (alpha, frame) in zip(panels, groups, strict=True):
         for colour, (norm, line) in zip(plot.COLOURS, frame.groupby("norm", sort=False), strict=False):
             axes.plot(line["key"], line["score"] / line["score"].max(), color=colour, label=str(norm))
-        style = {"color": "black", "linestyle": plot.DASHED, "label": "L2 norm, exact"}
-        axes.plot(line["key"], line["l2"] / line["l2"].max(), **style)
-        axes.set(xlabel="key", ylabel="score / largest", title=f"{alpha}, inputs of length {length}")
+        exact = {"color": plot.PAPER, "linestyle": plot.DASHED, "label": "the paper's L2 norm, exact"}
+        axes.plot(line["key"], line["l2"] / line["l2"].max(), **exact)
+        axes.set(xlabel="key (from 1)", ylabel="score / largest", title=f"{alpha}, inputs of length {length}")
     axes.legend(loc="lower right")
     return figure

@@ -8,11 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import pandas as pd
-import torch
-from torch import Tensor
 
 from posbench.errors import UserError
+from posbench.late import Tensor, inference_mode, pd
 from posbench.measure.scores import MeanMap, by_sample, check_interface, read_scores
 from posbench.model import families
 from posbench.model.lm import LM
@@ -114,7 +112,7 @@ def first_block(lm: LM) -> Any:
     return block
 
 
-@torch.inference_mode()
+@inference_mode
 def gram_panels(
     lm: LM, plan: Sequence[Sequence[Sequence[int]]], advance: Callable[[int], None] = lambda n: None
 ) -> dict[str, MeanMap]:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import pandas as pd
-from matplotlib.figure import Figure
 
+from posbench.late import Figure, pd
 from posbench.plots import base as plot
 from posbench.stats.bootstrap import Array
 
@@ -53,28 +52,41 @@ def by_layer(values: Array) -> dict[str, Array]:
 
 
 @plot.styled
-def maps_figure(rows: Sequence[tuple[str, Mapping[str, Array]]], last: int | None = None) -> Figure:
+def maps_figure(
+    rows: Sequence[tuple[str, Mapping[str, Array]]], last: int | None = None, n: Iterable[float] = ()
+) -> Figure:
     """Heat maps of a query's score with every key but itself, each with colours of its own.
 
     From the name of each row and its maps [n, n] by their titles; ``last`` is the number of the last token
-    where a cell stands for several, none of them a token's score with itself.
+    where a cell stands for several, none of them a token's score with itself; ``n`` samples. The colours of a
+    causal map are told in its empty half.
     """
     across = max(len(maps) for _, maps in rows)
     width = max(plot.PAGE, 1.4 * across)
-    height = len(rows) * (0.55 * width / across + 0.45)  # a square beside its colours, title and ticks
-    figure, grid = plot.new_figure(width, height, len(rows), across, squeeze=False)
+    shape: dict[str, Any] = {"sharex": True, "sharey": True, "squeeze": False, "n": n}
+    height = len(rows) * (0.92 * width / across + 0.1) + 0.4  # squares with a title
+    figure, grid = plot.new_figure(width, height, len(rows), across, **shape)
     for line, (name, maps) in zip(grid, rows, strict=True):
-        line[0].set_ylabel(name.replace(", ", "\n") + "\n\nquery" if name else "query")
+        line[0].set_ylabel(name.replace(", ", "\n"))
         for axes, (title, values) in zip(line, maps.items(), strict=False):
-            n = len(values)
+            size = len(values)
             # The diagonal is far above the rest and would hide it.
-            shown = values if last else np.where(np.eye(n, dtype=bool), np.nan, values)
+            shown = values if last else np.where(np.eye(size, dtype=bool), np.nan, values)
             low, high = np.nanquantile(shown, QUANTILES)
             image = axes.imshow(shown, cmap="viridis", vmin=low, vmax=high, interpolation="nearest")
-            figure.colorbar(image, ax=axes, fraction=0.046, pad=0.04)
-            axes.set(title=title, xlabel="key")
+            if np.isnan(shown[0, -1]):
+                inside = axes.inset_axes((0.45, 0.9, 0.5, 0.06))
+                bar = figure.colorbar(image, cax=inside, orientation="horizontal", ticks=[low, high])
+                bar.ax.set_xticklabels([f"{low:.3g}", f"{high:.3g}"], fontsize=5.5)
+                bar.ax.tick_params(length=2, pad=1)
+                bar.outline.set_visible(False)
+            else:
+                figure.colorbar(image, ax=axes, location="bottom", fraction=0.046, pad=0.02)
+            axes.set_title(title)
             for place in (axes.set_xticks, axes.set_yticks):
-                place([0, n - 1], ["1", str(last or n)])
+                place([0, size - 1], ["1", str(last or size)])
         for axes in line[len(maps) :]:
-            axes.set_axis_off()
+            axes.remove()
+    figure.supxlabel("key (1 is the first token)", fontsize=plot.STYLE["axes.labelsize"])
+    figure.supylabel("query", fontsize=plot.STYLE["axes.labelsize"])
     return figure

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Annotated
 
 import numpy as np
-import pandas as pd
 from annotated_types import Ge
 
 from posbench.errors import UserError
 from posbench.files.sources import Source
+from posbench.late import pd
 from posbench.measure.scores import check_interface, score_maps
 from posbench.model import families
 from posbench.model.lm import LM

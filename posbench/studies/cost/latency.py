@@ -10,12 +10,9 @@ from functools import partial
 from itertools import product
 from typing import Any, ClassVar, Literal
 
-import pandas as pd
-import torch
-from transformers import DynamicCache, PreTrainedModel
-
 from posbench.errors import UserError
 from posbench.files.atomic import Row
+from posbench.late import PreTrainedModel, inference_mode, pd, torch, transformers
 from posbench.measure.losses import candidate_losses
 from posbench.methods import Method, ScaleChannel, Unmodified
 from posbench.methods.scale_channel import share
@@ -74,7 +71,7 @@ class Latency(Timed):
             rows["search"] += self.search(lm) if self.search_tokens else []
         return {name: table(each) for name, each in rows.items() if each}
 
-    @torch.inference_mode()
+    @inference_mode
     def generation(self, lm: LM, methods: Mapping[str, Method], tokens: int, new: int) -> list[Row]:
         """Rows of prefill and greedy decoding of one prompt, and the papers' ratios in ``paper``."""
         ids = torch.randint(5, lm.model.config.vocab_size, (1, tokens), device=lm.device)
@@ -90,7 +87,7 @@ class Latency(Timed):
         told = {m: "; ".join(f"{r.ratio} ({r.source})" for r in part.itertuples()) for m, part in printed}
         return [{**row, "paper": told.get(row["way"], "")} for row in rows]
 
-    @torch.inference_mode()
+    @inference_mode
     def search(self, lm: LM) -> list[Row]:
         """Rows of a forward for each candidate and of one prefill for all, their losses equal bit by bit."""
         width, layers = lm.model.config.hidden_size, share((10, 25), lm.layers)
@@ -137,7 +134,7 @@ class Reprojection(ScaleChannel):
         """Both runs of one attention module, joined."""
         name = "layer_past" if "layer_past" in kwargs else "past_key_values"
         cache, prompt = kwargs.pop(name), families.attention_input(args, kwargs).shape[1] > 1
-        base = forward(*args, **{name: DynamicCache()}, **kwargs) if prompt else None
+        base = forward(*args, **{name: transformers.DynamicCache()}, **kwargs) if prompt else None
         with ExitStack() as stack:
             for handle in families.on_query_key_input(model, index, self.scale):
                 stack.callback(handle.remove)

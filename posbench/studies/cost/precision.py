@@ -6,12 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-import pandas as pd
-import torch
-from matplotlib.figure import Figure
-from torch import Tensor
-
 from posbench.files.atomic import Row
+from posbench.late import Figure, Tensor, inference_mode, pd, torch
 from posbench.methods import Method
 from posbench.methods.choice import MethodChoice
 from posbench.model.guard import finite, guarded
@@ -21,7 +17,7 @@ from posbench.plots import base as plot
 from posbench.plots.section import Drawn
 from posbench.run.base import Run
 from posbench.schema import Count
-from posbench.stats.frames import UNMODIFIED
+from posbench.stats.frames import UNMODIFIED, shown
 from posbench.studies.base import Study, Tables
 from posbench.studies.cost.timing import applicable, table
 
@@ -84,7 +80,7 @@ def _load(run: Run, dtype: Dtype) -> LM:
 
 
 @guarded
-@torch.inference_mode()
+@inference_mode
 def next_logits(lm: LM, method: Method, rows: Sequence[Sequence[int]], batch_size: int) -> Tensor:
     """Logits of the first answer token, [N, V] in float64, for N prompts of token ids."""
     out = torch.empty(len(rows), lm.model.get_output_embeddings().out_features, dtype=torch.float64)
@@ -108,7 +104,8 @@ def errors_figure(errors: pd.DataFrame) -> Figure:
     figure, axes = plot.new_figure(plot.PAGE, 2.4)
     for index, (weights, rows) in enumerate(errors.groupby("weights", sort=False)):
         label = "effect of the method, float64" if weights == "float64" else f"error of {weights}"
-        axes.plot(rows["mean"], rows["method"], **plot.line_style(index) | {"linestyle": "", "label": label})
+        names = rows["method"].map(shown)
+        axes.plot(rows["mean"], names, **plot.line_style(index) | {"linestyle": "", "label": label})
     axes.set(xscale="log", xlabel="mean absolute difference of logits")
-    plot.legend_below(figure, axes)
+    plot.legend_below(figure)
     return figure

@@ -8,11 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-import pandas as pd
-
 from posbench import paths
 from posbench.errors import UserError
 from posbench.files.sources import Source
+from posbench.late import pd
 from posbench.run.base import Run
 from posbench.stats.findings import Finding
 from posbench.studies.base import Study, Tables
@@ -31,8 +30,8 @@ SHIPPED = paths.PACKAGE.parent / "tests" / "data" / "scored"  # what is free to 
 
 def longbench(folder: Path) -> Scored:
     """Fields ``_id``, ``pred``, ``answers``, ``all_classes``, ``official_score``; one file per task."""
-    task = LongBench(tasks=tuple(PROMPTS))
-    for name in task.tasks:
+    task = LongBench(subsets=tuple(PROMPTS))
+    for name in task.subsets:
         for _, row in rows("study.data", folder / "scored_predictions" / f"{name}.jsonl"):
             meta = {"task": name, "all_classes": row["all_classes"]}
             example = Example(id=row["_id"], prompt="", answers=tuple(row["answers"]), subset=name, meta=meta)

@@ -7,8 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import pandas as pd
-
+from posbench.late import pd
 from posbench.methods.layer_scaling import LayerScaling
 from posbench.run.base import Run
 from posbench.search.genetic import GeneticSearch, Genome
@@ -48,7 +47,9 @@ class SearchCost(Timed):
         """Table ``operations``: seconds and share of each, and the paper's."""
         block, names = run.model.blocks.get("genetic", {}), GeneticSearch.__dataclass_fields__
         ways = self.operations(run, GeneticSearch(**{k: v for k, v in block.items() if k in names}))
-        found = table(self.compared("one generation", ways, run.lm.device, faster=False))
+        with run.progress("operations", len(ways) * (self.repeats + 1)) as advance:
+            timed = self.compared("one generation", ways, run.lm.device, faster=False, advance=advance)
+        found = table(timed)
         printed = reference.table("lpes_table10_ga_runtime.csv", "task", "value").set_index("task")["value"]
         found["paper_seconds"] = printed.loc[list(OPERATIONS)].astype(float).to_numpy()
         shares = {f"{name}share": found[f"{name}seconds"] for name in ("", "paper_")}

@@ -8,12 +8,10 @@ from functools import partial
 from statistics import median
 from typing import Any, ClassVar
 
-import pandas as pd
-import torch
-
 from posbench import paths
 from posbench.files.atomic import Row
 from posbench.files.sources import Source, checkpoint
+from posbench.late import inference_mode, pd, torch
 from posbench.measure.replies import encode, plan, replies
 from posbench.model.lm import LM
 from posbench.model.load import load, torch_device
@@ -58,7 +56,7 @@ class Throughput(Timed):
         """Rows of one model at one number of pairs, generation first, then choices."""
         count, places = self.examples, tuple(dict.fromkeys((0, pairs // 2, pairs - 1)))
         made: dict[str, Any] = {"records": "words", "prompt": "compact", "max_new_tokens": self.new_tokens}
-        made |= {"pairs": pairs, "positions": places, "examples_per_position": -(-count // len(places))}
+        made |= {"pairs": pairs, "positions": places, "limit": -(-count // len(places))}
         task = KVRetrieval(**made)
         generated = task.examples("evaluation")[:count]
         values = [e.answers[0] for e in generated]
@@ -82,7 +80,7 @@ def staged(lm: LM, task: KVRetrieval, examples: Sequence[Example], runtime: Runt
     return [out[e.id] for e in examples]
 
 
-@torch.inference_mode()
+@inference_mode
 def looped(lm: LM, task: KVRetrieval, examples: Sequence[Example]) -> list[str]:
     """The same outputs from stock transformers, prompt by prompt; each choice costs a forward of its own."""
     out, tokenizer = [], lm.need_tokenizer()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,16 +10,13 @@ from pathlib import Path
 from statistics import median
 from typing import Any, ClassVar, Literal
 
-import pandas as pd
-import torch
 import yaml
-from matplotlib.figure import Figure
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from posbench import versions
 from posbench.errors import UserError
 from posbench.files.atomic import Row
 from posbench.files.hardware import hardware
+from posbench.late import Figure, pd, torch, transformers
 from posbench.methods import Method, Unmodified
 from posbench.methods.choice import MethodChoice
 from posbench.model.lm import LM
@@ -45,13 +43,19 @@ class Timed(Study):
     clock: Literal["wall", "processor"] = "wall"  # processor where a CPU is shared with other work
 
     def compared(
-        self, work: str, ways: Mapping[str, Callable[[], Any]], device: torch.device, *, faster: bool = True
+        self,
+        work: str,
+        ways: Mapping[str, Callable[[], Any]],
+        device: torch.device,
+        *,
+        faster: bool = True,
+        advance: Callable[[int], None] = lambda n: None,
     ) -> list[Row]:
         """Time the ways of doing a work in turn, A B C A B C ..., after a warm-up: drift hits all alike.
 
         Returns:
             Rows of work, way, base (the first way), seconds (median round) and ``speedup`` over the base, or
-            with ``faster`` off ``ratio`` to it: median over rounds, its range in ``_min`` and ``_max``.
+            with ``faster`` off ``ratio`` to it: median over the n rounds, its range in ``_min`` and ``_max``.
 
         Raises:
             RuntimeError: A way returns something else than the base.
@@ -67,13 +71,15 @@ class Timed(Study):
                 wait(device)
                 spent = clock() - start
                 times[way] += [spent] if number else []
+                advance(1)
                 if found[way] != found[base]:
                     raise RuntimeError(f"{work}: {way} gives other results than {base}")
         rows, kind = [], "speedup" if faster else "ratio"
         for way, own in times.items():
             each = [b / a if faster else a / b for a, b in zip(own, times[base], strict=True)]
             ratios = {kind: median(each), f"{kind}_min": min(each), f"{kind}_max": max(each)}
-            rows.append({"work": work, "way": way, "base": base, "seconds": median(own), **ratios})
+            told = {"work": work, "way": way, "base": base, "seconds": median(own)}
+            rows.append({**told, **ratios, "n": len(own)})
         return rows
 
     def figures(self, tables: Tables) -> Drawn:
@@ -107,9 +113,9 @@ def applicable(
 def random_model(shape: Shape, device: torch.device, dtype: str = "float32", tokenizer: Any = None) -> LM:
     """A model of a shape of ``shapes.yaml`` with random weights."""
     shapes = yaml.safe_load(Path(__file__).with_name("shapes.yaml").read_text())
-    config = AutoConfig.for_model(**shapes[shape])
+    config = transformers.AutoConfig.for_model(**shapes[shape])
     with device:
-        model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
     return load(model, tokenizer=tokenizer, name=shape)
 
 
@@ -117,18 +123,32 @@ def random_model(shape: Shape, device: torch.device, dtype: str = "float32", tok
 def ratio_figure(measured: pd.DataFrame) -> Figure:
     """A panel for each work: median ratio of each way, and its range over rounds."""
     panels, kind = list(measured.groupby("work", sort=False)), "ratio" if "ratio" in measured else "speedup"
-    height, ratios = 0.22 * len(measured) + 0.55 * len(panels), [len(rows) + 1.5 for _, rows in panels]
-    shape: dict[str, Any] = {"sharex": True, "squeeze": False, "height_ratios": ratios}
+    height, ratios = 0.3 + 0.22 * len(measured) + 0.55 * len(panels), [len(rows) + 1.5 for _, rows in panels]
+    shape = dict(sharex=True, squeeze=False, height_ratios=ratios, n=measured.get("n", ()))
     figure, grid = plot.new_figure(plot.PAGE, height, len(panels), **shape)
     for axes, (work, rows) in zip(grid.flat, panels, strict=True):
-        rows = rows[::-1]
-        away = rows[kind] - rows[f"{kind}_min"], rows[f"{kind}_max"] - rows[kind]
-        axes.errorbar(
-            rows[kind], rows["way"], xerr=away, fmt="o", color=plot.COLOURS[0], capsize=2, clip_on=False
-        )
-        axes.axvline(1, color="0.6", linewidth=0.6, zorder=0)
+        for place, row in enumerate(rows[::-1].to_dict("records")):
+            away = [[row[kind] - row[f"{kind}_min"]], [row[f"{kind}_max"] - row[kind]]]
+            colour = plot.BLACK if row["way"] == UNMODIFIED else plot.BLUE
+            style = {"color": colour, "capsize": 2, "label": "posbench"}
+            axes.errorbar([row[kind]], [place], xerr=away, fmt="o", clip_on=False, **style)
+            if printed := _printed(row, rows):
+                axes.plot(printed, [place] * len(printed), **plot.OPEN_DIAMOND)
+        axes.set_yticks(range(len(rows)), rows["way"][::-1].replace(UNMODIFIED, "unmodified"))
+        axes.axvline(1, color=plot.GUIDE, linewidth=0.6, zorder=0)
         axes.set(title=work)
         axes.margins(y=0.5 / len(rows))
     words = {"ratio": "time over that of", "speedup": "speed-up over"}[kind]
-    axes.set(xlabel=f"{words} {measured['base'].iloc[0]} (median and range over rounds)", xlim=(0, None))
+    base = str(measured["base"].iloc[0]).replace(UNMODIFIED, "unmodified")
+    axes.set(xlabel=f"{words} {base} (median and range over rounds)", xlim=(0, None))
+    if "paper" in plot.entries(figure)[1]:
+        plot.legend_below(figure)
     return figure
+
+
+def _printed(row: Row, rows: pd.DataFrame) -> list[float]:
+    """The papers' ratios of a way: seconds over the base's, or as in ``1.45 (LPES, Table 5)``."""
+    if "paper_seconds" in row:
+        base = rows.loc[rows["way"] == row["base"], "paper_seconds"].item()
+        return [row["paper_seconds"] / base]
+    return [float(ratio) for ratio in re.findall(r"(?:^|; )([\d.]+) \(", str(row.get("paper", "")))]

@@ -13,13 +13,11 @@ from functools import partial
 from itertools import chain, product
 from typing import ClassVar
 
-import pandas as pd
-import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, SequentialSampler
 
 from posbench.files.atomic import Row
+from posbench.late import F, nn, pd, torch
 from posbench.run.base import Run
 from posbench.schema import Count
 from posbench.studies.cost.timing import Timed, table
@@ -43,18 +41,25 @@ class TrainingSpeed(Timed):
     def measure(self, run: Run) -> dict[str, pd.DataFrame]:
         """Table ``training_speed``; see :meth:`Timed.compared`, with the iterations per second."""
         rows: list[Row] = []
-        for depth, pe in product(self.depths, ("none", "rope")):
-            condition = Condition(depth=depth, pe=pe)  # type: ignore[arg-type]
-            ensemble = Ensemble(condition, [0], CPU)
-            loop, step = plain_steps(condition, Ensemble(condition, [0], CPU))
-            draw = partial(training_batch, condition, ensemble.worlds[0], condition.batch, ensemble.data[0])
-            ways: dict[str, Callable[[], object]] = {"plain loop, sequences built in Python": loop}
-            ways |= {"plain loop, its training step alone": step, "posbench": ensemble.step}
-            ways["posbench, its batches alone"] = draw
-            rounds = {way: partial(self._repeated, work) for way, work in ways.items()}
-            rows += self.compared(f"depth {depth}, {'RoPE' if pe == 'rope' else 'no PE'}", rounds, CPU)
+        works = list(product(self.depths, ("none", "rope")))
+        with run.progress("works", len(works)) as advance:
+            for depth, pe in works:
+                rows += self.work(depth, pe)
+                advance(1)
         each = [{**row, "iterations_per_second": self.iterations / row["seconds"]} for row in rows]
         return {"training_speed": table(each)}
+
+    def work(self, depth: int, pe: str) -> list[Row]:
+        """Rows of one network."""
+        condition = Condition(depth=depth, pe=pe)  # type: ignore[arg-type]
+        ensemble = Ensemble(condition, [0], CPU)
+        loop, step = plain_steps(condition, Ensemble(condition, [0], CPU))
+        draw = partial(training_batch, condition, ensemble.worlds[0], condition.batch, ensemble.data[0])
+        ways: dict[str, Callable[[], object]] = {"plain loop, sequences built in Python": loop}
+        ways |= {"plain loop, its training step alone": step, "posbench": ensemble.step}
+        ways["posbench, its batches alone"] = draw
+        rounds = {way: partial(self._repeated, work) for way, work in ways.items()}
+        return self.compared(f"depth {depth}, {'RoPE' if pe == 'rope' else 'no PE'}", rounds, CPU)
 
     def _repeated(self, work: Callable[[], object]) -> None:
         for _ in range(self.iterations):

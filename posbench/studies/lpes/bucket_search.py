@@ -6,10 +6,9 @@ from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
 import numpy as np
-import pandas as pd
 from annotated_types import MinLen
-from matplotlib.figure import Figure
 
+from posbench.late import Figure, pd
 from posbench.plots import base as plot
 from posbench.plots.section import Drawn
 from posbench.run.base import Run
@@ -84,12 +83,12 @@ class BucketSearch(Study):
 @plot.styled
 def waves_figure(waves: pd.DataFrame) -> Figure:
     """Where the waves of the chosen bases have their peaks and troughs, a line for each base."""
-    (figure, axes), bases = plot.new_figure(plot.PAGE, 2.4), waves.groupby("step")["base"].first()
+    (figure, axes), bases = plot.new_figure(plot.PAGE, 2.4, n="exact"), waves.groupby("step")["base"].first()
     for kind, marker, colour in (("peak", "^", plot.COLOURS[1]), ("trough", "v", plot.COLOURS[0])):
         at = waves[waves["extremum"] == kind]
         axes.plot(at["distance"], at["step"], marker, color=colour, label=kind)
     axes.set(xlabel="relative distance (tokens)", ylabel="base, in the order of choice")
     axes.set_yticks(bases.index, [f"{base:g}" for base in bases])
     axes.invert_yaxis()
-    plot.legend_below(figure, axes)
+    plot.legend_below(figure)
     return figure

@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-import pandas as pd
-from matplotlib.figure import Figure
 
 from posbench.files.atomic import Row
+from posbench.late import Figure, pd
 from posbench.measure.items import attention_to_thirds
 from posbench.methods.position_interpolation import PositionInterpolation
 from posbench.plots import base as plot
@@ -98,7 +97,7 @@ class RopeCurves(Study):
 @plot.styled
 def curves_figure(curves: pd.DataFrame) -> Figure:
     """LPES, Figures 3 and 4; see :data:`PANELS`."""
-    figure, grid = plot.new_figure(plot.PAGE, 4.4, 2, 2)
+    figure, grid = plot.new_figure(plot.PAGE, 4.4, 2, 2, n="theory")
     for axes, (name, (title, label, last)) in zip(grid.flat, PANELS.items(), strict=True):
         rows, lines = curves[:last], [c for c in curves if c.startswith(name.replace(" ", "_"))]
         for index, column in enumerate(lines):
@@ -114,7 +113,7 @@ def curves_figure(curves: pd.DataFrame) -> Figure:
 @plot.styled
 def thirds_figure(table: pd.DataFrame) -> Figure:
     """LPES, Figure 5: attention to the middle third over the layers, and to all thirds over the scale."""
-    figure, (left, right) = plot.new_figure(plot.PAGE, 2.6, 1, 2)
+    figure, (left, right) = plot.new_figure(plot.PAGE, 2.6, 1, 2, n=table["n"])
     for index, (scale, rows) in enumerate(table[table["third"] == "middle"].groupby("scale")):
         style = plot.line_style(index, of=len(SCALES))
         plot.band(left, rows, style, x="layer", name="attention", scale=1, label=f"scale {scale:g}")

@@ -8,10 +8,8 @@ from itertools import product
 from typing import Any, ClassVar
 
 import numpy as np
-import pandas as pd
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
+from posbench.late import Axes, Figure, pd
 from posbench.plots import base as plot
 from posbench.plots.section import Drawn
 from posbench.run.base import Run
@@ -45,11 +43,12 @@ class Masks(Study):
 
     def figures(self, tables: Tables) -> Drawn:
         """Predictions as lines, stacks of attention as dots."""
-        theory = "Dots: stacks of attention, equal scores. Lines: the theorems; dotted: Theorem 4.1's bound."
+        theory = "Dots: stacks of attention, equal scores. Lines: the theorems; dotted: Theorem 4.1's bound. "
+        theory += "Tokens are counted from 1."
         rotated = (
             "Dots, thick lines: stacks of attention. Thin lines: the theorems; dotted: Appendix H's zero as "
         )
-        rotated += "printed; grey: a random walk. Last panel, grey: two standard deviations of its test sets."
+        rotated += "printed."
         bound = "Random attention and the bounds of Lemmas 4.4 and 4.6; below 1 a bound does not hold."
         drawn = {"theory": (theory_figure(tables), theory), "rope": (rope_figure(tables), rotated)}
         return drawn | {"bounds": (bounds_figure(tables["bounds"]), bound)}
@@ -302,20 +301,20 @@ def _log_ticks(axes: Axes, x: Sequence[float], y: Sequence[float]) -> None:
 @plot.styled
 def theory_figure(tables: Tables) -> Figure:
     """Theorems 4.1, 4.2 and 4.5: dots are stacks of attention with equal scores, lines are predictions."""
-    figure, ((one, two), (three, four)) = plot.new_figure(plot.PAGE, 4.6, 2, 2)
+    figure, ((one, two), (three, four)) = plot.new_figure(plot.PAGE, 4.6, 2, 2, n="exact")
     rates, halves = tables["causal_rates"], tables["half_times"]
     _dots(one, rates, "token", "layers", "weight", "token {}", predicted="-", bound=":")
     one.set(yscale="log", ylim=(rates["weight"].min() / 3, 2), xlabel="layers", ylabel=LAST_ROW)
     one.set_title("4.1 causal: rate log j (line), bound (dotted)")
-    two.plot(halves["width"], halves["measured"], "o", color="black", label="measured")
-    two.plot(halves["width"], halves["predicted"], label="2 (n - 1) / (w - 1)")
+    two.plot(halves["width"], halves["measured"], "o", label="measured")
+    two.plot(halves["width"], halves["predicted"], color=plot.PAPER, label="2 (n - 1) / (w - 1)")
     two.set(xlabel="window width w", ylabel="layers to half on token 1", title="4.2 window")
     _log_ticks(two, halves["width"], halves["measured"])
     # The first token is a sink of its own.
     inner = tables["decay_rows"].query("distance < distance.max()")
     _over_distance(three, inner, 130, "4.5 decay: negative binomial (thin)")
     _dots(four, tables["peaks"], "m", "predicted", "measured", "m {:.3g}")
-    four.axline((0, 0), slope=1, color="0.5", linewidth=0.8)
+    four.axline((0, 0), slope=1, color=plot.GUIDE, linewidth=0.8)
     four.set(xlabel="t / (e^m - 1)", ylabel="measured peak distance", title="4.5 decay: place of the peak")
     for axes in figure.axes:
         axes.legend()
@@ -325,7 +324,7 @@ def theory_figure(tables: Tables) -> Figure:
 @plot.styled
 def rope_figure(tables: Tables) -> Figure:
     """Theorems 4.3 and 4.7, and the weights of both kinds of attention with the paper's accuracy gaps."""
-    figure, ((one, two), (three, four)) = plot.new_figure(plot.PAGE, 4.6, 2, 2)
+    figure, ((one, two), (three, four)) = plot.new_figure(plot.PAGE, 4.6, 2, 2, n="exact")
     prefix, tops = tables["prefix_mass"], tables["rope_peaks"]
     mean = prefix.groupby(["kind", "layers"], sort=False)[["weight", "predicted"]].mean().reset_index()
     words = {"prefix": "each prefix token (mean)", "behind": "first token behind"}
@@ -335,14 +334,15 @@ def rope_figure(tables: Tables) -> Figure:
     _over_distance(two, tables["rope_rows"], 120, "4.7 RoPE: closed form (thin)")
     _dots(three, tops, "theta", "layers", "measured", "theta {:g}", formula="-", appendix_h=":")
     for _, line in tops.groupby("theta"):
-        three.plot(line["layers"], line["drift"], color="0.6", linewidth=0.8, zorder=0)
+        walk = three.plot(line["layers"], line["drift"], color=plot.GUIDE, linewidth=0.8, zorder=0)
+    walk[0].set_label("random walk")
     _log_ticks(three, sorted(set(tops["layers"])), (0.3, 1, 3, 10, 30, 100))
     three.set(xlabel="layers", ylabel="peak distance (tokens)", ylim=(0.15, 2000))
     three.set_title("4.7 RoPE: place of the peak")
     _dots(four, tables["predicted_gaps"], "attention", "predicted", "paper")
-    four.axhspan(-2 * TEST_SD, 2 * TEST_SD, color="0.9", zorder=0)
-    four.axhline(0, color="0.5", linewidth=0.6)
-    four.axvline(0, color="0.5", linewidth=0.6)
+    four.axhspan(-2 * TEST_SD, 2 * TEST_SD, color=plot.SHADE, zorder=0, label="two deviations of a test set")
+    four.axhline(0, color=plot.GUIDE, linewidth=0.6)
+    four.axvline(0, color=plot.GUIDE, linewidth=0.6)
     four.set(xlabel="difference of weights, equal scores", ylabel="accuracy gap (the paper's)")
     four.set_title("items, 2 to 6 layers")
     for axes in figure.axes:
@@ -353,14 +353,14 @@ def rope_figure(tables: Tables) -> Figure:
 @plot.styled
 def bounds_figure(table: pd.DataFrame) -> Figure:
     """Factors of weights and bounds by query: the smallest of Lemma 4.4's upper bound, the medians of all."""
-    figure, (left, right) = plot.new_figure(plot.PAGE, 2.3, 1, 2)
+    figure, (left, right) = plot.new_figure(plot.PAGE, 2.3, 1, 2, n="random attention")
     for name, line in table.groupby("bound", sort=False):
         kind, _, row = str(name).partition(", ")
         if row:
             left.plot(line["query"], line["tightest"], **plot.line_style(len(left.lines)), label=row)
         if "corrected" not in row:
             right.plot(line["query"], line["slack"], **plot.line_style(len(right.lines)), label=kind)
-    left.axhline(1, color="0.5", linewidth=0.6)
+    left.axhline(1, color=plot.GUIDE, linewidth=0.6)
     left.set(xlabel="query", ylabel="bound / weight, smallest", ylim=(0, None))
     left.set_title("4.4 decay: the upper bound fails in row 1")
     right.set(xlabel="query", ylabel="factor to the bound, median", yscale="log", ylim=(0.5, 5000))

@@ -6,10 +6,9 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 import numpy as np
-import torch
 from annotated_types import Ge, Le
-from torch import Tensor, nn
 
+from posbench.late import Tensor, nn, torch
 from posbench.schema import Count, NonNegative, Positive
 from posbench.studies.wu2025.sequences import Mixture
 from posbench.theory import masks

@@ -6,10 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import pandas as pd
-from matplotlib.figure import Figure
 
 from posbench.files.atomic import Row, rounded
+from posbench.late import Figure, pd
 from posbench.measure.flow import KINDS, flow
 from posbench.measure.replies import encode
 from posbench.plots import base as plot
@@ -65,8 +64,8 @@ class Rollout(Study):
         for metric in [m for m in METRICS if m in changes]:
             sinks, at = tables["sinks"], changes[metric]
             first = sinks.loc[(sinks["metric"] == metric) & (sinks["token"] == 0), "share"].item()
-            statistic = f"share of {METRICS[metric]} in which token 1 is a sink, minus the strongest other"
-            note = f"token 1: {first:.3f}, strongest other of the first half: {first - at.value:.3f}"
+            statistic = f"share of {METRICS[metric]} with the first token a sink, minus the strongest other"
+            note = f"first token: {first:.3f}, strongest other of the first half: {first - at.value:.3f}"
             found.append(Finding.above(claim, statistic, at, note=note))
         claim = "Depth moves the content towards the first tokens (Wu et al. 2025, Theorem 4.1)"
         statistic = "weight of the last token on the first part, all layers minus one"
@@ -105,7 +104,7 @@ def summary(rows: Sequence[Row], clusters: Sequence[str]) -> dict[str, pd.DataFr
 @plot.styled
 def rollout_figure(table: pd.DataFrame) -> Figure:
     """Rollout by depth of the prompt, a line per number of layers; a panel per kind of rollout."""
-    figure, panels = plot.new_figure(plot.PAGE, 2.6, 1, len(KINDS))
+    figure, panels = plot.new_figure(plot.PAGE, 2.6, 1, len(KINDS), n=table["n"])
     table = table.assign(place=100 * (table["part"] + 0.5) / table["part"].nunique())
     depths = sorted(table["layers"].unique())
     shown = depths[:: -(-len(depths) // 8)]  # eight lines can be told apart

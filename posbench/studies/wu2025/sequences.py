@@ -8,10 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-import torch
-import torch.nn.functional as F
-from torch import Tensor
-
+from posbench.late import F, Tensor, torch
 from posbench.schema import NonNegative, Several, Whole
 
 

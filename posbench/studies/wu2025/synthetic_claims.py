@@ -7,9 +7,9 @@ from dataclasses import replace
 from math import inf
 from typing import Any
 
-import pandas as pd
-from scipy.stats import norm
+import scipy
 
+from posbench.late import pd
 from posbench.stats import reference
 from posbench.stats.bootstrap import Estimate
 from posbench.stats.findings import Finding, joint
@@ -142,7 +142,7 @@ def _sinks(sinks: pd.DataFrame) -> list[Finding]:
 
 def _beyond_noise(claim: str, statistic: str, value: float, n: int, note: str) -> Finding:
     """If a difference of shares of n sequences is above 0: its standard error is 1/2 / sqrt(n) at most."""
-    p = 2 * norm.sf(2 * abs(value) * n**0.5)
+    p = 2 * scipy.stats.norm.sf(2 * abs(value) * n**0.5)
     return Finding.tested(value > 0, claim, statistic, (value, n), p, note)
 
 

@@ -6,10 +6,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-import pandas as pd
-
 from posbench.errors import UserError
 from posbench.files.sources import Source
+from posbench.late import pd
 from posbench.run.base import Run
 from posbench.studies.wu2025 import synthetic_tables as tables
 from posbench.studies.wu2025.synthetic_claims import thresholds

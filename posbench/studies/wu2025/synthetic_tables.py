@@ -6,12 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import pandas as pd
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
 from posbench.errors import renamed
 from posbench.files.atomic import Row
+from posbench.late import Axes, Figure, pd
 from posbench.plots import base as plot
 from posbench.plots.section import Drawn
 from posbench.stats import reference
@@ -159,16 +157,16 @@ def figures(gaps: pd.DataFrame, sinks: pd.DataFrame, cells: pd.DataFrame) -> Dra
         what = f"{vocabulary} vocabulary, std {std}, bias of the data: {bias}"
         caption = (
             f"Accuracy gaps [a, b] - [b, a] ({what}); above 0 the earlier item wins. Bars: mean over seeds; "
-            "whiskers: 95 % over test sequences; dots: seeds; diamonds: the paper, 100,000 iterations. "
+            "whiskers: 95 % over test sequences; dots: seeds; the paper: after 100,000 iterations. "
             f"Dotted: copying by position alone, one item ({2 * HALF:.3f}) or two in turn ({HALF:.3f})."
         )
         out[f"gaps_{name}"] = gaps_figure(rows, cells), caption
         if rows["iteration"].nunique() > 1:
-            caption = f"The same gaps over the training ({what}); diamonds: the paper."
+            caption = f"The same gaps over the training ({what})."
             out[f"curves_{name}"] = curves_figure(rows, cells), caption
     rows = gaps[causal_without_pe(gaps)]
     if rows["bias"].nunique() > 1:
-        caption = "The causal mask without PE at depth 2, by bias and std of the data; diamonds: the paper."
+        caption = "The causal mask without PE at depth 2, by bias and std of the data."
         out["causal_without_pe"] = curves_figure(rows, cells, by_data=True), caption
     plain = sinks[(sinks["bias"] == "none") & (sinks["vocabulary"] == "gaussian") & (sinks["pe"] == "none")]
     plain = plain[~plain["residual"]]
@@ -180,7 +178,7 @@ def figures(gaps: pd.DataFrame, sinks: pd.DataFrame, cells: pd.DataFrame) -> Dra
 def _policies(axes: Axes, top: float) -> None:
     """Gaps of copying by position, and an axis that shows small gaps as small."""
     for level in (-2 * HALF, -HALF, 0, HALF, 2 * HALF):
-        axes.axhline(level, color="0.6", linewidth=0.6, linestyle=":" if level else "-", zorder=0)
+        axes.axhline(level, color=plot.GUIDE, linewidth=0.6, linestyle=":" if level else "-", zorder=0)
     axes.set(ylim=(-max(0.15, 1.15 * top), max(0.15, 1.15 * top)), ylabel="accuracy gap")
 
 
@@ -194,8 +192,8 @@ def gaps_figure(gaps: pd.DataFrame, cells: pd.DataFrame) -> Figure:
     mean["place"] = mean.groupby(SETTINGS, sort=False).ngroup()
     seeds = last.merge(mean[mean["seeds"] > 1][[*key, "place"]], on=key)
     top, lines = np.nanmax([*last["gap"].abs(), *mean["paper"].abs()]), 1 + mean["place"].max() // PER_ROW
-    diamond: dict[str, Any] = {"color": "black", "markerfacecolor": "white", "markersize": 4, "zorder": 4}
-    figure, grid = plot.new_figure(plot.PAGE, 0.5 + 2.0 * lines, lines, squeeze=False)
+    shape: dict[str, Any] = {"n": last["n"], "squeeze": False}
+    figure, grid = plot.new_figure(plot.PAGE, 0.5 + 2.0 * lines, lines, **shape)
     for line, axes in enumerate(grid.flat):
         _policies(axes, top)
         for index, pair in enumerate(PAIR_NAMES):
@@ -205,31 +203,26 @@ def gaps_figure(gaps: pd.DataFrame, cells: pd.DataFrame) -> Figure:
             half = (bars["ci_high"] - bars["ci_low"]) / 2
             axes.errorbar(x, bars["gap"], half, fmt="none", color="black", linewidth=0.8, capsize=1.5)
             axes.plot(at, dots["gap"], "o", color="black", markersize=1.8)
-            paper = axes.plot(x, bars["paper"], "D", **diamond)
+            if bars["paper"].notna().any():
+                axes.plot(x, bars["paper"], **plot.OPEN_DIAMOND)
         rows = bars.to_dict("records")
         ticks = [f"{label(row, chr(10))}\n{row['iteration'] / 1000:g}k its" for row in rows]
         axes.set_xticks(range(len(ticks)), ticks)
         axes.set_xlim(-0.6, max(len(ticks), 3) - 0.4)
-    if mean["paper"].notna().any():
-        paper[0].set_label("paper")
-    plot.legend_below(figure, axes)
+    plot.legend_below(figure)
     return figure
 
 
 def _by_condition(frame: pd.DataFrame, draw: Callable[[Axes, Row, pd.DataFrame], None]) -> Figure:
     """A panel for each condition, three in a row, drawn from its settings and rows."""
     groups = list(frame.groupby(SETTINGS, sort=False))
-    columns = min(3, len(groups))
-    lines = -(-len(groups) // columns)
-    figure, panels = plot.new_figure(plot.PAGE, 0.4 + 1.6 * lines, lines, columns, squeeze=False)
-    for axes in panels.flat[len(groups) :]:
-        axes.set_visible(False)
-    for number, (axes, (key, rows)) in enumerate(zip(panels.flat, groups, strict=False)):
+    figure, panels = plot.new_panels(len(groups), 3, 1.6, n=frame["n"])
+    for number, (axes, (key, rows)) in enumerate(zip(panels, groups, strict=True)):
         draw(axes, dict(zip(SETTINGS, key, strict=True)), rows)
-        if number % columns:
+        if number % 3:
             axes.set_ylabel("")
             axes.tick_params(labelleft=False)
-    plot.legend_below(figure, panels[0, 0])
+    plot.legend_below(figure)
     return figure
 
 
@@ -247,8 +240,9 @@ def curves_figure(gaps: pd.DataFrame, cells: pd.DataFrame, by_data: bool = False
             style = {**plot.line_style(PAIR_NAMES.index(pair)), "markersize": 2.2, "linewidth": 0.9}
             name = pair.replace("-", " - ") if seed == rows["seed"].min() else None
             axes.plot(line["iteration"] / 1000, line["gap"], label=name, **style)
-            own = {"color": style["color"], "markerfacecolor": "white", "markersize": 4, "zorder": 4}
-            axes.plot([100], line["paper"].iloc[:1], "D", clip_on=False, **own)
+            if line["paper"].notna().any():
+                own = plot.OPEN_DIAMOND | {"markerfacecolor": style["color"], "markeredgewidth": 0.7}
+                axes.plot([100], line["paper"].iloc[:1], clip_on=False, **own)
         title = f"bias: {condition['bias']}" + (scaled(condition) or ", std 1/sqrt(D)")
         title = title if by_data else label(condition)
         axes.set(xlabel="iterations (thousands)", xscale="log", xlim=(0.9, 115), title=title)
@@ -264,13 +258,14 @@ def sinks_figure(sinks: pd.DataFrame) -> Figure:
 
     def draw(axes: Axes, condition: Row, rows: pd.DataFrame) -> None:
         here = 100 * rows.groupby("token")[list(names)].mean()
-        tokens = here.index.to_numpy() + 1
+        tokens = here.index.to_numpy()
         for index, (metric, words) in enumerate(names.items()):
             x = tokens - 0.2 + 0.4 * index
             axes.bar(x, here[metric], 0.4, color=plot.COLOURS[index], label=words)
         level = 100 * uniform_sinks(condition["mask"], len(tokens))["by_entry"]
-        axes.plot(tokens - 0.2, level, "_", color="black", markersize=5, label="Wu et al., equal weights")
+        equal: dict[str, Any] = {"color": plot.PAPER, "markersize": 5, "label": "Wu et al., equal weights"}
+        axes.plot(tokens - 0.2, level, "_", **equal)
         title = f"{condition['mask']}, depth {condition['depth']}{scaled(condition)}"
-        axes.set(xlabel="token", ylabel="sink (%)", title=title, xticks=tokens[::4])
+        axes.set(xlabel=plot.TOKEN, ylabel="sink (%)", title=title, xticks=tokens[::4], ylim=(0, 103))
 
     return _by_condition(at_end(sinks), draw)

@@ -10,15 +10,15 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
+from multiprocessing.queues import SimpleQueue
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-import pandas as pd
-import torch
 from annotated_types import MinLen
 
 from posbench.errors import Faults, UserError
 from posbench.files.hardware import hardware
+from posbench.late import pd, torch
 from posbench.model.load import torch_device
 from posbench.plots.section import Drawn
 from posbench.run.base import Run
@@ -28,6 +28,9 @@ from posbench.studies.base import Study, Tables
 from posbench.studies.wu2025.synthetic_claims import findings
 from posbench.studies.wu2025.synthetic_tables import figures, printed_cells, tabulated
 from posbench.studies.wu2025.training import Condition, Measured, train
+
+_told: SimpleQueue[Any]
+"""In the process of a training: where it says how far it is."""
 
 
 class Trained(Study):
@@ -103,7 +106,7 @@ class SyntheticTraining(Trained):
 
 
 def _on_cores(
-    jobs: Sequence[Any], work: partial[Measured], processes: int, advance: Callable[[int], None]
+    jobs: Sequence[Any], work: partial[Measured], processes: int, advance: Callable[..., None]
 ) -> list[Measured]:
     """Trainings on the cores of a CPU, one single-threaded process each; with one process, in this one."""
     if min(processes, len(jobs)) == 1:
@@ -113,16 +116,32 @@ def _on_cores(
             return [work(*job, advance=advance) for job in jobs]
         finally:
             torch.set_num_threads(before)
-    spawned, found = multiprocessing.get_context("spawn"), list[Measured]()
-    with ProcessPoolExecutor(processes, mp_context=spawned, initializer=_start_child) as pool:
-        for measured in pool.map(work, *zip(*jobs, strict=True)):
-            found.append(measured)
-            advance(work.keywords["iterations"])
-    return found
+    spawned = multiprocessing.get_context("spawn")
+    told: SimpleQueue[Any] = spawned.SimpleQueue()
+
+    def listen() -> None:
+        for n, how in iter(told.get, None):
+            advance(n, **how)
+
+    listener = threading.Thread(target=listen, daemon=True)
+    listener.start()
+    try:
+        with ProcessPoolExecutor(processes, spawned, _start_child, (told,)) as pool:
+            return list(pool.map(partial(_in_child, work), *zip(*jobs, strict=True)))
+    finally:
+        told.put(None)
+        listener.join()
 
 
-def _start_child() -> None:
+def _in_child(work: partial[Measured], *job: Any) -> Measured:
+    """A training that tells the parent how far it is."""
+    return work(*job, advance=lambda n, **how: _told.put((n, how)))
+
+
+def _start_child(told: SimpleQueue[Any]) -> None:
     """One thread for torch, and no life beyond the parent's: a killed run must not keep folders locked."""
+    global _told
+    _told = told
     torch.set_num_threads(1)
     parent = multiprocessing.parent_process()
     assert parent is not None

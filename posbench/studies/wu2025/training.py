@@ -15,11 +15,10 @@ from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
-import torch
-import torch.nn.functional as F
 
 from posbench.errors import UserError
 from posbench.files.atomic import Row, digest, write_bytes
+from posbench.late import F, torch
 from posbench.run.folder import RunDir, owned
 from posbench.schema import Count, NonNegative, Positive, Several, build
 from posbench.studies.wu2025 import sequences as data
@@ -228,7 +227,7 @@ def train(
     *,
     hardware: str,
     device: str = "cpu",
-    advance: Callable[[int], None] = lambda iterations: None,
+    advance: Callable[..., None] = lambda iterations, **how: None,
 ) -> Measured:
     """Train every seed for that many iterations in all, going on where its folder under the root has got to.
 
@@ -245,7 +244,7 @@ def train(
             stack.enter_context(owned(run.path))
             state = _open(run, condition, seed, where)
             at = state["iteration"] if state else 0
-            advance(min(at, iterations))
+            advance(min(at, iterations), before=True)
             groups.setdefault(seed if where.type == "cpu" else at, {})[seed] = state
         for group in groups.values():
             ensemble = Ensemble(condition, list(group), where)

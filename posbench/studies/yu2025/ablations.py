@@ -7,10 +7,9 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
-import pandas as pd
-from matplotlib.figure import Figure
 
 from posbench.errors import UserError
+from posbench.late import Figure, pd
 from posbench.methods import Method
 from posbench.methods.scale_channel import ScaleChannel
 from posbench.methods.unmodified import Unmodified
@@ -131,7 +130,7 @@ class Ablations(Study):
 
     def figures(self, tables: Tables) -> Drawn:
         """See :meth:`Study.figures`."""
-        caption = "With 95 % intervals; diamonds: the paper's numbers, where this setting has any."
+        caption = "With 95 % intervals; the paper's numbers where this setting has any."
         return {"ablations": (ablation_figure(tables["ablations"]), caption)}
 
     def findings(self, tables: Tables) -> Sequence[Finding]:
@@ -195,22 +194,24 @@ def _shown(method: ScaleChannel | None) -> dict[str, str | float]:
 @plot.styled
 def ablation_figure(table: pd.DataFrame) -> Figure:
     """Scores of the ablations, and their paired differences from the full method, with 95 % intervals."""
-    figure, (left, right) = plot.new_figure(plot.PAGE, 0.9 + 0.2 * len(table), 1, 2, sharey=True)
-    rows, y = table.set_index("ablation"), np.arange(len(table))
-    style = {"linestyle": "none", "marker": "o", "color": plot.COLOURS[0]}
-    diamond = {"linestyle": "none", "marker": "D", "color": plot.COLOURS[1], "markerfacecolor": "white"}
+    height, rows, y = 1.1 + 0.2 * len(table), table.set_index("ablation"), np.arange(len(table))
+    figure, (left, right) = plot.new_figure(plot.PAGE, height, 1, 2, n=table["n"], sharey=True)
+    colours = {UNMODIFIED: plot.BLACK, CONTROL: plot.CONTROL}
+    names = {FULL: "posbench", CONTROL: "control"}
     for axes, name in ((left, ""), (right, "difference")):
         points = rows[columns(name)].set_axis(columns(), axis=1)
-        plot.percent_bars(axes, y, points, upright=False, label="posbench", **style)
-        axes.grid(axis="y", color="0.9", linewidth=0.5)
+        for place, ablation in enumerate(rows.index):
+            style = {"fmt": "o", "color": colours.get(ablation, plot.BLUE)}
+            style |= {"label": names[ablation]} if ablation in names else {}
+            plot.percent_bars(axes, [place], points.loc[[ablation]], upright=False, **style)
+        axes.grid(axis="y", color=plot.SHADE, linewidth=0.5)
         paper = rows["paper"] - (rows.loc[FULL, "paper"] if name else 0)
         if paper.notna().any():
-            axes.plot(100 * paper, y, label="paper", **diamond)
-    if rows["paper"].notna().any():
-        plot.legend_below(figure, left)
-    left.axvline(100 * rows.loc[UNMODIFIED, "value"], color="black", linestyle=plot.DASHED, linewidth=1)
-    right.axvline(0, color="0.5", linestyle=":", linewidth=1)
+            axes.plot(100 * paper, y, **plot.OPEN_DIAMOND)
+    left.axvline(100 * rows.loc[UNMODIFIED, "value"], label="unmodified", **plot.LEVEL)
+    right.axvline(0, color=plot.GUIDE, linestyle=":", linewidth=1)
     left.set_yticks(y, ["unmodified" if name == UNMODIFIED else name for name in rows.index])
-    left.set(xlabel="score over all positions (%)", ylim=(len(table) - 0.5, -0.5))
+    left.set(xlabel="score over all positions (%)", xlim=(-3, 103), ylim=(len(table) - 0.5, -0.5))
     right.set(xlabel="difference from the full method (points)")
+    plot.legend_below(figure)
     return figure

@@ -5,17 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Literal, get_args
 
 import numpy as np
-import pandas as pd
 from annotated_types import MinLen
-from matplotlib.colors import PowerNorm
-from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
 from posbench.errors import UserError
 from posbench.files.atomic import Row, rounded
+from posbench.late import Figure, matplotlib, pd
 from posbench.plots import base as plot
 from posbench.plots.attention import over_positions
 from posbench.plots.section import Drawn
@@ -168,7 +166,7 @@ class AttentionToGold(Study):
         titles = {row.layer: f"layer {row.layer} (score {row.score:.2f})" for row in layers.itertuples()}
         maps = "Mean of heads. A diagonal follows the gold item, a vertical line stays where it is."
         heads = "Share of examples in which the gold item gets the most weight, minus that under shuffled "
-        heads += "positions. Dots: retrieval-related heads."
+        heads += "positions."
         by_head = f"The heads of layer {head_maps['layer'].iloc[0]}, drawn as the layers are."
         curve = f"Attention to the gold item (mean of layers {used}) and score, same examples (95 %)."
         names = {head: f"head {head}" for head in head_maps["head"]}
@@ -316,22 +314,18 @@ def vertical_share(rows: pd.DataFrame) -> float:
 @plot.styled
 def map_panels(frame: pd.DataFrame, unit: str, titles: Mapping[int, str]) -> Figure:
     """A heat map of gold position x item for each value of the column ``unit``, on one colour scale."""
-    columns = min(4 if len(titles) <= 12 else 8, len(titles))
-    large, lines = columns <= 4, -(-len(titles) // columns)
-    shape: dict[str, Any] = {"sharex": True, "sharey": True, "squeeze": False}
-    height = 0.75 + (1.55 if large else 0.95) * lines
-    figure, panels = plot.new_figure(plot.PAGE, height, lines, columns, **shape)
-    norm = PowerNorm(0.5, vmin=0, vmax=float(frame["attention"].max()))
-    for axes in panels.flat[len(titles) :]:
-        axes.set_visible(False)
-    for axes, (number, title) in zip(panels.flat, titles.items(), strict=False):
+    columns = 5 if len(titles) == 5 else 4 if len(titles) <= 12 else 8
+    large, shape = columns < 8, {"sharex": True, "sharey": True, "n": frame["n"]}
+    figure, panels = plot.new_panels(len(titles), columns, 1.55 if large else 0.95, **shape)
+    norm = matplotlib.colors.PowerNorm(0.5, vmin=0, vmax=float(frame["attention"].max()))
+    for axes, (number, title) in zip(panels, titles.items(), strict=True):
         rows = frame[frame[unit] == number]
         grid = rows.pivot_table(index="gold_position", columns="item", values="attention")
         image = axes.imshow(grid, norm=norm, cmap="viridis", aspect="auto", interpolation="nearest")
         plot.few_ticks(axes.set_yticks, grid.index, 5)
         size = plot.STYLE["axes.titlesize" if large else "xtick.labelsize"]
         axes.set_title(title if large else f"{unit} {number}", fontsize=size)
-    figure.supxlabel("item", fontsize=plot.STYLE["axes.labelsize"])
+    figure.supxlabel(plot.ITEM, fontsize=plot.STYLE["axes.labelsize"])
     figure.supylabel("gold position (item)", fontsize=plot.STYLE["axes.labelsize"])
     label = "attention of the last token\n(mean weight per token)"
     bar = figure.colorbar(image, ax=figure.axes, label=label)
@@ -341,16 +335,20 @@ def map_panels(frame: pd.DataFrame, unit: str, titles: Mapping[int, str]) -> Fig
 
 @plot.styled
 def head_figure(heads: pd.DataFrame) -> Figure:
-    """Retrieval score by layer and head; a dot on retrieval-related heads."""
+    """Retrieval score by layer and head; a ring on retrieval-related heads."""
     grid = heads.pivot_table(index="layer", columns="head", values="score")
-    figure, axes = plot.new_figure(plot.COLUMN, 1.1 + 0.16 * max(len(grid.index), 5))
+    height = 1.3 + 0.16 * max(len(grid.index), 5)
+    figure, axes = plot.new_figure(plot.COLUMN, height, n=heads["n"])
     lowest = min(0.0, float(grid.min().min()))
     image = axes.imshow(grid.to_numpy(), vmin=lowest, vmax=1, cmap="viridis", aspect="auto", origin="lower")
-    marked, colour = heads[heads["retrieval"]], plot.COLOURS[1]
-    axes.plot(marked["head"], marked["layer"], linestyle="none", marker="o", color=colour, markersize=3)
+    marked, ring = heads[heads["retrieval"]], {"linestyle": "none", "marker": "o", "color": "black"}
+    if len(marked):
+        fill = {"markerfacecolor": "white", "markersize": 4, "label": "retrieval-related"}
+        axes.plot(marked["head"], marked["layer"], **ring, **fill)
+        plot.legend_below(figure)
     plot.few_ticks(axes.set_xticks, grid.columns)
     plot.few_ticks(axes.set_yticks, grid.index)
-    axes.set(xlabel="head", ylabel="layer", title="dots: retrieval-related heads" if len(marked) else "")
+    axes.set(xlabel="head", ylabel="layer")
     figure.colorbar(image, ax=axes, label="retrieval score")
     return figure
 
@@ -358,9 +356,9 @@ def head_figure(heads: pd.DataFrame) -> Figure:
 @plot.styled
 def curve_figure(lengths: pd.DataFrame) -> Figure:
     """Attention to the gold item and score over the gold position, a line for each number of items."""
-    figure, (left, right) = plot.new_figure(plot.PAGE, 2.5, 1, 2)
+    figure, (left, right) = plot.new_figure(plot.PAGE, 2.5, 1, 2, n=lengths["n"])
     labels = {number: f"{number} items" for number in sorted(lengths["items"].unique())}
     over_positions(left, right, lengths, "items", labels, ordered=len(labels) > 1)
     if len(labels) > 1:
-        plot.legend_below(figure, left)
+        plot.legend_below(figure)
     return figure

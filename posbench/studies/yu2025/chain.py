@@ -7,11 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-import pandas as pd
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-
 from posbench.errors import renamed
+from posbench.late import Axes, Figure, pd
 from posbench.methods.choice import MethodChoice
 from posbench.methods.unmodified import Unmodified
 from posbench.plots import base as plot
@@ -81,9 +78,9 @@ class Chain(Study):
         """The page, then the figures of every link."""
         caption = (
             "(c) Mean of the positional channel over random text and the layers behind the first, where a "
-            "span (grey) cannot see what comes before it, or has shifted position ids. (d) Gold item with a "
-            "crop mask, or moved position ids. (e) Channel of one item (circle) moved towards the beginning. "
-            "(f) One item's attention doubled. Bands: 95 %."
+            "span cannot see what comes before it, or has shifted position ids. (d) Gold item with a crop "
+            "mask, or moved position ids. (e) Channel of one item moved towards the beginning. (f) Attention "
+            "to one item doubled. Bands: 95 %."
         )
         drawn = {"chain": (chain_figure(tables), caption)}
         for name, link in self._links().items():
@@ -112,7 +109,8 @@ def _of(link: str, tables: Tables) -> Tables:
 @plot.styled
 def chain_figure(tables: Tables) -> Figure:
     """Six panels in the order of the argument; see the caption of :class:`Chain`."""
-    (figure, grid), bias = plot.new_figure(plot.PAGE, 5.4, 2, 3), tables["bias"]
+    bias, counts = tables["bias"], [n for table in tables.values() if "n" in table for n in table["n"]]
+    figure, grid = plot.new_figure(plot.PAGE, 5.8, 2, 3, n=counts)
     labels = {method: f"with {method}" for method in bias["method"].unique()} | {UNMODIFIED: "unmodified"}
     over_positions(grid[0][1], grid[0][0], bias, "method", labels)
     grid[0][0].set_title("position bias")
@@ -123,25 +121,26 @@ def chain_figure(tables: Tables) -> Figure:
     items, doubled = tables["channel_subtraction/items"], tables["doubling/doubling"]
     channel_subtraction.panel(grid[1][1], items, "other", "attention")
     grid[1][1].set_title(f"channel of item {items['other'].iloc[0]} to attention")
-    labels = {UNMODIFIED: "unmodified", "gold": "gold item doubled", "other": "another doubled"}
+    labels = {UNMODIFIED: "unmodified", "gold": "gold item doubled", "other": "another doubled (control)"}
     plot.bands(grid[1][2], doubled, "mode", labels, name="score")
     plot.percent_axes(grid[1][2], "score (%)")
     grid[1][2].set_title("attention to accuracy")
-    narrow = {"ncols": 2, "fontsize": 6.5, "handlelength": 1.4, "columnspacing": 1.0}
+    narrow = {"fontsize": 6.5, "handlelength": 1.4, "columnspacing": 1.0}
     for letter, axes in zip("abcdef", grid.flat, strict=True):
         axes.set_title(f"({letter}) {axes.get_title()}")
-        axes.legend(loc="upper center", bbox_to_anchor=(0.45, -0.26), **narrow)
+        columns = 2 if letter in "abc" else 1
+        axes.legend(loc="upper center", bbox_to_anchor=(0.45, -0.26), ncols=columns, **narrow)
     return figure
 
 
 def _channel(axes: Axes, curves: pd.DataFrame) -> None:
     """Mean over the layers behind the first one: no token of layer 0 has seen another yet."""
     rows = curves[~curves["control"] & (curves["layer"] > 0)]
-    axes.axvspan(rows["start"].iloc[0], rows["end"].iloc[0], color="0.9", linewidth=0)
+    axes.axvspan(rows["start"].iloc[0], rows["end"].iloc[0], color=plot.SHADE, linewidth=0, label="span")
     for index, (variant, label) in enumerate(hidden_perturbation.LABELS.items()):
         line = rows[rows["variant"] == variant].groupby("token")["value"].mean()
         style = plot.line_style(max(index - 1, 0), variant == UNMODIFIED) | {"marker": ""}
         if len(line):
             axes.plot(line, label=label, **style)
     ylabel = f"mean of channel {rows['channel'].iloc[0]}"
-    axes.set(xlabel="token position", ylabel=ylabel, title="mask to channel")
+    axes.set(xlabel=plot.TOKEN.replace("\n", " "), ylabel=ylabel, title="mask to channel")

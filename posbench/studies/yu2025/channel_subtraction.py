@@ -6,16 +6,13 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
-import pandas as pd
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from torch import Tensor
 
 from posbench.errors import UserError
 from posbench.files.atomic import Row, rounded
+from posbench.late import Axes, Figure, pd, torch
 from posbench.measure.states import Site, channel_input, stacked
 from posbench.methods.scale_channel import check_layers
 from posbench.perturbations.subtract_channel import subtract_channel
@@ -106,7 +103,7 @@ class ChannelSubtraction(Study):
         self, prompts: Prompts, where: str, channel: int, changed: int, values: Mapping[int, float]
     ) -> dict[str, dict[str, Row]]:
         """By variant: score, and by layer attention to every item and mean of the tested channel over it."""
-        read = dict[int, Tensor]()
+        read = dict[int, torch.Tensor]()
         variant = f"{where}_control_{changed}" if changed != channel else where if values else UNMODIFIED
 
         @contextmanager
@@ -134,7 +131,7 @@ class ChannelSubtraction(Study):
 
     def figures(self, tables: Tables) -> Drawn:
         """See :meth:`Study.figures`."""
-        caption = "Mean of the channel over every item, and attention to it (95 %); circle: the changed item."
+        caption = "Mean of the channel over every item, and attention to it (95 %)."
         return {"channel_subtraction": (items_figure(tables["items"]), caption)}
 
     def findings(self, tables: Tables) -> Sequence[Finding]:
@@ -198,22 +195,24 @@ def panel(axes: Axes, items: pd.DataFrame, where: str, measure: str) -> None:
     """The channel or the attention of every item, unmodified and with one item changed (the circle)."""
     rows, labels = items[items["measure"] == measure], {UNMODIFIED: "unmodified", where: "channel changed"}
     plot.bands(axes, rows, "variant", labels, x="item", scale=1)
+    axes.axvline(rows["gold"].iloc[0], color=plot.GOLD, linewidth=3, alpha=0.4, zorder=0, label="gold item")
     if measure == "attention":
         controls = rows[rows["variant"].str.startswith(f"{where}_control_")].groupby("item")["value"].mean()
-        axes.plot(controls, label="random channel", color=plot.COLOURS[1], linestyle="--")
-        axes.set(xlabel="item (0 is the first)", ylabel="attention\n(mean weight per token)")
+        axes.plot(controls, label="random channel (control)", **plot.ON_TOP)
+        axes.set(xlabel=plot.ITEM, ylabel="attention\n(mean weight per token)")
         # The gold item has a hundred times the weight of the others, whose levels matter here.
         axes.set_yscale("log")
     for line in axes.lines:
         line.set_markersize(2)
     circle = rows[(rows["variant"] == where) & (rows["item"] == rows[where])]
-    axes.plot(circle["item"], circle["value"], "o", markersize=9, markerfacecolor="none", color="black")
+    ring: dict[str, Any] = dict(color=plot.BLUE, markersize=9, markerfacecolor="none")
+    axes.plot(circle["item"], circle["value"], "o", label="changed item", **ring)
 
 
 @plot.styled
 def items_figure(items: pd.DataFrame) -> Figure:
     """Channel (above) and attention (below) of every item, a column for each changed item."""
-    figure, grid = plot.new_figure(plot.PAGE, 4.2, 2, 2, sharex=True, sharey="row")
+    figure, grid = plot.new_figure(plot.PAGE, 4.2, 2, 2, n=items["n"], sharex=True, sharey="row")
     first = items.iloc[0]
     for column, (where, words) in zip(grid.T, WHERE.items(), strict=True):
         for axes, measure in zip(column, ("channel", "attention"), strict=True):
@@ -221,5 +220,5 @@ def items_figure(items: pd.DataFrame) -> Figure:
         column[0].set_title(f"{words} changed (item {first[where]})")
     grid[0][0].set_ylabel(f"mean of channel {first['tested_channel']}")
     grid[1][1].set_ylabel("")
-    plot.legend_below(figure, grid[1][0])
+    plot.legend_below(figure)
     return figure

@@ -7,12 +7,10 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import numpy as np
-import pandas as pd
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
 from posbench.errors import UserError
 from posbench.files.atomic import Row
+from posbench.late import Axes, Figure, pd
 from posbench.methods.scale_channel import check_layers, share
 from posbench.perturbations.crop_mask import crop_mask
 from posbench.perturbations.move_positions import can_move, move_positions
@@ -120,7 +118,7 @@ class CropMask(Study):
 
     def figures(self, tables: Tables) -> Drawn:
         """See :meth:`Study.figures`."""
-        caption = "Score and attention (95 %); change of attention by layer (shaded: with a cropped mask)."
+        caption = "Score and attention, and change of attention by layer, with 95 % intervals."
         drawn = {"crop_mask": (crop_figure(tables["crop_mask"], tables["crop_mask_layers"]), caption)}
         if _is_crossed(tables):
             caption = "Change at the inner gold positions (95 %); lines: what the first and last one have."
@@ -251,20 +249,21 @@ def attention_panel(axes: Axes, table: pd.DataFrame) -> None:
 @plot.styled
 def crop_figure(table: pd.DataFrame, layers: pd.DataFrame) -> Figure:
     """Score and attention over the gold position, change of attention by layer; a line for each variant."""
-    figure, (left, middle, right) = plot.new_figure(plot.PAGE, 2.7, 1, 3)
+    counts = [*table["n"], *layers["n"]]
+    figure, (left, middle, right) = plot.new_figure(plot.PAGE, 2.7, 1, 3, n=counts)
     metric = next(m for m in table["measure"].unique() if m != "attention")
     plot.bands(left, table[table["measure"] == metric], "variant", LABELS)
     plot.percent_axes(left, f"{metric.replace('_', ' ')} (%)")
     attention_panel(middle, table)
     first, last = layers[["crop_first", "crop_last"]].iloc[0]
-    right.axvspan(first - 0.5, last + 0.5, color="0.9", linewidth=0)
-    right.axhline(0, color="black", linewidth=0.6)
+    right.axvspan(first - 0.5, last + 0.5, color=plot.SHADE, linewidth=0, label="layers with a cropped mask")
+    right.axhline(0, color=plot.GUIDE, linewidth=0.6)
     changed = layers[layers["variant"] != UNMODIFIED]
     plot.bands(right, changed, "variant", LABELS, x="layer", name="change", scale=1)
     right.set(xlabel="layer", ylabel="change of that attention\n(inner positions)")
     right.locator_params("x", integer=True)
     right.ticklabel_format(axis="y", scilimits=(-3, 3))
-    plot.legend_below(figure, left)
+    plot.legend_below(figure)
     return figure
 
 
@@ -272,19 +271,20 @@ def crop_figure(table: pd.DataFrame, layers: pd.DataFrame) -> Figure:
 def crossed_figure(effects: pd.DataFrame) -> Figure:
     """Change of attention and score under each variant; lines where the unmodified model's ends stand."""
     rows, labels = effects.set_index("effect"), LABELS | CROSSED
-    figure, panels = plot.new_figure(plot.PAGE, 2.4, 1, 2, sharey=True)
+    figure, panels = plot.new_figure(plot.PAGE, 2.4, 1, 2, n=effects["n"], sharey=True)
     shown = sorted((v for v in labels if v != UNMODIFIED), key=lambda v: v.endswith("other"))
     for axes, measure in zip(panels, ("attention", "score"), strict=True):
-        axes.axvline(0, color="black", linewidth=0.6)
-        for number, end in enumerate(("first", "last")):
+        axes.axvline(0, color=plot.GUIDE, linewidth=0.6)
+        for dashes, end in zip((plot.DASHED, ":"), ("first", "last"), strict=True):
             at = 100 * rows.loc[f"{end}_over_inner_{measure}", "value"]
-            style = {"linestyle": ("--", ":")[number], "color": plot.COLOURS[number + 1]}
-            axes.axvline(at, **style, label=f"unmodified, gold item {end}")
-        found = rows.loc[[f"{variant}_{measure}" for variant in shown]]
-        plot.percent_bars(axes, range(len(shown)), found, upright=False, fmt="o", markersize=3, color="black")
+            axes.axvline(at, **plot.LEVEL | {"linestyle": dashes}, label=f"unmodified, gold item {end}")
+        for number, variant in enumerate(shown):
+            found, colour = rows.loc[[f"{variant}_{measure}"]], (plot.BLUE, plot.CONTROL)["other" in variant]
+            style = {"fmt": "o", "markersize": 3, "color": colour}
+            plot.percent_bars(axes, [number], found, upright=False, **style)
     panels[0].set_xlabel("change of attention per token (points)")
     panels[1].set_xlabel("change of score (points)")
     panels[0].set_yticks(range(len(shown)), [labels[v] for v in shown])
     panels[0].invert_yaxis()
-    plot.legend_below(figure, panels[0])
+    plot.legend_below(figure)
     return figure

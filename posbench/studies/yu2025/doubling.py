@@ -6,12 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
-import pandas as pd
-import torch
-from matplotlib.figure import Figure
-from torch import Tensor
-
 from posbench.files.atomic import Row, rounded
+from posbench.late import Figure, Tensor, pd, torch
 from posbench.measure.items import item_pool, pooled
 from posbench.perturbations.scale_attention import scale_attention
 from posbench.plots import base as plot
@@ -118,8 +114,8 @@ class Doubling(Study):
         place = self._place(int(table["items"].iloc[0]))
         renormalised = "" if self.renormalise else ", not renormalised"
         layers = "all layers" if self.layers is None else f"layers {', '.join(map(str, self.layers))}"
-        caption = f"The last token's weight on an item times {self.factor:g}{renormalised}; dotted: item "
-        caption += f"{place}. Attention after the change: mean of {layers}. Bands: 95 %."
+        caption = f"The last token's weight on an item times {self.factor:g}{renormalised}. Attention after "
+        caption += f"the change: mean of {layers}. Bands: 95 %."
         return {"doubling": (doubling_figure(table, place), caption)}
 
     def findings(self, tables: Tables) -> Sequence[Finding]:
@@ -164,10 +160,11 @@ class Doubling(Study):
 @plot.styled
 def doubling_figure(table: pd.DataFrame, place: int) -> Figure:
     """Attention to the gold item and score over its position by change; dotted: the changed place."""
-    figure, (left, right) = plot.new_figure(plot.PAGE, 2.6, 1, 2)
+    figure, (left, right) = plot.new_figure(plot.PAGE, 2.6, 1, 2, n=table["n"])
     over_positions(left, right, table, "mode", LABELS)
     depth = 100 * place / max(int(table["items"].iloc[0]) - 1, 1)
+    guide = {"color": plot.GUIDE, "linestyle": ":", "linewidth": 1, "zorder": 0}
     for axes in (left, right):
-        axes.axvline(depth, color="0.5", linestyle=":", linewidth=1, zorder=0)
-    plot.legend_below(figure, left)
+        axes.axvline(depth, label=f"that place: item {place} (0 is the first)", **guide)
+    plot.legend_below(figure)
     return figure

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
-import pandas as pd
-import torch
-from matplotlib.figure import Figure
 
 from posbench.errors import UserError
 from posbench.files.atomic import Row, rounded
+from posbench.late import Figure, inference_mode, pd
 from posbench.measure.states import Alphabet, Site, Strings, channel_input, stacked
 from posbench.methods.scale_channel import check_layers
 from posbench.model.guard import forward
@@ -118,7 +115,7 @@ class HiddenPerturbation(Study):
             "effects": _effects(averaged, variants, run.runtime.resamples),
         }
 
-    @torch.inference_mode()
+    @inference_mode
     def _channels(self, lm: LM, ids: Sequence[list[int]], variant: str, channels: Sequence[int]) -> Array:
         """The channels of texts under a variant, [B, L, P, C]."""
         given, (start, stop) = lm.pad(ids), self._span
@@ -141,11 +138,12 @@ class HiddenPerturbation(Study):
 
     def figures(self, tables: Tables) -> Drawn:
         """See :meth:`Study.figures`."""
-        curves = "The positional channel over the token, mean over texts, a line per layer; grey: span."
+        curves = "The positional channel over the token, mean over texts; each layer has an axis of its own."
+        effects = tables["layer_effects"]
         layers = "Change of its mean in the span by layer, in ranges, towards the beginning (95 %)."
         return {
-            "hidden_perturbation": (curves_figure(tables["curves"]), curves),
-            "hidden_perturbation_layers": (layers_figure(tables["layer_effects"]), layers),
+            "hidden_perturbation": (curves_figure(tables["curves"], effects["n"]), curves),
+            "hidden_perturbation_layers": (layers_figure(effects), layers),
         }
 
     def findings(self, tables: Tables) -> Sequence[Finding]:
@@ -186,19 +184,24 @@ def _effects(change: Changes, variants: Sequence[str], resamples: int) -> pd.Dat
 
 
 @plot.styled
-def curves_figure(curves: pd.DataFrame) -> Figure:
-    """The positional channel over the token position, a panel per perturbation and a line per layer."""
+def curves_figure(curves: pd.DataFrame, n: Iterable[float] = ()) -> Figure:
+    """The positional channel over the token, mean of ``n`` texts; a panel per layer, a line per change."""
     rows = curves[~curves["control"]]
-    colours, first = plot.LayerColours(sorted(rows["layer"].unique())), rows.iloc[0]
-    variants = [v for v in LABELS if v in set(rows["variant"])]
-    figure, panels = plot.new_figure(plot.PAGE, 2.4, 1, len(variants), sharey=True)
-    for axes, variant in zip(panels, variants, strict=True):
-        axes.axvspan(first["start"], first["end"], color="0.9", linewidth=0)
-        for layer, line in rows[rows["variant"] == variant].groupby("layer"):
-            axes.plot(line["token"], line["value"], **colours.style(layer))
-        axes.set(xlabel="token position", title=LABELS[variant])
+    layers, first = [*rows.groupby("layer")], rows.iloc[0]
+    across = plot.layers_across(len(layers))
+    figure, panels = plot.new_panels(len(layers), across, 1.5, n=n)
+    for axes, (layer, here) in zip(panels, layers, strict=True):
+        axes.axvspan(first["start"], first["end"], color=plot.SHADE, linewidth=0, label="changed span")
+        for index, variant in enumerate(LABELS):
+            line, style = here[here["variant"] == variant], plot.line_style(max(index - 1, 0), not index)
+            if len(line):
+                axes.plot(line["token"], line["value"], label=LABELS[variant], **style | {"marker": ""})
+        axes.set_title(f"layer {layer}")
+        axes.locator_params(nbins=4)
     panels[0].set_ylabel(f"mean value of channel {first['channel']}")
-    colours.bar(figure, panels)
+    for axes in panels[-across:]:
+        axes.set_xlabel(plot.TOKEN)
+    plot.legend_below(figure)
     return figure
 
 
@@ -206,17 +209,16 @@ def curves_figure(curves: pd.DataFrame) -> Figure:
 def layers_figure(table: pd.DataFrame) -> Figure:
     """Change inside the span by layer: the positional channel (95 %), and the mean of the random ones."""
     inside = table[table["where"] == "inside"]
-    figure, axes = plot.new_figure(plot.COLUMN, 2.5)
-    axes.axhline(0, color="black", linewidth=0.6)
-    dashed: dict[str, Any] = {"linestyle": "--", "markerfacecolor": "white"}
+    figure, axes = plot.new_figure(plot.COLUMN, 2.7, n=table["n"])
+    axes.axhline(0, color=plot.GUIDE, linewidth=0.6)
     for index, variant in enumerate(v for v in LABELS if v in set(inside["variant"])):
         rows, style = inside[inside["variant"] == variant], plot.line_style(index)
         own, label = rows[~rows["control"]], LABELS[variant]
         plot.band(axes, own, style, x="layer", name="change", scale=1, label=label)
         random = rows[rows["control"]].groupby("layer")["change"].mean()
-        axes.plot(random, **style | dashed)
-    axes.plot([], [], label="random channels", color="0.4", marker="o", **dashed)
+        control = plot.ON_TOP | {"marker": style["marker"], "label": f"{LABELS[variant]}, random channels"}
+        axes.plot(random, **control)
     axes.set(xlabel="layer", ylabel="change inside the span\n(share of the range)")
     axes.locator_params("x", integer=True)
-    plot.legend_below(figure, axes)
+    plot.legend_below(figure)
     return figure

@@ -7,12 +7,10 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import numpy as np
-import pandas as pd
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
 from posbench.errors import UserError
 from posbench.files.atomic import Row
+from posbench.late import Axes, Figure, pd
 from posbench.methods.scale_channel import ScaleChannel
 from posbench.plots import base as plot
 from posbench.plots.section import Drawn
@@ -87,8 +85,7 @@ class LayerSelection(Study):
 
     def figures(self, tables: Tables) -> Drawn:
         """See :meth:`Study.figures`."""
-        caption = "Star: lowest loss, square: published range. Retrieval score: share of prompts whose gold "
-        caption += "item gets most attention, minus chance."
+        caption = "Retrieval score: share of prompts whose gold item gets most attention, minus chance."
         return {"layers": (layer_figure(tables["ranges"], tables["layers"]), caption)}
 
     def findings(self, tables: Tables) -> Sequence[Finding]:
@@ -187,7 +184,7 @@ def layer_table(run: Run, changes: Mapping[Range, Array], ranges: Mapping[str, r
 def layer_figure(ranges: pd.DataFrame, layers: pd.DataFrame) -> Figure:
     """Loss over ranges, a map per channel on one scale (left); retrieval and benefit by layer (right)."""
     kinds, rows = list(ranges["kind"].unique()), layers[layers["layer"].str.isdigit()]
-    figure, (*maps, right) = plot.new_figure(plot.PAGE, 2.6, 1, len(kinds) + 1)
+    figure, (*maps, right) = plot.new_figure(plot.PAGE, 2.6, 1, len(kinds) + 1, n=ranges.get("n", ()))
     top, x = float(ranges["change"].abs().max()) or 1.0, rows["layer"].astype(int)
     published = x[rows["published"].astype(str).str.lower() == "true"]
     for axes, kind in zip(maps, kinds, strict=True):
@@ -197,12 +194,14 @@ def layer_figure(ranges: pd.DataFrame, layers: pd.DataFrame) -> Figure:
     figure.colorbar(image, ax=maps, label="loss minus unmodified\n(nats per answer token)")
     low, high = (rows[f"retrieval_{end}"] for end in ("ci_low", "ci_high"))
     error = np.stack([rows["retrieval"] - low, high - rows["retrieval"]]).clip(0)
-    right.bar(x, rows["retrieval"], yerr=error, color=plot.COLOURS[5], error_kw={"elinewidth": 0.8})
+    bars = {"color": plot.COLOURS[3], "error_kw": {"elinewidth": 0.8}, "label": "retrieval score"}
+    right.bar(x, rows["retrieval"], yerr=error, **bars)
     right.set(xlabel="layer", xticks=x[:: max(1, len(x) // 8)], ylabel="retrieval score (bars)")
     other = right.twinx()
-    other.plot(x, rows["benefit"], color=plot.COLOURS[1], marker="D", markersize=3)
+    other.plot(x, rows["benefit"], color=plot.COLOURS[1], marker="s", label="benefit of scaling the layer")
     other.set_ylabel("benefit (line, nats)", color=plot.COLOURS[1])
     other.spines["right"].set_visible(True)
+    plot.legend_below(figure)
     return figure
 
 
@@ -213,10 +212,11 @@ def _loss_map(axes: Axes, rows: pd.DataFrame, top: float, published: tuple[int, 
 
     def mark(first: int, last: int, marker: str, **style: Any) -> None:
         at = grid.columns.get_loc(last), grid.index.get_loc(first)
-        axes.plot(*at, marker, color=plot.COLOURS[2], markeredgewidth=1.2, **style)
+        axes.plot(*at, marker, markeredgewidth=1.2, **style)
 
-    mark(lowest["first"], lowest["last"], "*", markersize=8)
-    mark(*published, "s", markersize=12, markerfacecolor="none")
+    mark(lowest["first"], lowest["last"], "*", color=plot.BLUE, markersize=8, label="lowest loss")
+    square: dict[str, Any] = dict(color=plot.PAPER, markersize=12, markerfacecolor="none")
+    mark(*published, "s", label="published range", **square)
     plot.few_ticks(axes.set_xticks, grid.columns, 6)
     plot.few_ticks(axes.set_yticks, grid.index, 6)
     axes.set(xlabel="last layer", ylabel="first layer")

@@ -5,15 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
-import pandas as pd
+import scipy
 from annotated_types import Ge
-from matplotlib.figure import Figure
-from scipy.stats import norm, t
 
 from posbench.errors import UserError
+from posbench.late import Figure, pd
 from posbench.measure.states import GROUPS, Alphabet, Array, Moments, Site, moments
 from posbench.methods.scale_channel import check_channels
 from posbench.plots import base as plot
@@ -162,7 +161,7 @@ class PositionalChannels(Study):
         """See :meth:`Study.figures`."""
         curves, site = tables["curves"], self.site.replace("_", " ")
         over = f"Channels of the {site}, averaged over layers and random strings. Thick: sliding mean."
-        dotted = "Dotted: the first channel with shuffled positions."
+        dotted = "Rank correlation, and variance that the position explains, layer by layer."
         drawn = {"averaged": (averaged_figure(curves[curves["token"] >= self.skip]), over)}
         drawn["statistics"] = layer_figure(tables["statistics"]), dotted
         shown = curves[~curves["kind"].isin([RANDOM, SHUFFLED])]
@@ -202,7 +201,7 @@ class PositionalChannels(Study):
         before = f"; input of layer 0, where no token has seen another: {early:.2f}" if first else ""
         words = f"channel {own['channel'].iloc[0]}'s absolute Spearman correlation with position, {where}"
         note = f"95 % of uncorrelated curves stay below {bar:.2f}{before}; last layer: {rho.iloc[-1]:.2f}"
-        at, p = (rho[first], own["n"].iloc[0]), 2 * norm.sf(Z95 * rho[first] / bar)
+        at, p = (rho[first], own["n"].iloc[0]), 2 * scipy.stats.norm.sf(Z95 * rho[first] / bar)
         if early > bar:
             return Finding.that(False, START, words, at, note)
         return Finding.tested(True, START, words, at, p, note)
@@ -227,8 +226,15 @@ def jackknife(groups: Array, sizes: Array) -> Estimate:
     whole = sums.sum(0)
     value = float(np.abs(correlation(whole)).mean())
     left = np.array([np.abs(correlation(whole - part)).mean() for part in sums])
-    half = t.ppf(0.975, len(left) - 1) * np.sqrt((len(left) - 1) * left.var())
+    half = scipy.stats.t.ppf(0.975, len(left) - 1) * np.sqrt((len(left) - 1) * left.var())
     return Estimate(value, max(value - half, 0.0), min(value + half, 1.0), int(sizes.sum()))
+
+
+def _style(index: int, kind: str) -> dict[str, Any]:
+    """Controls have one colour, and dashes by their kind."""
+    if kind not in DASHES:
+        return plot.line_style(index)
+    return plot.line_style(index) | {"color": plot.CONTROL, "linestyle": DASHES[kind]}
 
 
 @plot.styled
@@ -238,30 +244,30 @@ def averaged_figure(curves: pd.DataFrame) -> Figure:
     for index, ((channel, kind), line) in enumerate(curves.groupby(["channel", "kind"], sort=False)):
         mean = line.groupby("token")[["value", "sliding_mean"]].mean()
         mean -= mean["value"].mean()
-        style = plot.line_style(index) | {"marker": "", "linestyle": DASHES.get(str(kind), "-")}
+        style = _style(index, str(kind)) | {"marker": ""}
         axes.plot(mean["value"], color=style["color"], linewidth=0.4, alpha=0.4)
         axes.plot(mean["sliding_mean"], label=f"{channel} ({kind})", **style)
-    axes.set(xlabel="token position", ylabel="mean value of the channel,\nless its mean over positions")
-    plot.legend_below(figure, axes)
+    axes.set(xlabel=plot.TOKEN, ylabel="mean value of the channel,\nless its mean over positions")
+    plot.legend_below(figure)
     return figure
 
 
 @plot.styled
 def layer_figure(table: pd.DataFrame) -> Figure:
     """Correlation with the position, and share of variance that it explains, by layer and channel."""
-    figure, (left, right) = plot.new_figure(plot.PAGE, 2.8, 1, 2)
+    figure, (left, right) = plot.new_figure(plot.PAGE, 2.8, 1, 2, n=table["n"])
     for axes, name, scale in ((left, "spearman", 1), (right, "explained", 100)):
         for index, ((channel, kind), line) in enumerate(table.groupby(["channel", "kind"], sort=False)):
-            style = plot.line_style(index) | {"linestyle": DASHES.get(str(kind), "-")}
+            style = _style(index, str(kind))
             axes.plot(line["layer"], scale * line[name], label=f"{channel} ({kind})", **style)
             if not index:
-                null = plot.line_style(0) | {"linestyle": ":", "marker": ""}
+                null = _style(0, SHUFFLED) | {"marker": ""}
                 shuffled = scale * line[f"shuffled_{name}"]
                 axes.plot(line["layer"], shuffled, label=f"{channel} ({SHUFFLED})", **null)
         axes.locator_params("x", integer=True)
-    left.axhline(0, color="0.5", linewidth=0.6, zorder=0)
+    left.axhline(0, color=plot.GUIDE, linewidth=0.6, zorder=0)
     ylabel = "rank correlation of the averaged\ncurve with the position"
     left.set(xlabel="layer", ylabel=ylabel, ylim=(-1.08, 1.08))
     right.set(xlabel="layer", ylabel="variance that the\nposition explains (%)", ylim=(0, None))
-    plot.legend_below(figure, left)
+    plot.legend_below(figure)
     return figure

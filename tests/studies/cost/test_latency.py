@@ -53,7 +53,7 @@ def test_rows_of_a_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
     lm = posbench.load(build("llama"))
     methods = {name: examples(lm)[name] for name in ("none", "attention_buckets")}
     rows = Latency(repeats=2).generation(lm, methods, 8, 2)
-    front = {"work": "8 + 2 tokens", "base": "none"}
+    front = {"work": "8 + 2 tokens", "base": "none", "n": 2}
     assert rows == [
         {**front, "way": "none", "seconds": 3, "ratio": 1, "ratio_min": 1, "ratio_max": 1, "paper": ""},
         {**front, "way": "attention_buckets", "seconds": 3.5}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,10 +23,13 @@ def test_shares_are_of_median_times_and_stand_beside_the_papers(monkeypatch: pyt
     work = dict.fromkeys(search_cost.OPERATIONS.values(), lambda: None)
     monkeypatch.setattr(SearchCost, "operations", lambda *_: work)
     lm = SimpleNamespace(device=torch.device("cpu"))
+    told = list[int]()
     run: Any = SimpleNamespace(model=SimpleNamespace(blocks={"genetic": {"source": "x"}}), lm=lm)
+    run.progress = lambda label, total: nullcontext(told.append) if total == 12 else None
     study = SearchCost(repeats=2)
     tables = study.measure(run)
     found = tables["operations"].set_index("way")
+    assert sum(told) == 12
     assert list(found.index) == list(work) and found["seconds"].tolist() == [15, 2, 1, 2]
     assert found["share"].tolist() == pytest.approx([0.75, 0.1, 0.05, 0.1])
     # Typed off Table 10 of LPES.

@@ -43,7 +43,7 @@ def test_study_trains_and_goes_on(
     monkeypatch.setattr(Ensemble, "step", counted)
     first = posbench(*TINY, "study.iterations=6")
     assert first.status == 0, first.err
-    assert steps == 2 * 2 * 6
+    assert steps == 2 * 2 * 6 and "training 24/24 (100 %)" in first.out
     (folder,) = run_folders(outputs)
     gaps = pd.read_csv(folder / "gaps.csv", keep_default_na=False)
     told = ["pair", "acc_ab", "acc_ba", "gap", "ci_low", "ci_high", "n", "train_loss", "train_accuracy"]
@@ -67,7 +67,8 @@ def test_study_trains_and_goes_on(
 @pytest.mark.slow
 def test_processes_change_nothing(posbench: Callable[..., Result], outputs: Path, tmp_path: Path) -> None:
     args = [arg.replace("processes=1", "processes=2") for arg in TINY]
-    assert posbench(*args, "study.iterations=5").status == 0
+    result = posbench(*args, "study.iterations=5")
+    assert result.status == 0 and "training 20/20 (100 %)" in result.out, "each process tells how far it is"
     (folder,) = run_folders(outputs)
     common = {"width": 8, "classes": 16, "labels": 4, "batch": 4, "sequences": 40, "depth": 1}
     conditions = [Condition(**common), Condition(mask="full", pe="rope", bias=(0, 7), **common)]

@@ -26,7 +26,7 @@ from posbench.studies.yu2025.layer_selection import edges
 from posbench.tasks import KVRetrieval
 from tests.conftest import Result, config_of, run_folders
 
-TASK = {"examples_per_position": 5, "calibration_examples": 16, "positions": "[0,8,16,24,31]"}
+TASK = {"limit": 5, "calibration_examples": 16, "positions": "[0,8,16,24,31]"}
 FEW = [f"task.{key}={value}" for key, value in TASK.items()] + [
     "search.strings=30",
     "runtime.resamples=200",
@@ -47,7 +47,7 @@ def task() -> KVRetrieval:
         records="words",
         pairs=32,
         positions=(0, 8, 16, 24, 31),
-        examples_per_position=5,
+        limit=5,
         max_new_tokens=1,
         calibration_pairs=32,
         calibration_examples=16,

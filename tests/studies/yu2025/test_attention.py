@@ -52,14 +52,12 @@ from tests.conftest import Result, run_folders
 from tests.models import LAYERS, WIDTH, build
 from tests.parity.plain import batch
 
-SMALL = dict(
-    prompt="compact", records="words", pairs=6, examples_per_position=2, max_new_tokens=1, positions=(0, 3, 5)
-)
+SMALL = dict(prompt="compact", records="words", pairs=6, limit=2, max_new_tokens=1, positions=(0, 3, 5))
 PADS, TOTAL = [0, 7], 30
 CLOSE = dict(atol=2e-5, rtol=1e-4)
 """The library's eager attention takes its softmax in float32."""
 BARE = "stages=[study]"  # writing figures takes longer than all else here
-FEW = ["study.examples=6", "task.examples_per_position=6", "task.positions=[0,5,11]", "task.pairs=12"]
+FEW = ["study.examples=6", "task.limit=6", "task.positions=[0,5,11]", "task.pairs=12"]
 
 
 @contextmanager

@@ -23,14 +23,7 @@ from tests.conftest import Result, run_folders
 from tests.parity import plain
 
 PAIRS, POSITIONS, EACH = 8, (0, 3, 7), 2
-TASK = dict(
-    prompt="compact",
-    records="words",
-    pairs=PAIRS,
-    positions=POSITIONS,
-    examples_per_position=EACH,
-    max_new_tokens=1,
-)
+TASK = dict(prompt="compact", records="words", pairs=PAIRS, positions=POSITIONS, limit=EACH, max_new_tokens=1)
 
 
 @pytest.fixture(scope="module")
@@ -402,12 +395,7 @@ def test_what_does_not_fit_gets_one_line_and_leaves_nothing(
 def test_the_halves_of_the_method_run_as_an_experiment(
     posbench: Callable[..., Result], outputs: Path
 ) -> None:
-    few = [
-        "task.pairs=12",
-        "task.positions=[0,5,11]",
-        "task.examples_per_position=8",
-        "runtime.resamples=100",
-    ]
+    few = ["task.pairs=12", "task.positions=[0,5,11]", "task.limit=8", "runtime.resamples=100"]
     result = posbench("experiment=yu2025_mechanism_tokens", "model=tiny", "stages=[evaluate]", *few)
     assert result.status == 0, result.err
     (summary,) = outputs.glob("yu2025_mechanism_tokens/v*/sweep__*/summary.csv")

@@ -1,0 +1,69 @@
+"""Libraries that take seconds to import, each loaded when something in it is first used.
+
+``posbench ls`` and a wrong key are answered without torch. So every module takes these libraries from here
+and uses nothing of them while it is imported itself; types are for annotations alone, and what torch and
+matplotlib have as decorators is made by :func:`within`. A module that defines a network needs torch at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import wraps
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class Late:
+    """Stands for a module that is imported when it is asked for something."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(import_module(self._name), name)
+
+
+if TYPE_CHECKING:
+    import matplotlib
+    import pandas as pd
+    import torch
+    import torch.nn.functional as F
+    import transformers
+    import transformers.integrations.sdpa_attention as sdpa
+    from huggingface_hub import errors as hub_errors
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+    from torch import Tensor, nn
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+else:
+    matplotlib, pd, torch, transformers = map(Late, ("matplotlib", "pandas", "torch", "transformers"))
+    nn, F, hub_errors = map(Late, ("torch.nn", "torch.nn.functional", "huggingface_hub.errors"))
+    sdpa = Late("transformers.integrations.sdpa_attention")
+    # For annotations alone: isinstance() refuses them.
+    Axes = Figure = Tensor = PreTrainedConfig = PreTrainedModel = PreTrainedTokenizerBase = Any
+
+__all__ = [
+    *("Axes", "F", "Figure", "PreTrainedConfig", "PreTrainedModel", "PreTrainedTokenizerBase", "Tensor"),
+    *("hub_errors", "matplotlib", "nn", "pd", "sdpa", "torch", "transformers"),
+]
+
+
+def within(block: Callable[[], AbstractContextManager[Any]]) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Decorator: each call runs inside a block of its own, which is made when the call comes."""
+
+    def decorate(call: Callable[P, R]) -> Callable[P, R]:
+        @wraps(call)
+        def inside(*args: P.args, **kwargs: P.kwargs) -> R:
+            with block():
+                return call(*args, **kwargs)
+
+        return inside
+
+    return decorate
+
+
+inference_mode = within(lambda: torch.inference_mode())

@@ -1,0 +1,274 @@
+"""Before a run: every obstacle at once, and defaults that fit the model's context window.
+
+What the user typed, and what an experiment asks, is never changed: it is refused with the number that would
+fit. Nothing here reads weights.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from posbench import paths
+from posbench.errors import Faults, UserError
+from posbench.files.sources import cached, listing
+from posbench.late import transformers
+from posbench.measure.replies import encode_longest, room
+from posbench.model.encode import Encoded, Encoder
+from posbench.model.load import Reader, reader
+from posbench.pipeline.compose import Composed
+from posbench.pipeline.config import Config, check
+from posbench.pipeline.identity import files
+from posbench.tasks import Example, Task
+from posbench.tasks.base import EvaluationOnly
+from posbench.tasks.items import Placed
+
+LONGEST, DRAWN = 16, 8
+"""Prompts whose tokens are counted, the longest; of so many per gold position, where the task draws them."""
+SLACK = 5.0
+"""Standard deviations of their lengths that stay free: another prompt may be longer."""
+ITEMS = 5
+"""Items of which a prompt has at least so many, where shorter ones do that: positions need room."""
+UNKNOWN = 0.1
+"""Share of unknown tokens in a prompt from which a tokenizer does not spell it."""
+
+
+@dataclass(frozen=True)
+class Ready:
+    """A config that can run, the changes of its defaults in words, and the checkpoint without its weights."""
+
+    config: Config
+    said: tuple[str, ...] = ()
+    reader: Reader | None = None
+
+
+def ready(composed: Composed, download: bool = True) -> Ready:
+    """Check a composed config, look for all that it reads, and fit its defaults to the model.
+
+    Args:
+        composed: The config as composed.
+        download: Whether what is not on this machine may be downloaded; else it is an obstacle.
+
+    Raises:
+        UserError: What stands in the way, all of it.
+    """
+    faults, config = Faults(), None
+    with faults.collecting():
+        config = check(composed.raw, composed.typed, composed.folders, faults)
+    if config is None:
+        faults.raise_any()
+    assert config is not None, "check gives a config or a fault"
+    with faults.collecting():
+        need_words(config)
+    taken = tuple(fault.field.partition(".")[0] for fault in faults.found)
+    for source in files(config):
+        if source.kind != "path" and source.field.partition(".")[0] not in taken and cached(source) is None:
+            with faults.collecting():
+                if download:
+                    listing(source)  # whether it can be downloaded
+                else:
+                    hint = f"posbench fetch {' '.join(composed.overrides)}"
+                    allowed = f"what is on this machine; this is not{source.about and f' ({source.about})'}"
+                    raise UserError(source.field, source.id, allowed, hint)
+    if faults.found or not config.uses_model:
+        # Whatever is missing makes prompts or tokens that cannot be counted.
+        faults.raise_any()
+        return Ready(config)
+    quiet()
+    read = reader(config.model)
+    fit = _Fit(config, read)
+    asked = composed.raw["method"]["name"]
+    if config.choice.name == "none" != asked and config.study is None:
+        why = (
+            f"no constants of {config.model.name} are known, and {config.task.name} has nothing to search on"
+        )
+        fit.said["method"] = asked, "none", f"{why} (posbench model={config.model.path} finds them)"
+    for group in ("task", "search"):
+        with faults.collecting():
+            getattr(fit, group)()
+    faults.raise_any()
+    said = (f"{key}: {was} -> {now}, {why}" for key, (was, now, why) in fit.said.items())
+    return Ready(fit.config, tuple(said), read)
+
+
+def quiet() -> None:
+    """Let transformers keep its bars and warnings to itself: what matters is told in our own words."""
+    transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()
+
+
+def need_words(config: Config) -> None:
+    """Refuse, before anything is downloaded, texts of a benchmark for a model that knows few words."""
+    task, path = config.task, config.model.path
+    texts = isinstance(task, EvaluationOnly) and task.path is None
+    if texts and config.uses_model and config.uses_task and path.startswith(paths.EMBEDDED):
+        allowed = (
+            f"kv_retrieval with model {config.model.name}, which knows its words only and reads short prompts"
+        )
+        hint = f"take a model that reads text: posbench task={task.name} model=mistral7b"
+        raise UserError("task", task.name, allowed, hint)
+
+
+@dataclass
+class _Fit:
+    """A config on its way to fit a model; ``said`` has each change by its key."""
+
+    config: Config
+    reader: Encoder
+    said: dict[str, tuple[Any, Any, str]] = field(default_factory=dict)
+
+    @property
+    def _window(self) -> str:
+        return f"the window of {self.reader.name} is {self.reader.context_window} tokens"
+
+    @property
+    def _items(self) -> list[str]:
+        return [f"task.{name}" for name in getattr(self.config.task, "sizes", ())]
+
+    def _kept(self, key: str) -> bool:
+        return key in self.config.typed or self.config.experiment is not None
+
+    def _change(self, group: str, wanted: Mapping[str, Any], why: str) -> None:
+        """Set fields of a group; UserError for those that are kept."""
+        faults, thing, said = Faults(), getattr(self.config, group), dict(self.said)
+        for name, value in wanted.items():
+            key, was = f"{group}.{name}", getattr(thing, name)
+            if self._kept(key):
+                most = "at most " if isinstance(value, int) else ""
+                cut = ", or cut prompts: task.truncation=middle" if key in self._items else ""
+                faults.found.append(UserError(key, was, f"{most}{value}: {why}", f"set {key}={value}{cut}"))
+            said[key] = said.get(key, (was,))[0], value, why
+        faults.raise_any()
+        raw = {**self.config.raw, group: {**self.config.raw[group], **wanted}}
+        changed: Any = {group: replace(thing, **wanted), "raw": raw}
+        self.config, self.said = replace(self.config, **changed), said
+
+    def search(self) -> None:
+        """Shorter random strings, of tokens where letters cannot be spelt."""
+        if "search" in self.config.stages:
+            spells = _unknown(self.reader, "The quick brown fox 0123456789") < UNKNOWN
+            wanted = self.config.search.fitted(self.reader.context_window, spells)
+            for name, value in wanted.items():
+                letters = f"the tokenizer of {self.reader.name} does not spell letters and digits"
+                self._change("search", {name: value}, letters if name == "alphabet" else self._window)
+
+    def task(self) -> None:
+        """Shorter replies, and fewer items in a prompt."""
+        config, stages, window = self.config, set(self.config.stages), self.reader.context_window
+        task = config.task
+        asked = bool({"study", "intervene", "evaluate"} & stages)
+        if not config.uses_task or not (asked or "search" in stages):
+            return
+        if "search" in stages:
+            task.examples("calibration")  # what is wrong with them is told first
+        placed = isinstance(task, Placed)
+        if not placed and stages <= {"study", "report"}:
+            return  # studies choose among such prompts
+        examples = _some(task)
+        most, least = window // 2 if task.truncation == "refuse" else window - 1, window // 4
+        if self._kept("task.max_new_tokens"):
+            most = least = max(most, window - max(map(self._tokens, examples)))
+        if task.max_new_tokens > most:
+            self._change("task", {"max_new_tokens": least}, self._window)
+        if isinstance(task, Placed) and examples[0].items:
+            self._spell_and_fit(examples)
+        elif {"intervene", "evaluate"} & stages:
+            self._need_spelt(examples)
+            encode_longest(self.reader, self.config.task)
+
+    def _tokens(self, example: Example) -> int:
+        return len(self._encoded(example).ids)
+
+    def _encoded(self, example: Example) -> Encoded:
+        """A prompt as tokens, whatever its length."""
+        wide: Any = replace(self.reader, context_window=2**31)  # type: ignore[type-var]
+        return wide.encode(example.prompt, chat=example.chat, system=example.system, prefill=example.prefill)
+
+    def _need_spelt(self, examples: Sequence[Example]) -> None:
+        share = _unknown(self.reader, examples[-1].prompt)
+        if share >= UNKNOWN:
+            name, task = self.reader.name, self.config.task.name
+            allowed = (
+                f"text that the tokenizer of {name} spells; {share:.0%} of these tokens are unknown to it"
+            )
+            hint = "take a model that reads text, or task=kv_retrieval task.records=words task.prompt=compact"
+            raise UserError("task", task, allowed, hint)
+
+    def _spell_and_fit(self, examples: Sequence[Example]) -> None:
+        """Fewer items, or simpler ones where few fit or the tokenizer does not spell them."""
+        task: Any = self.config.task
+        spelt = _unknown(self.reader, examples[-1].prompt) < UNKNOWN
+        fits = self._items_that_fit(task, examples) if spelt else 0
+        simpler = {k: v for k, v in task.simpler.items() if getattr(task, k) != v}
+        few = fits < min(ITEMS, task.items) and task.truncation == "refuse"
+        if (few or not spelt) and simpler and not any(self._kept(f"task.{key}") for key in simpler):
+            why = self._window if spelt else f"the tokenizer of {self.reader.name} spells no others"
+            self._change("task", simpler, why)
+            self._reply_with_one_item()
+            return self._spell_and_fit(_some(self.config.task))
+        self._need_spelt(examples)
+        if task.truncation == "refuse":
+            self._fewer_items(task, fits)
+            if self.config.task.items != task.items:
+                # Prompts of that size vary in their own way.
+                self._spell_and_fit(_some(self.config.task))
+
+    def _reply_with_one_item(self) -> None:
+        """Replies as long as the longest answer: of so few words a long reply holds the right one by luck."""
+        examples = self.config.task.evaluation()
+        code = self._encoded(examples[0])
+        longest = max(len(self.reader.continuation_ids(code, a)) for a in {e.answers[0] for e in examples})
+        if not self._kept("task.max_new_tokens"):
+            self._change("task", {"max_new_tokens": longest}, "the tokens of the longest word")
+
+    def _fewer_items(self, task: Placed, fits: int) -> None:
+        stages = set(self.config.stages)
+        if fits < 2:
+            allowed = f"a model whose window holds two items of {task.name}: {self._window}"
+            raise UserError("model", self.reader.name, allowed, "take another task, or another model")
+        used = [task.sizes[0]] if {"study", "intervene", "evaluate"} & stages else []
+        used += [task.sizes[1]] if "search" in stages else []
+        wanted = {name: fits for name in dict.fromkeys(used) if getattr(task, name) > fits}
+        self._change("task", wanted, self._window)
+        now: Any = self.config.task
+        if len(places := now.gold_positions) < len(now.positions):
+            what = f"{len(places)} different ones"
+            self.said["task.positions"] = len(now.positions), what, f"with {now.items} {task.sizes[0]}"
+
+    def _items_that_fit(self, task: Placed, examples: Sequence[Example]) -> int:
+        """Items per prompt that fit, by the tokens of items and of all else in the longest prompts."""
+        codes, n = [self._encoded(e) for e in examples], len(examples[0].items)
+        budget = self.reader.context_window - max(room(self.reader, task, e) for e in examples)
+        total, around = [len(code.ids) for code in codes], []
+        for e, code in zip(examples, codes, strict=True):
+            first, last = e.items[min(1, n - 1)][0], e.items[-1][0]
+            inner = sum(first <= start < last for start, _ in code.offsets) / max(n - 2, 1)
+            # A slow tokenizer tells no places, and two items have nothing between them.
+            each = inner or len(code.ids) * (e.items[-1][1] - e.items[0][0]) / len(code.text) / n
+            around.append(len(code.ids) - n * each)
+        outside, mean, spread = max(around), statistics.fmean(total), statistics.pstdev(total)
+
+        def needed(k: int) -> float:
+            # Where the size is kept, what is tight but fits must go on to run.
+            slack = 0 if self._kept(f"task.{task.sizes[0]}") else SLACK * spread * math.sqrt(k / n)
+            return outside + (mean - outside) * k / n + slack
+
+        most = max(getattr(task, name) for name in task.sizes)
+        return next((k for k in range(most, 0, -1) if needed(k) <= budget), 0)
+
+
+def _some(task: Task) -> list[Example]:
+    """The longest prompts of a task, in characters; of a few, where it draws them."""
+    drawn = isinstance(task, Placed) and not task.files()
+    examples = (replace(task, limit=min(task.limit or DRAWN, DRAWN)) if drawn else task).evaluation()
+    return sorted(examples, key=lambda e: len(e.prompt))[-LONGEST:]
+
+
+def _unknown(reader: Encoder, text: str) -> float:
+    """The share of a text's tokens that the tokenizer does not know."""
+    tokenizer = reader.need_tokenizer()
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    return ids.count(tokenizer.unk_token_id) / max(len(ids), 1)
