@@ -7,6 +7,7 @@ import re
 import shlex
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
@@ -177,20 +178,21 @@ def verbs(file: Path) -> Iterator[list[str]]:
 def test_the_verbs_that_documents_show_run(
     small: list[str], tmp_path: Path, posbench: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On one run and one study; what downloads or takes hours has tests of its own."""
+    """On two runs and a study; what downloads or takes hours has tests of its own."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "docs").mkdir()
     (tmp_path / "tests").symlink_to(ROOT / "tests")
     study = ["study=bucket_search", *test_kills.JOBS["bucket_search"].settings[1:]]
-    for args in (small, study):
+    for args in (small, [*small, "search.factors=[0.5]"], study):
         assert posbench(*args).status == 0
-    run = next(folder for folder in run_folders(tmp_path / "outputs") if "random" in folder.name)
-    here = {"FILE.jsonl": "FILE", "FILE": "tests/data/own/documents.jsonl", "DIR": str(run)}
+    runs = [folder for folder in run_folders(tmp_path / "outputs") if "random" in folder.name]
+    here = {"FILE.jsonl": "FILE", "FILE": "tests/data/own/documents.jsonl", "DIR": str(runs[0])}
+    hashes = cycle(run.name.rpartition("__")[2] for run in runs)
     for text in sorted({shlex.join(args) for file in TOLD for args in verbs(file)}):
         if text.split()[0] not in ("fetch", "figures", "lm_eval", "validate"):
             for placeholder, file in here.items():
                 text = text.replace(placeholder, file)
-            text = re.sub(r"\b[0-9a-f]{8}\b", run.name.rpartition("__")[2], text)
+            text = re.sub(r"\b[0-9a-f]{8}\b", lambda _: next(hashes), text)
             result = posbench(*shlex.split(text), verb=True)
             assert result.status == 0, (text, result.err)
 
