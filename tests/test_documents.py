@@ -183,11 +183,11 @@ def test_the_verbs_that_documents_show_run(
     (tmp_path / "docs").mkdir()
     (tmp_path / "tests").symlink_to(ROOT / "tests")
     study = ["study=bucket_search", *test_kills.JOBS["bucket_search"].settings[1:]]
-    for args in (small, [*small, "search.factors=[0.5]"], study):
+    for args in (small, study, [*small, "runtime.resamples=101"]):
         assert posbench(*args).status == 0
     runs = [folder for folder in run_folders(tmp_path / "outputs") if "random" in folder.name]
     here = {"FILE.jsonl": "FILE", "FILE": "tests/data/own/documents.jsonl", "DIR": str(runs[0])}
-    hashes = cycle(run.name.rpartition("__")[2] for run in runs)
+    hashes = cycle(folder.name.rpartition("__")[2] for folder in runs)
     for text in sorted({shlex.join(args) for file in TOLD for args in verbs(file)}):
         if text.split()[0] not in ("fetch", "figures", "lm_eval", "validate"):
             for placeholder, file in here.items():

@@ -26,9 +26,9 @@ from posbench.tasks import Example, Task
 from posbench.tasks.base import EvaluationOnly
 from posbench.tasks.items import Placed
 
-LONGEST, DRAWN = 8, 8
+LONGEST, DRAWN = 16, 8
 """Prompts whose tokens are counted, the longest; of so many per gold position, where the task draws them."""
-SLACK = 3.0
+SLACK = 5.0
 """Standard deviations of their lengths that stay free: another prompt may be longer."""
 ITEMS = 5
 """Items of which a prompt has at least so many, where shorter ones do that: positions need room."""
@@ -212,6 +212,9 @@ class _Fit:
         self._need_spelt(examples)
         if task.truncation == "refuse":
             self._fewer_items(task, fits)
+            if self.config.task.items != task.items:
+                # Prompts of that size vary in their own way.
+                self._spell_and_fit(_some(self.config.task))
 
     def _reply_with_one_item(self) -> None:
         """Replies as long as the longest answer: of so few words a long reply holds the right one by luck."""
@@ -253,8 +256,6 @@ class _Fit:
             slack = 0 if self._kept(f"task.{task.sizes[0]}") else SLACK * spread * math.sqrt(k / n)
             return outside + (mean - outside) * k / n + slack
 
-        if max(total) <= budget and max(getattr(task, name) for name in task.sizes) <= n:
-            return n
         most = max(getattr(task, name) for name in task.sizes)
         return next((k for k in range(most, 0, -1) if needed(k) <= budget), 0)
 

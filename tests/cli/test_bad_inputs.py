@@ -407,7 +407,7 @@ def test_the_checkpoint_comes_first_and_with_what_else_is_missing(
     lines = result.err.splitlines()
     assert result.status == 2 and len(lines) == 3 and run_folders(outputs) == []
     assert "model.path" in lines[0] and "it lacks config.json" in lines[0]
-    assert "task.path" in lines[1] and "no such file" in lines[1] and "method.channel" in lines[2]
+    assert "task.path" in lines[1] and "get it from Liu" in lines[1] and "method.channel" in lines[2]
 
 
 def test_every_job_of_a_sweep_says_what_is_wrong(posbench: Callable[..., Result], outputs: Path) -> None:

@@ -163,6 +163,7 @@ def test_what_a_file_holds_is_part_of_a_run(field: str, tmp_path: Path) -> None:
     inside = {"study.trainings": "training/rows.jsonl", "study.published": "gaps.csv"}
     file = given / inside[field] if field in inside else given
     file.parent.mkdir(parents=True, exist_ok=True)
+    file.touch()
     base = BASE if not field.startswith(("study", "search")) else []
     config, names = config_of(*base, *READ[field], f"{field}={given}"), []
     for text in ("one", "two", "one"):

@@ -15,6 +15,7 @@ from posbench import paths
 from posbench.errors import UserError
 from posbench.pipeline.arguments import model_name, requested
 from posbench.pipeline.compose import Composed, compose, composed
+from posbench.pipeline.identity import identity, reads, run_name
 from posbench.pipeline.ready import Ready, ready
 from tests.cli import test_tasks
 from tests.conftest import Result
@@ -167,6 +168,21 @@ def test_all_obstacles_are_told_together(
     assert fields(tmp_path / "other", **data) == {"model architecture", "task.path"}
     long = {"task.max_new_tokens": 256, "search.length": 300}
     assert fields(checkpoint, **long) == {"task.max_new_tokens", "search.length"}
+
+
+def test_two_checkpoints_of_one_name_are_two_runs(
+    made: Callable[..., Ready], checkpoint: Path, tmp_path: Path
+) -> None:
+    other = tmp_path / checkpoint.name
+    shutil.copytree(checkpoint, other)
+    names = []
+    for place in (checkpoint, other):
+        config = made(place).config
+        names.append(run_name(config, identity(config, read := reads(config)), read))
+        weights = bytearray((other / "model.safetensors").read_bytes())
+        weights[-1] ^= 1
+        (other / "model.safetensors").write_bytes(weights)
+    assert names[0] != names[1] and len({name.rpartition("__")[0] for name in names}) == 1
 
 
 def test_validate_tells_what_is_not_here_and_what_a_run_takes(
