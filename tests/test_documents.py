@@ -7,6 +7,7 @@ import re
 import shlex
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
@@ -182,22 +183,24 @@ def test_the_verbs_that_documents_show_run(
     (tmp_path / "docs").mkdir()
     (tmp_path / "tests").symlink_to(ROOT / "tests")
     study = ["study=bucket_search", *test_kills.JOBS["bucket_search"].settings[1:]]
-    for args in (small, study):
+    for args in (small, study, [*small, "runtime.resamples=101"]):
         assert posbench(*args).status == 0
-    run = next(folder for folder in run_folders(tmp_path / "outputs") if "random" in folder.name)
-    here = {"FILE.jsonl": "FILE", "FILE": "tests/data/own/documents.jsonl", "DIR": str(run)}
+    runs = [folder for folder in run_folders(tmp_path / "outputs") if "random" in folder.name]
+    here = {"FILE.jsonl": "FILE", "FILE": "tests/data/own/documents.jsonl", "DIR": str(runs[0])}
+    hashes = cycle(folder.name.rpartition("__")[2] for folder in runs)
     for text in sorted({shlex.join(args) for file in TOLD for args in verbs(file)}):
         if text.split()[0] not in ("fetch", "figures", "lm_eval", "validate"):
             for placeholder, file in here.items():
                 text = text.replace(placeholder, file)
-            text = re.sub(r"\b[0-9a-f]{8}\b", run.name.rpartition("__")[2], text)
+            text = re.sub(r"\b[0-9a-f]{8}\b", lambda _: next(hashes), text)
             result = posbench(*shlex.split(text), verb=True)
             assert result.status == 0, (text, result.err)
 
 
-def test_the_python_of_the_readme_runs() -> None:
+def test_the_python_of_the_readme_runs(capsys: pytest.CaptureFixture[str]) -> None:
     (block,) = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.S | re.M)
     exec(compile(block, "README.md", "exec"), {})
+    assert capsys.readouterr().out.strip() == block.rpartition("  # ")[2].strip()
 
 
 def cells() -> list[str]:

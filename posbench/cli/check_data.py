@@ -10,11 +10,10 @@ from statistics import median
 from typing import Any
 
 from posbench.errors import UserError
-from posbench.files import sources
-from posbench.late import transformers
-from posbench.model.families import context_window
+from posbench.measure.replies import room
+from posbench.model.load import ModelConfig, reader, with_blocks
 from posbench.pipeline.compose import composed
-from posbench.schema import instantiate
+from posbench.schema import build, instantiate
 from posbench.tasks import Example, Task
 from posbench.tasks.own_data import OwnData
 
@@ -52,11 +51,8 @@ def check_data(args: list[str]) -> int:
         asked += [f"task.items_per_prompt={fewest}"] if fewest else []
     examples = task.evaluation()
     told += _facts(examples)
-    told += [] if model else [("tokens", _tokens(raw["model"], examples))]
-    asked += [
-        *(["model=DIR_OR_HUB_ID"] if model else []),
-        *([] if _given(given, "method") else ["method=none"]),
-    ]
+    told += [] if model else [("tokens", _tokens(task, raw["model"], examples))]
+    asked += ["model=DIR_OR_HUB_ID"] if model else []
     print("\n".join(f"{name:<10}{text}" for name, text in told))
     first = examples[0]
     wanted = repr(first.answers[0]) if first.answers else "what the file does not tell"
@@ -120,12 +116,14 @@ def _spread(numbers: Sequence[int]) -> str:
     return f"{least:,}" if least == most else f"{least:,} to {most:,} (median {median(numbers):,.0f})"
 
 
-def _tokens(model: dict[str, Any], examples: Sequence[Example]) -> str:
-    """The lengths of prompts in tokens of a model, whose weights stay where they are."""
-    source = sources.checkpoint(str(model["path"]), model.get("revision"))
-    if (folder := sources.cached(source)) is None:
-        return f"{source.id} is not on this machine: posbench fetch"
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    counts = [len(tokenizer(e.prompt)["input_ids"]) for e in examples]
-    window = model.get("context_window") or context_window(transformers.AutoConfig.from_pretrained(folder))
-    return f"{_spread(counts)} a prompt; the model reads {window:,}"
+def _tokens(task: Task, model: dict[str, Any], examples: Sequence[Example]) -> str:
+    """The lengths of prompts in tokens, any chat template counted, and how many are too long."""
+    read: Any = reader(build(ModelConfig, with_blocks(model), "model"))
+    wide = replace(read, context_window=2**31)
+    counts = [
+        len(wide.encode(e.prompt, chat=e.chat, system=e.system, prefill=e.prefill).ids) for e in examples
+    ]
+    window = read.context_window
+    over = sum(n + room(read, task, e) > window for n, e in zip(counts, examples, strict=True))
+    told = f"; {over} of {len(counts)} are too long with their replies: see task.truncation" if over else ""
+    return f"{_spread(counts)} a prompt; the model reads {window:,}{told}"

@@ -51,7 +51,8 @@ def completion(args: list[str]) -> int:
     example: eval "$(posbench completion bash)"; posbench experiment=yu2025_f<Tab>
     """
     if args[:1] == ["words"] and len(args) == 2:
-        print("\n".join(words(args[1])))
+        for word in words(args[1]):
+            print(word)
     elif len(args) == 1 and args[0] in CHOICES:
         print(CHOICES[args[0]])
     else:

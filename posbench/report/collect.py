@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,6 +22,9 @@ from posbench.report.sweep import axes_of, sweep_table
 from posbench.report.tables import Table
 from posbench.report.text import decided, headline
 from posbench.run.folder import CONFIG, JOBS, MANIFEST, PROVENANCE, RunDir, opened, runs_in
+
+MOST = 24
+"""Runs of no sweep that are shown of an experiment, the newest."""
 
 
 @dataclass(frozen=True)
@@ -173,7 +177,7 @@ def collect(folder: Path) -> list[Entry]:
     """The newest runs of each experiment in an outputs folder, an experiment's, or one version's.
 
     Of each experiment: the newest version that has a whole run; there the newest sweep with a page, else the
-    runs of the newest sweep, else every run. Damaged and unfinished ones are named and left out.
+    runs of the newest sweep, else its newest runs. Damaged and unfinished ones are named and left out.
     """
     suites: dict[str, list[Path]] = {}
     for found in runs_in(folder):
@@ -188,36 +192,54 @@ def _natural(name: str) -> list[Any]:
 
 def _entry(name: str, folders: Sequence[Path]) -> Entry:
     number = {folder: int(folder.parent.name[1:]) for folder in folders}
-    faults = {folder: _fault(folder) for folder in folders}
-    whole = [folder for folder in folders if not faults[folder]]
-    newest = max((number[folder] for folder in whole), default=0)
-    sweeps = [
-        f for f in whole if newest in {number.get(g) for g in (f, *runs_of(f))} and (f / JOBS).is_file()
-    ]
-    chosen, told = (
-        [f for f in whole if number[f] == newest],
-        {f: None for f in folders if number[f] >= newest},
-    )
-    if sweeps:
-        sweep = max(sweeps, key=lambda f: (f / JOBS).stat().st_mtime)
+    sweeps = {folder: runs_of(folder) for folder in folders if (folder / JOBS).is_file()}
+    said, entry = list[str](), Entry(name)
+    for version in sorted(set(number.values()), reverse=True):  # older ones are not even looked at
+        reach = (f for f, runs in sweeps.items() if version in map(number.get, runs))
+        there = dict.fromkeys([*(f for f in folders if number[f] == version), *reach])
+        entry = _newest(name, list(there), sweeps)
+        said += entry.faults
+        if entry.parts:
+            break
+    return Entry(name, entry.parts, list(dict.fromkeys(said)))
+
+
+def _newest(name: str, folders: Sequence[Path], sweeps: Mapping[Path, Sequence[Path]]) -> Entry:
+    """What is shown of one version; only that is checked in every file."""
+    faults = {folder: _fault(folder, (CONFIG,)) for folder in folders}
+
+    def whole(folder: Path) -> bool:
+        faults[folder] = faults.get(folder) or _fault(folder)
+        return not faults[folder]
+
+    newest = sorted(sweeps.keys() & faults, key=lambda f: (f / JOBS).stat().st_mtime, reverse=True)
+    sweep, left = next(filter(whole, newest), None), 0
+    if sweep:
+        runs = [run for run in sweeps[sweep] if (run / CONFIG).is_file()]
+        faults |= {run: _fault(run, (CONFIG,)) for run in runs if run not in faults}
         drawn = any((sweep / "figures").glob("*.png"))
-        chosen = [sweep] if drawn else [run for run in runs_of(sweep) if run in whole]
-        told |= dict.fromkeys(run for run in runs_of(sweep) if run in faults)
-    jobs = read_json(sweep / JOBS) if sweeps else []
+        chosen = [sweep] if drawn else [*filter(whole, runs)]
+    else:
+        runs = [folder for folder in folders if folder not in sweeps and not faults[folder]]
+        latest = sorted(runs, key=lambda f: str(opened(f).facts(PROVENANCE).get("started", "")), reverse=True)
+        chosen = sorted(itertools.islice(filter(whole, latest), MOST))
+        left = sum(not faults[run] for run in runs) - len(chosen)
+    jobs = read_json(sweep / JOBS) if sweep else []
+    said = [fault for fault in faults.values() if fault]
     failed = [job for job in jobs if not job["folder"]]
-    said = [faults[folder] for folder in told if faults[folder]]
     said += [f"failed: {' '.join(job['overrides'])} (exit status {job['status']})" for job in failed]
+    said += [f"{left} older runs of {name} are left out: posbench ls runs"] if left else []
     return Entry(name, _labelled(chosen, jobs), said)
 
 
-def _fault(folder: Path) -> str:
-    """Why a run cannot be shown: it is unfinished or damaged; empty where it can."""
+def _fault(folder: Path, only: Sequence[str] | None = None) -> str:
+    """Why a run cannot be shown: it is unfinished or damaged, looking at ``only`` these files; else empty."""
     run, name = opened(folder), f"{folder.parent.name}/{folder.name}"
     again = _command(run) or "the command that made it"
     if not run.done:
         error = run.status().get("error")
         return f"{name} is unfinished{f' ({error})' if error else ''}; go on with: {again}"
-    damaged = run.damaged()
+    damaged = run.damaged(only)
     return f"{name} is damaged ({', '.join(damaged[:4])}); make it again: {again}" if damaged else ""
 
 

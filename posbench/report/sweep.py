@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +25,11 @@ from posbench.report.terminal import show_findings, show_reference, text_table
 from posbench.report.text import answer, title, verdict_table
 from posbench.report.trend import trends
 from posbench.run.folder import CONFIG, JOBS, PROVENANCE, RunDir, checked, opened
-from posbench.stats.frames import at_positions, metric_name, overall, shown
+from posbench.stats.frames import UNMODIFIED, at_positions, metric_name, overall, shown
 from posbench.stats.scores import COLUMNS
 
+DRAWN = 24
+"""Settings that a figure shows at most."""
 TABLES = ("metrics", "attention", "subsets", "findings")
 READ = [CONFIG, "experiment.json", "reference.json", "attention.jsonl", "predictions.jsonl"]
 READ += [f"{name}.csv" for name in TABLES]
@@ -133,20 +135,22 @@ def _label(run: Path) -> str:
 
 def _together(files: Sequence[tuple[dict[str, str], Path]], axes: Sequence[str]) -> str:
     """The tables of runs as one CSV, each row behind its run's label and values of the swept keys."""
-    tables = []
-    for setting, file in files:
-        with open(file, newline="", encoding="utf-8") as stream:
-            header, *rows = csv.reader(stream)
-        front = [_label(file.parent), *(setting.get(axis, "") for axis in axes)]
-        tables.append((front, header, rows))
-    names = list(dict.fromkeys(name for _, header, _ in tables for name in header))
-    writer = csv.writer(out := io.StringIO(), lineterminator="\n")
-    writer.writerow(["run", *axes, *names])
-    for front, header, rows in tables:
-        if header != names:
-            rows = [[dict(zip(header, row, strict=True)).get(name, "") for name in names] for row in rows]
-        writer.writerows([*front, *row] for row in rows)
-    return out.getvalue()
+    fronts = [[_label(file.parent), *(setting.get(axis, "") for axis in axes)] for setting, file in files]
+    texts = [file.read_text(encoding="utf-8") for _, file in files]
+    header, columns = texts[0].partition("\n")[0], ["run", *axes]
+    if any('"' in text or not text.startswith(f"{header}\n") for text in texts):
+        frames = [pd.read_csv(io.StringIO(text), dtype=str, keep_default_na=False) for text in texts]
+        labels = [
+            pd.DataFrame([front] * len(f), columns=columns) for front, f in zip(fronts, frames, strict=True)
+        ]
+        rows = pd.concat([pd.concat(pair, axis=1) for pair in zip(labels, frames, strict=True)])
+        return rows.to_csv(index=False, lineterminator="\n")
+    # The tables of hundreds of runs, a million rows of attention, are joined as text.
+    out = [",".join([*columns, header]) + "\n"]
+    for front, text in zip(fronts, texts, strict=True):
+        csv.writer(line := io.StringIO(), lineterminator=",").writerow(front)
+        out += [line.getvalue() + row for row in text.splitlines(keepends=True)[1:]]
+    return "".join(out)
 
 
 def again(folder: Path, console: Console) -> None:
@@ -167,18 +171,21 @@ def render_sweep(folder: Path) -> Path:
         return _render_verdicts(folder)
     axes = axes_of(summary)
     header, rows, sentence = sweep_table(summary, axes)
+    few, every = _few(summary, axes), summary["run"].nunique()
+    drawn_of = f" {few.nunique()} of {every} runs are drawn." if few.nunique() < every else ""
     if "model" in axes and set(axes) <= {"model", "method"} and len(at_positions(summary)):
         figure = accuracy_by_model(summary)
         caption = "Score over the position of the answer, model by model. Bands: 95 % intervals."
     else:
-        figure = plots.factor_sweep(summary, axes)
+        figure = plots.factor_sweep(summary[summary["run"].isin(few)], axes)
         left, right = "score over all positions with 95 % intervals", "score over the position of the answer"
-        caption = f"Left: {left}. Right: {right}."
+        caption = f"Left: {left}. Right: {right}.{drawn_of}"
     drawn = {"sweep": (figure, caption)}
     sections = [Section("Settings", "", header, rows, drawn)]
     if attention is not None:
         caption = "Attention of the last prompt token to the item with the answer over its position"
-        drawn = {"attention": (plots.attention_sweep(attention, axes), f"{caption}, for each setting.")}
+        figure = plots.attention_sweep(attention[attention["run"].isin(few)], axes)
+        drawn = {"attention": (figure, f"{caption}, for each setting.{drawn_of}")}
         sections.append(Section("Attention", figures=drawn))
     if trend is not None and findings is not None:
         caption = "Bands: 95 % intervals over questions. Dotted: no side preferred. Dashed: the"
@@ -224,6 +231,14 @@ def _by_setting(findings: pd.DataFrame) -> pd.DataFrame:
     return findings.assign(model=texts.str.strip())
 
 
+def _few(summary: pd.DataFrame, axes: Sequence[str]) -> pd.Series:
+    """The runs of at most :data:`DRAWN` settings, spread evenly over all: a figure holds no more lines."""
+    rows, settings, _ = plots.with_setting(summary, axes)
+    step = max(len(settings) / DRAWN, 1)
+    some = [settings[int(i * step)] for i in range(min(len(settings), DRAWN))]
+    return rows.loc[rows["setting"].isin(some), "run"]
+
+
 def axes_of(summary: pd.DataFrame) -> list[str]:
     """The :func:`swept_columns`, and `run` where they do not tell the runs apart."""
     axes = swept_columns(summary)
@@ -251,19 +266,16 @@ def sweep_table(summary: pd.DataFrame, axes: list[str]) -> tuple[list[str], list
     table: list[list[str]] = []
     averages, biases = list[tuple[float, str]](), list[tuple[float, str]]()
     tally = {"raise it": 0, "lower it": 0, "cannot be told apart": 0}
+    parts, runs = _averages(rows)
     for setting in settings:
-        here, plain = rows[rows["setting"] == setting], plots.unmodified_of(rows, setting)
-        shown = plots.modified_of(here)
-        change = overall(shown, "difference").dropna(subset="ci_low")
-        parts = overall(shown), overall(plain), change, overall(shown, "position_bias")
-        cells: list[Any] = [next(part.itertuples(), None) for part in parts]
+        cells = [part.get(setting) for part in parts]
         point, _, difference, bias = cells
         averages += [(point.value, setting)] if point is not None else []
         biases += [(bias.value, setting)] if bias is not None and not pd.isna(bias.value) else []
         if difference is not None:
             lower = "lower it" if difference.ci_high < 0 else "cannot be told apart"
             tally["raise it" if difference.ci_low > 0 else lower] += 1
-        run = ", ".join(dict.fromkeys(map(str, here["run"]))) if "run" in here else ""
+        run = ", ".join(dict.fromkeys(map(str, runs[setting]))) if "run" in rows else ""
         texts = map(tables.cell, cells, ("{:.1f}", "{:.1f}", "{:+.1f}", "{:.1f}"))
         table.append([setting, *texts, "" if point is None else str(point.n), run])
     if not averages:
@@ -277,6 +289,20 @@ def sweep_table(summary: pd.DataFrame, axes: list[str]) -> tuple[list[str], list
     else:
         header, *table = ([*row[:4], *row[5:]] for row in (header, *table))
     return header, table, "; ".join(text) + "."
+
+
+def _averages(rows: pd.DataFrame) -> tuple[list[dict[str, Any]], Mapping[str, Any]]:
+    """Average, that of the unmodified model, difference and position bias, each by setting; and its runs."""
+    column = "run" if "run" in rows else "setting"
+    plain, runs = rows["method"] == UNMODIFIED, rows.groupby("setting")[column].unique()
+    modified = rows[~plain | ~rows["setting"].isin(rows.loc[~plain, "setting"])]
+    unmodified = overall(rows[plain]).drop_duplicates(column).set_index(column)
+    changes = overall(modified, "difference").dropna(subset="ci_low")
+    parts = overall(modified), changes, overall(modified, "position_bias")
+    found = [{row.setting: row for row in part[::-1].itertuples()} for part in parts]
+    base = {r.Index: r for r in unmodified.itertuples()}
+    firsts = {s: next((base[run] for run in own if run in base), None) for s, own in runs.items()}
+    return [found[0], firsts, *found[1:]], runs
 
 
 def _span(values: list[tuple[float, str]], *units: str) -> str:

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import yaml
 
 from posbench.files.atomic import Row
 from posbench.late import pd
@@ -23,6 +22,8 @@ from posbench.stats.findings import Finding, ends, frame
 from posbench.stats.frames import UNMODIFIED, gold_attention, own_metric, strongest_layer
 from posbench.stats.position_bias import curves, limit, position_bias
 
+MOST = 40
+"""Values of a swept number that are looked at, spread evenly."""
 ATTENTION, PREDICTIONS = "attention.jsonl", "predictions.jsonl"
 
 
@@ -46,7 +47,7 @@ def trends(runs: Runs, axes: Sequence[str]) -> tuple[pd.DataFrame, pd.DataFrame]
     values = values.apply(pd.to_numeric, errors="coerce")
     numeric = [axis for axis in own if values[axis].notna().all() and values[axis].nunique() > 2]
     runs = runs if len(numeric) == 1 else ()
-    configs = {path: yaml.safe_load((path / "config.yaml").read_text()) for _, path in runs}
+    configs = {path: RunDir(path).config() for _, path in runs}
     tasks = {facts["task"]["name"] for facts in configs.values() if "task" in facts}
     groups: dict[str, dict[float, Path]] = {}
     for setting, path in runs:
@@ -57,7 +58,7 @@ def trends(runs: Runs, axes: Sequence[str]) -> tuple[pd.DataFrame, pd.DataFrame]
     rows, found = list[Row](), list[pd.DataFrame]()
     for group, folders in groups.items():
         if len(folders) > 2:
-            trend = _Trend(dict(sorted(folders.items())), numeric[0], configs[next(iter(folders.values()))])
+            trend = _Trend(folders, numeric[0], configs[next(iter(folders.values()))])
             found.append(frame(trend.findings(), group))
             rows += [{"group": group, "axis": numeric[0], **row} for row in trend.rows]
     judged = pd.concat(found, ignore_index=True) if found else frame([], "")
@@ -68,8 +69,12 @@ class _Trend:
     """One model and task; a statistic is an array [1 + R] for each number: its value, then its draws."""
 
     def __init__(self, folders: dict[float, Path], axis: str, facts: Mapping[str, Any]) -> None:
-        self.folders, self.first = folders, next(iter(folders.values()))
-        self.numbers, self.axis, self.resamples = np.array(list(folders)), axis, facts["runtime"]["resamples"]
+        numbers, few = np.array(sorted(folders)), min(len(folders), MOST)
+        # Every prompt of a run is read: of hundreds of runs some tell as much.
+        self.numbers = numbers[np.linspace(0, len(numbers) - 1, few).round().astype(int)]
+        self.folders = {float(number): folders[number] for number in self.numbers}
+        self.some = f", at {few} of {len(numbers)} values" if few < len(numbers) else ""
+        self.first, self.axis, self.resamples = self.folders[numbers[0]], axis, facts["runtime"]["resamples"]
         cls, _ = target(facts["method"], Method, "method")  # type: ignore[type-abstract]
         self.claims: SweepClaims | None = cls.sweep_claims.get(axis.removeprefix("method."))
         self.rows: list[Row] = []
@@ -93,7 +98,7 @@ class _Trend:
 
     def _sided(self, claim: str, what: str, sign: int, values: Array, n: int, where: str = "") -> Finding:
         """A correlation, and whether it lies on the claimed side of zero; without a claim, on either."""
-        words = f"rank correlation of the {what} with {self.axis}{where}"
+        words = f"rank correlation of the {what} with {self.axis}{where}{self.some}"
         at = percentile(values[0], values[1:], n)
         up = sign > 0 if self.claims else at.value > 0
         found = (Finding.above if up else Finding.below)(claim, words, at)
@@ -141,7 +146,7 @@ class _Trend:
         means = np.stack([found[number].mean(-1) for number in self.numbers], axis=-1)
         best, (first, last) = self.numbers[means.argmax(-1)], claims.best
         low, high = np.quantile(best[1:], [0.025, 0.975], method="inverted_cdf")
-        what = f"{self.axis.rpartition('.')[2]} with the best average score"
+        what = f"{self.axis.rpartition('.')[2]} with the best average score{self.some}"
         held = first <= best[0] <= last
         with_it = ((best[1:] >= first) & (best[1:] <= last)) == held
         p = 2 * (1 + np.count_nonzero(~with_it)) / len(best) if np.ptp(means[0]) else np.nan

@@ -38,7 +38,8 @@ def test_words_go_on_as_the_line_asks(line: str, offered: list[str]) -> None:
 
 
 def test_verbs_groups_and_own_files_are_offered(tmp_path: Path) -> None:
-    assert {*VERBS, "model=", "experiment=", "stages="} <= set(words("posbench "))
+    first = {verb.split()[0] for verb in VERBS}
+    assert {*first, "model=", "experiment=", "stages="} <= set(words("posbench "))
     assert words("posbench task=") == [f"task={name}" for name in choices(paths.CONF / "task")]
     for folder in ("model", "experiment"):
         (tmp_path / folder).mkdir()

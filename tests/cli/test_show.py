@@ -57,13 +57,13 @@ def test_examples_of_a_run_are_shown(
 
 @pytest.mark.parametrize("verb", VERBS)
 def test_every_verb_says_how_it_is_called(posbench: Callable[..., Result], verb: str) -> None:
-    told = posbench(verb, "--help", verb=True)
+    told = posbench(*verb.split(), "--help", verb=True)
     lines = told.out.splitlines()
     assert (told.status, told.err) == (0, "") and "Raises" not in told.out
     assert re.fullmatch(r"[A-Z].*\.", lines[0]) and lines[2].startswith(f"usage: posbench {verb} ")
     assert any(line.startswith("example: ") and f"posbench {verb} " in line for line in lines)
     for args in (["-h"], *([["something", "--help"]] if verb != "lm_eval" else [])):
-        assert posbench(verb, *args, verb=True).out == told.out
+        assert posbench(*verb.split(), *args, verb=True).out == told.out
 
 
 @pytest.mark.parametrize("text", ["{", "3", "[a]", "{}", "task: 3", "\udcff"])

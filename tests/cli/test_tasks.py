@@ -60,6 +60,8 @@ def reader(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 POSITIONS = {"kv_retrieval", "nq_multidoc", "own_data"}
+RESUMED = {"mmlu", "own_data", "zero_scrolls"}
+"""One task for each way to ask: choices, items at several positions, generated replies."""
 
 
 def test_they_are_tasks_of_posbench() -> None:
@@ -122,6 +124,8 @@ def test_a_task_runs_stops_and_goes_on(
     page = (folder / "report.html").read_text()
     assert "First prompt" in page and ("By subset" in page) == ((folder / "subsets.csv").is_file())
 
+    if name not in RESUMED:
+        return
     # A run that lost its last rows computes these alone, and ends with the same bytes.
     wanted = {f: (folder / f).read_bytes() for f in ("metrics.csv", "prompts.json")}
     whole = (folder / evaluate.FILE).read_bytes().splitlines(keepends=True)

@@ -103,6 +103,17 @@ def test_a_damaged_run_shows_no_number(name: str, outputs: Path) -> None:
     assert found["aaaa0002"]["state"] == "done" and found["aaaa0002"]["score"] is not None
 
 
+def test_a_check_of_some_files_tells_what_the_whole_one_does(outputs: Path) -> None:
+    run = RunDir(outputs / "kv_retrieval/v001/tiny__scale_channel__aaaa0001")
+    for name in ("metrics.csv", "config.yaml"):
+        kept = (run.path / name).read_bytes()
+        (run.path / name).write_bytes(kept + b"#")
+        assert run.damaged([name]) == run.damaged() == [name] and run.damaged(["status.json"]) == []
+        (run.path / name).write_bytes(kept)
+    (run.path / "attention.csv").write_text("added")
+    assert run.damaged(["attention.csv"]) == ["attention.csv"] and run.damaged(["metrics.csv"]) == []
+
+
 def test_filters(outputs: Path) -> None:
     for filters, names in {
         ("state=done", "method=scale_*"): {"aaaa0001", "aaaa0002"},

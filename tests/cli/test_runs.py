@@ -1,0 +1,56 @@
+"""Last week's runs: a sweep in one version, found again, compared, scored again."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from posbench.errors import UserError
+from posbench.report.console import terminal
+from posbench.report.sweep import again as again_of
+from posbench.run.folder import opened
+from tests.conftest import Result, run_folders
+
+FEW = ["task.limit=4", "method.channel=3", "method.layers=[1,2]", "stages=[evaluate]"]
+
+
+def test_a_sweep_over_the_task_is_found_compared_and_scored_again(
+    posbench: Callable[..., Result], small: list[str], outputs: Path
+) -> None:
+    assert posbench("-m", *small, *FEW, "method.factor=0.5", "task.seed=1,2").status == 0
+    runs = run_folders(outputs)
+    (sweep,) = (outputs / "kv_retrieval").glob("v*/sweep__*")
+    assert {run.parent for run in (*runs, sweep)} == {outputs / "kv_retrieval/v001"} and len(runs) == 2
+    listed = posbench("ls", "runs", "--json", "--outputs", str(outputs), verb=True)
+    found = {record["run"]: record for record in json.loads(listed.out)}
+    assert {record["settings"]["task.seed"] for record in found.values()} == {"1", "2"}
+    for run in runs:
+        table = pd.read_csv(run / "metrics.csv").query("gold_position == 'all' and method != 'none'")
+        own = table.set_index("metric")["value"]
+        record = found[run.name.rpartition("__")[2]]
+        assert record["folder"] == str(run) and record["score"] == own["accuracy"]
+        assert record["difference"] == own["accuracy_difference"]
+    compared = posbench("compare", *found, "--outputs", str(outputs), verb=True)
+    assert compared.status == 0 and "unpaired, 0 of its 12 prompts" in compared.out
+    _another_score(runs[0])
+    summary = pd.read_csv(sweep / "summary.csv")
+    again = posbench("rescore", sweep.name.rpartition("__")[2], "--outputs", str(outputs), verb=True)
+    assert again.status == 0 and "1 of 24 scores changed" in again.out and "0 of 24 scores" in again.out
+    assert pd.read_csv(sweep / "summary.csv").equals(summary)
+    assert not opened(sweep).damaged() and not opened(runs[0]).damaged()
+    (runs[1] / "metrics.csv").write_bytes((runs[0] / "metrics.csv").read_bytes())
+    with pytest.raises(UserError, match=r"damaged: metrics\.csv"):
+        again_of(sweep, terminal())
+
+
+def _another_score(folder: Path) -> None:
+    """Let a run hold a score that the task would not give."""
+    run = opened(folder)
+    first, *rest = run.rows("predictions.jsonl")
+    first["scores"] = {"accuracy": 1 - first["scores"]["accuracy"]}
+    run.write_rows("predictions.jsonl", [first, *rest])
+    run.seal("posbench")

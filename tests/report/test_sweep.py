@@ -1,0 +1,43 @@
+"""A sweep of hundreds of runs: joined as text, and drawn in part."""
+
+from __future__ import annotations
+
+import io
+from itertools import pairwise
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from posbench.report import sweep
+from tests.frames import metrics
+from tests.frames import sweep as summary
+
+
+@pytest.mark.parametrize("plain", [True, False], ids=["as text", "as tables"])
+def test_the_tables_of_runs_stand_below_each_other(plain: bool, tmp_path: Path) -> None:
+    files, wanted = [], []
+    for name, value in (("a", "0.5"), ("b", "[1,2]")):
+        table = metrics().assign(note="" if plain else 'a "b", c')
+        (tmp_path / "v001" / name).mkdir(parents=True)
+        file = tmp_path / "v001" / name / "metrics.csv"
+        table.to_csv(file, index=False)
+        files.append(({"method.factor": value, "model": "x"}, file))
+        own = pd.read_csv(file, dtype=str, keep_default_na=False)
+        own.insert(0, "run", f"v001/{name}")
+        own.insert(1, "method.factor", value)
+        wanted.append(own)
+    found = pd.read_csv(
+        io.StringIO(sweep._together(files, ["method.factor"])), dtype=str, keep_default_na=False
+    )
+    pd.testing.assert_frame_equal(found, pd.concat(wanted, ignore_index=True))
+
+
+def test_a_figure_shows_some_of_many_settings() -> None:
+    every = summary([number / 10 for number in range(60)])
+    some = sweep._few(every, ["method.factor"])
+    drawn = sorted(every.loc[every["run"].isin(some), "method.factor"].astype(float).unique())
+    assert len(drawn) == sweep.DRAWN and drawn[0] == 0
+    assert max(b - a for a, b in pairwise(drawn)) < 0.31, "spread evenly"
+    few = summary([0.0, 0.5, 1.0])
+    assert set(sweep._few(few, ["method.factor"])) == set(few["run"])
