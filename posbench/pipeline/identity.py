@@ -9,6 +9,7 @@ import re
 import subprocess
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -114,15 +115,25 @@ def _own(config: Config) -> set[Path]:
 
 def source_digest(own: Iterable[Path] = ()) -> str:
     """Hash of the code that can move a number, and of ``own`` files: two codes never meet in one folder."""
-    total, files = hashlib.sha256(), set(own)
-    for name in NUMBERS.split():
-        part = paths.PACKAGE / name
+    total, users = hashlib.sha256(), [file for file in own if not file.is_relative_to(paths.PACKAGE)]
+    for name, code in sorted([*_shipped(), *((file.name, _numeric(file)) for file in users)]):
+        total.update(name.encode() + code)
+    return total.hexdigest()[:12]
+
+
+def _numeric(file: Path) -> bytes:
+    """A file without its functions that draw."""
+    return DRAWS.sub(b"", file.read_bytes())
+
+
+@cache
+def _shipped() -> list[tuple[str, bytes]]:
+    """posbench's own code that can move a number, as it was when this process first looked."""
+    files = set[Path]()
+    for part in (paths.PACKAGE / name for name in NUMBERS.split()):
         inside = (f for suffix in READ for f in part.rglob(f"*{suffix}") if paths.MODELS not in f.parents)
         files |= {part} if part.is_file() else set(inside)
-    for file in sorted(files):
-        name = file.relative_to(paths.PACKAGE).as_posix() if file.is_relative_to(paths.PACKAGE) else file.name
-        total.update(name.encode() + DRAWS.sub(b"", file.read_bytes()))
-    return total.hexdigest()[:12]
+    return [(file.relative_to(paths.PACKAGE).as_posix(), _numeric(file)) for file in files]
 
 
 def provenance(

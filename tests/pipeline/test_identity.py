@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +25,19 @@ def config() -> Any:
 
 
 @pytest.fixture
-def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A copy of the package's code that a test may change."""
     copy = tmp_path / "posbench"
     shutil.copytree(paths.PACKAGE, copy, ignore=shutil.ignore_patterns("models", "templates", "__pycache__"))
     monkeypatch.setattr(paths, "PACKAGE", copy)
-    return copy
+    yield copy
+    identity._shipped.cache_clear()
+
+
+def _digest() -> str:
+    """What a process that starts now would find."""
+    identity._shipped.cache_clear()
+    return identity.source_digest()
 
 
 MOVES = [
@@ -48,34 +56,34 @@ LEAVES = [
 def test_code_that_can_move_a_number_starts_a_new_version_and_other_code_does_not(
     file: str, package: Path
 ) -> None:
-    before = identity.source_digest()
-    assert before == identity.source_digest()
+    before = _digest()
+    assert before == _digest()
     (package / file).write_text((package / file).read_text() + "# changed\n")
-    assert (identity.source_digest() != before) is (file in MOVES)
+    assert (_digest() != before) is (file in MOVES)
 
 
 def test_a_changed_figure_of_a_study_starts_no_version(package: Path) -> None:
     file = package / "studies/yu2025/attention_to_gold.py"
-    text, before = file.read_text(), identity.source_digest()
+    text, before = file.read_text(), _digest()
     assert text.count("@plot.styled") == 3
     drawn = text.replace("    figure, ", "    print()\n    figure, ")
     assert drawn.count("print()") >= 2
     file.write_text(drawn)
-    assert identity.source_digest() == before
+    assert _digest() == before
     # What stands between the functions that draw counts.
     for at in (text.index("@plot.styled"), text.rindex("@plot.styled"), len(text)):
         file.write_text(text[:at] + "NEW = 1\n" + text[at:])
-        assert identity.source_digest() != before
+        assert _digest() != before
 
 
 def test_a_new_file_in_a_room_of_numbers_counts_and_a_renamed_one_too(package: Path) -> None:
-    found = [identity.source_digest()]
+    found = [_digest()]
     (package / "methods" / "fresh.py").write_text("")
-    found.append(identity.source_digest())
+    found.append(_digest())
     (package / "methods" / "fresh.py").rename(package / "methods" / "other.py")
-    found.append(identity.source_digest())
+    found.append(_digest())
     (package / "report" / "fresh.py").write_text("")
-    assert len(set(found)) == 3 and identity.source_digest() == found[-1]
+    assert len(set(found)) == 3 and _digest() == found[-1]
 
 
 def _name(config: Any) -> str:
