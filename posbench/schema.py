@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Mapping
 from dataclasses import MISSING, fields, is_dataclass
+from functools import cache
 from inspect import isabstract
 from types import NoneType, UnionType
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -66,7 +67,8 @@ def build(cls: type[T], data: Mapping[str, Any], where: str) -> T:
             )
     faults.raise_any()
     try:
-        return TypeAdapter(with_config(ConfigDict(allow_inf_nan=False))(cls)).validate_python(dict(data))
+        made: T = _adapter(cls).validate_python(dict(data))
+        return made
     except ValidationError as error:
         named: dict[str, str] = {}
         # A union reports every branch; the first word on a field is as good as the others.
@@ -76,6 +78,11 @@ def build(cls: type[T], data: Mapping[str, Any], where: str) -> T:
             faults.found.append(_wrong(where, name, data.get(name), kinds.get(name, Any), reason))
         faults.raise_any()
         raise AssertionError("a validation error without an error") from error
+
+
+@cache
+def _adapter(cls: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(with_config(ConfigDict(allow_inf_nan=False))(cls))
 
 
 def _arms(kind: Any) -> tuple[Any, ...]:
