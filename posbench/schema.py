@@ -67,8 +67,7 @@ def build(cls: type[T], data: Mapping[str, Any], where: str) -> T:
             )
     faults.raise_any()
     try:
-        made: T = _adapter(cls).validate_python(dict(data))
-        return made
+        return _adapter(cls).validate_python(dict(data))  # type: ignore[arg-type,no-any-return]
     except ValidationError as error:
         named: dict[str, str] = {}
         # A union reports every branch; the first word on a field is as good as the others.
