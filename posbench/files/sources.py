@@ -67,7 +67,8 @@ def there(path: Path) -> bool:
 def checkpoint(path: str, revision: str | None = None) -> Source:
     """The source of a model: an embedded one, a local directory, or a hub id."""
     resolved = paths.model_path(path)
-    kind: Any = "path" if there(Path(resolved)) or resolved.startswith(("/", ".")) else "model"
+    local = there(Path(resolved)) or resolved.startswith("/") or path.startswith((".", "~"))
+    kind: Any = "path" if local else "model"
     return Source(kind=kind, id=path, field="model.path", files=CHECKPOINT, revision=revision)
 
 

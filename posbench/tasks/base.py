@@ -63,7 +63,7 @@ class Task(ABC):
     truncation: Truncation = "refuse"
     # tokens of the prompt before any chat template; None: what the window has room for
     max_prompt_tokens: Several | None = None
-    # questions asked at most, the first ones of every subset, each at every gold position; None: all
+    # questions at most at each gold position of each subset, the first ones in the file's order; None: all
     limit: Count | None = None
     # divisor of the positive logits of tokens that occurred before; 1: greedy decoding
     repetition_penalty: Positive = 1.0
