@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
@@ -248,7 +249,7 @@ def run_named(name: str, outputs: Path) -> Path:
         UserError: Several runs have that hash.
     """
     path = Path(name).expanduser()
-    if path.exists() or not outputs.is_dir() or not name.isalnum():
+    if path.exists() or not outputs.is_dir() or not re.fullmatch("[0-9a-f]{4,}", name):
         return path
     found = [run for run in runs_in(outputs) if run.name.rpartition("__")[2].startswith(name)]
     if len(found) > 1:

@@ -23,13 +23,11 @@ from posbench.report.page import HOLDS, write_page
 from posbench.report.paper import beside
 from posbench.report.terminal import show_findings, show_reference, text_table
 from posbench.report.text import answer, title, verdict_table
-from posbench.report.trend import trends
+from posbench.report.trend import MOST, trends
 from posbench.run.folder import CONFIG, JOBS, PROVENANCE, RunDir, checked, opened
 from posbench.stats.frames import UNMODIFIED, at_positions, metric_name, overall, shown
 from posbench.stats.scores import COLUMNS
 
-DRAWN = 24
-"""Settings that a figure shows at most."""
 TABLES = ("metrics", "attention", "subsets", "findings")
 READ = [CONFIG, "experiment.json", "reference.json", *(f"{name}.csv" for name in TABLES)]
 """Files of a run that its sweep reads."""
@@ -232,10 +230,10 @@ def _by_setting(findings: pd.DataFrame) -> pd.DataFrame:
 
 
 def _few(summary: pd.DataFrame, axes: Sequence[str]) -> pd.Series:
-    """The runs of at most :data:`DRAWN` settings, spread evenly over all: a figure holds no more lines."""
+    """The runs of at most :data:`MOST` settings, spread evenly over all: a figure holds no more lines."""
     rows, settings, _ = plots.with_setting(summary, axes)
-    step = max(len(settings) / DRAWN, 1)
-    some = [settings[int(i * step)] for i in range(min(len(settings), DRAWN))]
+    step = max(len(settings) / MOST, 1)
+    some = [settings[int(i * step)] for i in range(min(len(settings), MOST))]
     return rows.loc[rows["setting"].isin(some), "run"]
 
 

@@ -22,8 +22,8 @@ from posbench.stats.findings import Finding, ends, frame
 from posbench.stats.frames import UNMODIFIED, gold_attention, own_metric, strongest_layer
 from posbench.stats.position_bias import curves, limit, position_bias
 
-MOST = 40
-"""Values of a swept number that are looked at, spread evenly."""
+MOST = 24
+"""Values of a swept number that are looked at, spread evenly; settings that a figure of a sweep holds."""
 ATTENTION, PREDICTIONS = "attention.jsonl", "predictions.jsonl"
 
 

@@ -167,9 +167,14 @@ def test_refusals(tmp_path: Path, posbench: Callable[..., Result]) -> None:
     (tmp_path / "mine/file").write_text("")
     with pytest.raises(UserError, match="a comparison to replace"):
         write_comparison([first, second], tmp_path / "mine")
-    for _ in "12":  # a second one takes the place of the first
-        told = posbench("compare", "aaaa0001", "aaaa0003", "--outputs", str(tmp_path), verb=True)
-        assert told.status == 0 and f"comparison: {tmp_path}/compare/aaaa0001_aaaa0003" in told.out
+    old = tmp_path / "compare/aaaa0001_aaaa0003"
+    old.mkdir(parents=True)
+    for name in ("comparison.csv", "of_another_version.png"):
+        (old / name).write_text("old")
+    told = posbench("compare", "aaaa0001", "aaaa0003", "--outputs", str(tmp_path), verb=True)
+    assert told.status == 0 and f"comparison: {old}" in told.out
+    assert not (old / "of_another_version.png").exists(), "it takes the place of the first"
+    assert len(pd.read_csv(old / "comparison.csv")) == 2
     (second / "DONE").unlink()
     assert "finished run" in posbench("compare", str(first), str(second), verb=True).err
     (second / "metrics.csv").write_text("")

@@ -182,6 +182,23 @@ def page_ids(file: Path) -> set[str]:
     return set(re.findall(r'id="([^"]+)"', file.read_text()))
 
 
+def test_of_many_runs_the_newest_are_shown(
+    picture: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(3):
+        folder = run(tmp_path / f"fig3/v001/tiny__{number}", picture)
+        book = opened(folder)
+        facts = {k: v for k, v in book.facts("provenance.json").items() if k != "run"}
+        book.write_facts("provenance.json", facts | {"started": f"2026-01-0{3 - number}T00:00:00"})
+        book.seal("posbench")
+    (tmp_path / "fig3/v001/tiny__0/figures/curve.png").write_bytes(b"")
+    monkeypatch.setattr("posbench.report.collect.MOST", 1)
+    (entry,) = collect(tmp_path)
+    assert [part.folder.name for part in entry.parts] == ["tiny__1"], "the newest whole one"
+    assert "tiny__0 is damaged (figures/curve.png)" in entry.faults[0]
+    assert entry.faults[1:] == ["1 older runs of fig3 are left out: posbench ls runs"]
+
+
 def test_a_suite_and_a_version_have_a_gallery_of_their_own(many, tmp_path, capsys):
     assert main(["report", str(many / "fig3")]) == 0
     assert set(Page(many / "fig3/gallery/index.html").images) == {
