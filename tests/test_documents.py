@@ -178,7 +178,7 @@ def verbs(file: Path) -> Iterator[list[str]]:
 def test_the_verbs_that_documents_show_run(
     small: list[str], tmp_path: Path, posbench: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On one run and one study; what downloads or takes hours has tests of its own."""
+    """On two runs and a study; what downloads or takes hours has tests of its own."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "docs").mkdir()
     (tmp_path / "tests").symlink_to(ROOT / "tests")

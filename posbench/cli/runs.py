@@ -12,11 +12,11 @@ from posbench.report import index
 from posbench.report.compare import write_comparison
 from posbench.report.console import show_lists, terminal
 from posbench.report.terminal import text_table
+from posbench.report.text import short
 
 
 def outputs_of(args: Sequence[str]) -> tuple[Path, list[str]]:
     """The folder that ``--outputs`` names, and the other arguments."""
-
     given, rest = option(args, "--outputs")
     return Path(given or "outputs").expanduser(), rest
 
@@ -68,7 +68,9 @@ def compare(args: list[str]) -> int:
     folders = [index.run_named(name, outputs) for name in names]
     folder, table, said = write_comparison(folders, Path(out).expanduser() if out else None)
     console = terminal()
-    console.print(text_table(*table))
+    header, rows = table
+    cells = [[short(cell).replace(" [", "\n[") for cell in row] for row in rows]
+    console.print(text_table(header, cells, shorten=False))
     console.print("score in %, position bias and differences in points, [95 % interval]")
     for line in said:
         console.print(line)

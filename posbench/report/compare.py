@@ -17,7 +17,6 @@ from posbench.plots.scores import accuracy_by_position, by_subset
 from posbench.report.failures import FILE
 from posbench.report.folder import read_csv
 from posbench.report.index import Listed, differing
-from posbench.report.page import counted
 from posbench.report.tables import Table, cell
 from posbench.run.folder import RunDir, checked
 from posbench.schema import instantiate
@@ -90,13 +89,14 @@ def write_comparison(folders: Sequence[Path], out: Path | None = None) -> tuple[
         raise UserError("--out", str(out), "a new folder, or a comparison to replace", "name another folder")
     found = [differences(first, run) if run is not first else {} for run in runs]
     figure = _figure(runs)
+    lines, cells = zip(*(_row(run, more) for run, more in zip(runs, found, strict=True)), strict=True)
     with new_folder(out) as made:
-        lines = [_line(run, more) for run, more in zip(runs, found, strict=True)]
         write_csv(made / NAME, pd.DataFrame(lines))
         if figure:
             save(figure, made / "accuracy")
     said = [said_of(first, run, more) for run, more in zip(runs, found, strict=True) if more]
-    return out, _table(lines), [*filter(None, said)]
+    header = ["run", "", "score", f"minus {first.label}", "position bias", f"minus {first.label}"]
+    return out, ([*header, "pairs", "n"], list(cells)), [*filter(None, said)]
 
 
 def _place(runs: Sequence[Compared]) -> Path:
@@ -160,33 +160,19 @@ def said_of(first: Compared, run: Compared, found: Row) -> str:
     return f"{run.label}: the differences are over the {shared} prompts that both runs asked."
 
 
-def _line(run: Compared, found: Row) -> Row:
-    """A line of the table."""
+def _row(run: Compared, found: Row) -> tuple[Row, list[str]]:
+    """A run's row of the file, and of the table for a reader: scores in %, all else in points."""
     model, method = run.names
     front = {"run": run.listed.hash, "label": run.label, "model": model, "method": method}
     line: Row = {**front, "folder": str(run.run.path), "n": len(run.prompts), "pairs": found.get("pairs")}
+    cells = []
     for part, (metric, _) in PARTS.items():
-        for name, at in ((part, _estimate(run.metrics, metric)), (f"{part}_difference", found.get(part))):
+        change = f"{part}_difference", found.get(part), "{:+.1f}"
+        for name, at, form in ((part, _estimate(run.metrics, metric), "{:.1f}"), change):
             line |= dict.fromkeys(columns(name)) | (ends(at, name) if at else {})
-    return line
-
-
-def _table(lines: Sequence[Row]) -> Table:
-    """The table for a reader: scores in %, differences and position bias in points."""
-    first = lines[0]["label"]
-    header = ["run", "", "score", f"minus {first}", "position bias", f"minus {first}", "pairs", "n"]
-    forms = {"score": "{:.1f}", "score_difference": "{:+.1f}", "position_bias": "{:.1f}"}
-    forms["position_bias_difference"] = "{:+.1f}"
-    rows = []
-    for line in lines:
-        numbers = []
-        for name, form in forms.items():
-            value, low, high = (line[column] for column in columns(name))
-            at = None if value is None else Estimate(value, low, high, 0)
-            numbers.append(cell(at, form))
-        pairs = {None: "", 0: "none"}.get(line["pairs"], str(line["pairs"]))
-        rows.append([line["run"], line["label"], *numbers, pairs, str(line["n"])])
-    return header, rows
+            cells.append(cell(at, form))
+    pairs = {None: "", 0: "none"}.get(line["pairs"], str(line["pairs"]))
+    return line, [run.listed.hash, run.label, *cells, pairs, str(line["n"])]
 
 
 def _figure(runs: Sequence[Compared]) -> Figure | None:
@@ -199,8 +185,7 @@ def _figure(runs: Sequence[Compared]) -> Figure | None:
         names, tables = [*names, UNMODIFIED], [*tables, runs[0].unmodified]
     frames = [t.assign(method=name, model="", seed=0) for t, name in zip(tables, names, strict=True)]
     frame = pd.concat(frames, ignore_index=True)
-    placed = at_positions(frame)
-    if len(placed):
+    if len(at_positions(frame)):
         figure = accuracy_by_position(frame)
     else:
         found = [(run, read_csv(run.run.path / "subsets.csv")) for run in runs]
@@ -208,5 +193,5 @@ def _figure(runs: Sequence[Compared]) -> Figure | None:
         if len(tables) < len(runs):
             return None
         figure = by_subset(pd.concat(tables).assign(model=""))
-    sign(figure, ", ".join([*dict.fromkeys(run.names[0] for run in runs), *counted(tuple(placed["n"]))]))
+    sign(figure, list(dict.fromkeys(run.names[0] for run in runs)))
     return figure

@@ -31,8 +31,7 @@ from posbench.stats.scores import COLUMNS
 DRAWN = 24
 """Settings that a figure shows at most."""
 TABLES = ("metrics", "attention", "subsets", "findings")
-READ = [CONFIG, "experiment.json", "reference.json", "attention.jsonl", "predictions.jsonl"]
-READ += [f"{name}.csv" for name in TABLES]
+READ = [CONFIG, "experiment.json", "reference.json", *(f"{name}.csv" for name in TABLES)]
 """Files of a run that its sweep reads."""
 
 
@@ -149,7 +148,8 @@ def _together(files: Sequence[tuple[dict[str, str], Path]], axes: Sequence[str])
     out = [",".join([*columns, header]) + "\n"]
     for front, text in zip(fronts, texts, strict=True):
         csv.writer(line := io.StringIO(), lineterminator=",").writerow(front)
-        out += [line.getvalue() + row for row in text.splitlines(keepends=True)[1:]]
+        prefix = line.getvalue()
+        out += [prefix + row for row in text.splitlines(keepends=True)[1:]]
     return "".join(out)
 
 

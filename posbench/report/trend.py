@@ -14,7 +14,7 @@ from posbench.methods import Method
 from posbench.methods.base import SweepClaims
 from posbench.plots.sweep import CENTRE, HALVES, SPREAD
 from posbench.report.folder import TREND, read_csv
-from posbench.run.folder import RunDir
+from posbench.run.folder import RunDir, checked
 from posbench.schema import target
 from posbench.stats.bootstrap import Array, Estimate, mean, percentile
 from posbench.stats.correlation import spearman
@@ -73,6 +73,8 @@ class _Trend:
         # Every prompt of a run is read: of hundreds of runs some tell as much.
         self.numbers = numbers[np.linspace(0, len(numbers) - 1, few).round().astype(int)]
         self.folders = {float(number): folders[number] for number in self.numbers}
+        for folder in self.folders.values():
+            checked(folder, only=(ATTENTION, PREDICTIONS))
         self.some = f", at {few} of {len(numbers)} values" if few < len(numbers) else ""
         self.first, self.axis, self.resamples = self.folders[numbers[0]], axis, facts["runtime"]["resamples"]
         cls, _ = target(facts["method"], Method, "method")  # type: ignore[type-abstract]

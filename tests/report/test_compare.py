@@ -14,6 +14,7 @@ import yaml
 from posbench.errors import UserError
 from posbench.pipeline.stages.evaluate import write_metrics
 from posbench.report.compare import Compared, differences, labelled, said_of, write_comparison
+from posbench.report.compare import _figure as drawn_of
 from posbench.run.folder import RunDir
 from posbench.schema import instantiate
 from posbench.tasks import Task
@@ -108,6 +109,8 @@ def test_paired_where_the_prompts_are_the_same(runs: dict[str, Path]) -> None:
     assert line["score_difference_ci_low"] > 0, "every question gains or stays"
     assert line["position_bias_difference"] < 0 and np.isnan(lines.loc["aaaa0001", "score_difference"])
     assert header[3] == "minus x=aaaa0001" and [row[0] for row in rows] == ["aaaa0001", "aaaa0002"]
+    figure = drawn_of(labelled([Compared.of(runs[name]) for name in ("better", "best")]))
+    assert figure is not None and figure.get_suptitle() == "tiny, n = 30" and len(figure.axes[0].lines) == 3
     assert {file.name for file in out.iterdir()} == {"comparison.csv", "accuracy.png", "accuracy.pdf"}
 
 
