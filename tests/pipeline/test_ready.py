@@ -115,13 +115,12 @@ def test_the_most_pairs_that_fit_are_taken(made: Callable[..., Ready], reader: P
     ("typed", "told"),
     [
         ({**WORDS, "task.pairs": 60, "task.max_new_tokens": 20}, "task.pairs = 60: allowed: at most 58"),
-        ({"task.max_new_tokens": 256}, "task.max_new_tokens = 256: allowed: at most 128"),
         (
             {**WORDS, "task.pairs": 9, "task.max_new_tokens": 256},
             "max_new_tokens = 256: allowed: at most 217",
         ),
-        ({"search.length": 300}, "search.length = 300: allowed: at most 256"),
-        ({"search.window": 200}, "search.window = 200: allowed: at most 25"),
+        ({**WORDS, "task.pairs": 9, "search.length": 300}, "search.length = 300: allowed: at most 256"),
+        ({**WORDS, "task.pairs": 9, "search.window": 200}, "search.window = 200: allowed: at most 25"),
     ],
 )
 def test_what_is_typed_is_refused_with_what_would_fit(
