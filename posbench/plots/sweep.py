@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -37,7 +38,7 @@ def with_setting(summary: pd.DataFrame, axis: str | Sequence[str]) -> tuple[pd.D
     setting = pd.Series("", index=summary.index)
     for column in swept:
         cells = summary[column]
-        text = _apart(cells.map(lambda v: f"{v:g}" if isinstance(v, float) else str(v)))
+        text = _apart(cells.map(_told))
         text = text.where(cells.notna(), "(default)")
         front = f"{column.rsplit('.', 1)[-1]}=" if len(swept) > 1 else ""
         setting += (", " if column != swept[0] else "") + front + text
@@ -47,6 +48,12 @@ def with_setting(summary: pd.DataFrame, axis: str | Sequence[str]) -> tuple[pd.D
     if numbers is not None:
         settings = [settings[i] for i in np.argsort(numbers, kind="stable")]
     return rows, settings, " and ".join(swept)
+
+
+def _told(value: object) -> str:
+    """A swept value for readers; of ``{points:1}``, a block of keys, `points 1`."""
+    text = f"{value:g}" if isinstance(value, float) else str(value)
+    return re.sub(r"^\{(.*)\}$", lambda block: block[1].replace(":", " ").replace(",", ", "), text)
 
 
 def _apart(texts: pd.Series) -> pd.Series:

@@ -155,7 +155,7 @@ def as_markdown(entries: Sequence[Entry], images: str) -> tuple[str, dict[str, P
                 image = f"{entry.name}-{part.label}-{name}.png"
                 files[image] = part.folder / "figures" / f"{name}.png"
                 front = f"{part.label}: " if len(entry.parts) > 1 else ""
-                parts.append(f"![{entry.name}]({images}/{image})\\\n{front}{part.figures[name]}")
+                parts.append(f"![{heading(entry)[0]}]({images}/{image})\\\n{front}{part.figures[name]}")
             parts.append(f"`{entry.command}`; {entry.made}." if entry.command else "")
     return "\n\n".join(filter(None, parts)), files
 

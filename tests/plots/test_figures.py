@@ -16,7 +16,7 @@ from posbench.plots.attention import attention_by_position
 from posbench.plots.base import save
 from posbench.plots.scores import accuracy_by_model, accuracy_by_position, by_subset
 from posbench.plots.search import candidate_losses_figure, channel_curves
-from posbench.plots.sweep import attention_sweep, factor_sweep
+from posbench.plots.sweep import attention_sweep, factor_sweep, with_setting
 from posbench.stats.scores import SUBSET_COLUMNS
 from tests.frames import AFTER, BEFORE, attention, channels, metrics, search, sweep
 
@@ -116,6 +116,13 @@ def test_factor_sweep_sorts_numbers_and_draws_the_unmodified_once():
     np.testing.assert_allclose(points.get_ydata(), 100 * (np.mean(AFTER) - np.array([0.1, 0.05, 0.1])))
     assert [one.get_label() for one in right.lines] == ["-1", "0.5", "1", "unmodified"]
     np.testing.assert_allclose(line(right, "0.5").get_ydata(), 100 * (np.array(AFTER) - 0.05))
+
+
+def test_a_block_of_keys_is_told_without_braces():
+    blocks = {1.0: "{points:1}", 0.5: "{curve:free,step:2}"}
+    both = sweep([1.0, 0.5])
+    _, settings, _ = with_setting(both.assign(block=both["method.factor"].map(blocks)), "block")
+    assert sorted(settings) == ["curve free, step 2", "points 1"]
 
 
 def test_sweep_over_models_keeps_each_unmodified():

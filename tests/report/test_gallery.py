@@ -371,7 +371,7 @@ def test_the_gallery_in_the_documentation(many, tmp_path, capsys):
     assert main(["docs", "gallery", str(many), "--out", str(page)]) == 0, capsys.readouterr().err
     text = page.read_text()
     assert text.startswith("# Gallery") and text.endswith("end\n")
-    images = re.findall(r"!\[\w+\]\(([^)]+)\)", text)
+    images = re.findall(r"!\[[^]]+\]\(([^)]+)\)", text)
     assert len(images) == len(set(images)) == 5 and "shown/fig6-sweep-sweep.png" in images
     assert {f"shown/{p.name}" for p in page.with_suffix("").iterdir()} == set(images)
     assert "*We see:* Holds: a_claim (tiny). Contradicted: a_claim (tiny_b)." in text
