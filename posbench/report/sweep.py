@@ -211,7 +211,7 @@ def _render_verdicts(folder: Path) -> Path:
     ]
     configs = [opened(run).config() for run in runs_of(folder)]
     studies = [f"study {(config.get('study') or {}).get('name', '')}" for config in configs]
-    told = title(studies, findings["model"], (), [c for c in findings if "." in c])
+    told = title(studies, findings["model"].dropna(), (), [c for c in findings if "." in c])
     return write_page(folder, told, answer(findings), sections, provenance=_command(folder))
 
 

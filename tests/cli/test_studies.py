@@ -73,6 +73,14 @@ def test_sweep_over_models_collects_the_verdicts(posbench: Callable[..., Result]
     assert set(pd.read_csv(summary)["model"]) == {"tiny", "tiny_b"}
 
 
+def test_a_sweep_without_a_model_has_a_page(posbench: Callable[..., Result], outputs: Path) -> None:
+    few = ["study.draws=20", "study.tokens=8", "study.dim=16", "study.show=[1]"]
+    result = posbench("-m", "study=causal_mask", "study.input_norm=unit,sqrt_dim", *few)
+    assert result.status == 0, result.err
+    (page,) = outputs.glob("*/*/sweep__*/report.html")
+    assert "<h1>study causal_mask, by study.input_norm</h1>" in page.read_text()
+
+
 @pytest.mark.parametrize(
     ("args", "message"),
     [
