@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -38,7 +39,9 @@ def read_csv(path: Path) -> pd.DataFrame | None:
     needed = NEEDED.get(path.stem, ())
 
     def parse(path: Path) -> pd.DataFrame:
-        names = pd.read_csv(path, nrows=0).columns
+        with open(path, encoding="utf-8", newline="") as file:
+            header = next(csv.reader(file), [])
+        names = [f"{c}.{header[:i].count(c)}" if c in header[:i] else c for i, c in enumerate(header)]
         missing = [c for c in needed if c not in names]
         if missing:
             raise ValueError(f"columns missing: {', '.join(missing)}")
@@ -86,7 +89,7 @@ def read(path: Path, parse: Callable[[Path], Any], allowed: str) -> Any:
     """A file's parsed content, None where there is no file; `UserError` where it cannot be parsed."""
     try:
         return parse(path) if path.is_file() else None
-    except (ValueError, yaml.YAMLError) as error:  # pandas', json's and Unicode's errors are ValueErrors
+    except (ValueError, csv.Error, yaml.YAMLError) as error:  # of pandas, json, Unicode: the first
         raise unreadable(path, error, allowed) from error
 
 
