@@ -10,7 +10,7 @@ from statistics import median
 from typing import Any
 
 from posbench.errors import UserError
-from posbench.measure.replies import room
+from posbench.measure.replies import encode_whole, room
 from posbench.model.load import ModelConfig, reader, with_blocks
 from posbench.pipeline.compose import composed
 from posbench.schema import build, instantiate
@@ -119,10 +119,7 @@ def _spread(numbers: Sequence[int]) -> str:
 def _tokens(task: Task, model: dict[str, Any], examples: Sequence[Example]) -> str:
     """The lengths of prompts in tokens, any chat template counted, and how many are too long."""
     read: Any = reader(build(ModelConfig, with_blocks(model), "model"))
-    wide = replace(read, context_window=2**31)
-    counts = [
-        len(wide.encode(e.prompt, chat=e.chat, system=e.system, prefill=e.prefill).ids) for e in examples
-    ]
+    counts = [len(encode_whole(read, e).ids) for e in examples]
     window = read.context_window
     over = sum(n + room(read, task, e) > window for n, e in zip(counts, examples, strict=True))
     told = f"; {over} of {len(counts)} are too long with their replies: see task.truncation" if over else ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from posbench.model.encode import Encoded, Encoder
@@ -31,6 +32,12 @@ def encode(encoder: Encoder, task: Task, example: Example) -> Encoded:
         system=example.system,
         prefill=example.prefill,
     )
+
+
+def encode_whole(encoder: Encoder, example: Example) -> Encoded:
+    """An example's prompt as tokens, however long it is."""
+    wide: Any = replace(encoder, context_window=2**31)  # type: ignore[type-var]
+    return wide.encode(example.prompt, chat=example.chat, system=example.system, prefill=example.prefill)
 
 
 def encode_longest(encoder: Encoder, task: Task) -> tuple[Example, Encoded]:

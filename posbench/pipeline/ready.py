@@ -16,8 +16,8 @@ from posbench import paths
 from posbench.errors import Faults, UserError
 from posbench.files.sources import cached, listing
 from posbench.late import transformers
-from posbench.measure.replies import encode_longest, room
-from posbench.model.encode import Encoded, Encoder
+from posbench.measure.replies import encode_longest, encode_whole, room
+from posbench.model.encode import Encoder
 from posbench.model.load import Reader, reader
 from posbench.pipeline.compose import Composed
 from posbench.pipeline.config import Config, check
@@ -180,12 +180,7 @@ class _Fit:
             encode_longest(self.reader, self.config.task)
 
     def _tokens(self, example: Example) -> int:
-        return len(self._encoded(example).ids)
-
-    def _encoded(self, example: Example) -> Encoded:
-        """A prompt as tokens, whatever its length."""
-        wide: Any = replace(self.reader, context_window=2**31)  # type: ignore[type-var]
-        return wide.encode(example.prompt, chat=example.chat, system=example.system, prefill=example.prefill)
+        return len(encode_whole(self.reader, example).ids)
 
     def _need_spelt(self, examples: Sequence[Example]) -> None:
         share = _unknown(self.reader, examples[-1].prompt)
@@ -219,7 +214,7 @@ class _Fit:
     def _reply_with_one_item(self) -> None:
         """Replies as long as the longest answer: of so few words a long reply holds the right one by luck."""
         examples = self.config.task.evaluation()
-        code = self._encoded(examples[0])
+        code = encode_whole(self.reader, examples[0])
         longest = max(len(self.reader.continuation_ids(code, a)) for a in {e.answers[0] for e in examples})
         if not self._kept("task.max_new_tokens"):
             self._change("task", {"max_new_tokens": longest}, "the tokens of the longest word")
@@ -240,7 +235,7 @@ class _Fit:
 
     def _items_that_fit(self, task: Placed, examples: Sequence[Example]) -> int:
         """Items per prompt that fit, by the tokens of items and of all else in the longest prompts."""
-        codes, n = [self._encoded(e) for e in examples], len(examples[0].items)
+        codes, n = [encode_whole(self.reader, e) for e in examples], len(examples[0].items)
         budget = self.reader.context_window - max(room(self.reader, task, e) for e in examples)
         total, around = [len(code.ids) for code in codes], []
         for e, code in zip(examples, codes, strict=True):

@@ -15,7 +15,7 @@ from posbench.late import Figure, pd
 from posbench.plots.base import save, sign
 from posbench.plots.scores import accuracy_by_position, by_subset
 from posbench.report.failures import FILE
-from posbench.report.folder import read_csv
+from posbench.report.folder import need_place, read_csv
 from posbench.report.index import Listed, differing
 from posbench.report.tables import Table, cell
 from posbench.run.folder import RunDir, checked
@@ -85,8 +85,7 @@ def write_comparison(folders: Sequence[Path], out: Path | None = None) -> tuple[
             hint = f"runs of {task}: posbench ls runs task={task}"
             raise UserError("RUN", f"{run.run.path} (task {other})", f"runs of one task, {task}", hint)
     out = (out or _place(runs)).absolute()
-    if out.exists() and not (out / NAME).is_file() and (not out.is_dir() or any(out.iterdir())):
-        raise UserError("--out", str(out), "a new folder, or a comparison to replace", "name another folder")
+    need_place(out, (out / NAME).is_file(), "comparison")
     found = [differences(first, run) if run is not first else {} for run in runs]
     figure = _figure(runs)
     lines, cells = zip(*(_row(run, more) for run, more in zip(runs, found, strict=True)), strict=True)

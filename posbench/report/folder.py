@@ -98,6 +98,12 @@ def unreadable(path: Path, error: Exception, allowed: str) -> UserError:
     return UserError(path.name, str(path), allowed, f"repeat the run that wrote it ({error})")
 
 
+def need_place(out: Path, ours: bool, what: str) -> None:
+    """Refuse a place for a new folder where something stands that is not ours to replace."""
+    if out.exists() and not ours and (not out.is_dir() or any(out.iterdir())):
+        raise UserError("--out", str(out), f"a new folder, or a {what} to replace", "name another folder")
+
+
 def need_folder(folder: Path, allowed: str, *names: str) -> None:
     """Raise `UserError` for a folder that holds none of these files."""
     if not any((folder / name).is_file() for name in names):

@@ -13,12 +13,12 @@ import jinja2
 from PIL import Image
 
 from posbench import paths
-from posbench.errors import UserError
 from posbench.files.atomic import new_folder, write_csv, write_text
 from posbench.files.markdown import markdown
 from posbench.late import pd
 from posbench.report.collect import Entry, Part, collect
 from posbench.report.experiments import PAPERS
+from posbench.report.folder import need_place
 from posbench.report.page import size
 from posbench.report.tables import latex
 from posbench.report.text import tally
@@ -40,8 +40,7 @@ def write_gallery(folder: Path, out: Path | None = None) -> Path:
     out = (out or folder / "gallery").absolute()
     page = out / PAGE
     ours = page.is_file() and MARK in page.read_text(encoding="utf-8", errors="replace")
-    if out.exists() and not ours and (not out.is_dir() or any(out.iterdir())):
-        raise UserError("--out", str(out), "a new folder, or a gallery to replace", "name another folder")
+    need_place(out, ours, "gallery")
     entries = collect(folder)
     with new_folder(out) as made:
         shown: dict[str, list[dict[str, Any]]] = {}
