@@ -65,7 +65,7 @@ class Format(ABC):
         """How to load the files, as Markdown; DIR stands for their folder."""
 
 
-FORMATS = ("checkpoint", "lora")
+FORMATS = ("checkpoint", "lora", "transformers")
 """The formats, each a module of this package with a class ``Export``."""
 
 

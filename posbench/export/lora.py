@@ -87,8 +87,8 @@ def need_columns(change: Folded, to: str) -> None:
 
 
 def factors(lm: LM, change: Folded) -> dict[str, tuple[Tensor, Tensor]]:
-    """Per projection, A [r, D] and B [rows, r] whose product B A is what its weights gain: a unit row of A for
-    each of r channels, and in B that channel's column times its factor less one."""
+    """Per projection, A [r, D] and B [rows, r] whose product B A is what its weights gain: a unit row of A
+    for each of r channels, and in B that channel's column times its factor less one."""
     width, out = families.text_config(lm.model).hidden_size, dict[str, tuple[Tensor, Tensor]]()
     for name, (rows, scales) in columns(lm, change).items():
         down, ups = torch.zeros(len(scales), width), []

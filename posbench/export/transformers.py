@@ -1,0 +1,191 @@
+"""A checkpoint with a few lines of code beside it that compute a method when the model runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from posbench.errors import MachineError, UserError
+from posbench.export.base import Fix, Format, Prompts
+from posbench.late import Tensor, torch
+from posbench.methods.base import Method
+from posbench.methods.layer_scaling import LayerScaling
+from posbench.methods.position_interpolation import PositionInterpolation
+from posbench.methods.scale_channel import ScaleChannel
+from posbench.model import families, rope
+from posbench.model.hooks import replaced
+from posbench.model.lm import LM
+
+CODE = Path(__file__).parent / "shipped"
+"""The files that go out; what differs between architectures are two names in them, and the config."""
+MODULE = "modeling_posbench"
+
+
+class Export(Format):
+    """One folder with weights, config, tokenizer and code: a server needs nothing of posbench, and the code
+    does not run beside other weights than those that it was checked with."""
+
+    name = "transformers"
+    folds = False
+
+    def check(self, fix: Fix) -> None:
+        """Raise UserError for a method that no code is there for, and for weights that cannot be written."""
+        if type(fix.method) not in SHIPPED:
+            known = ", ".join(map(_name, SHIPPED))
+            allowed = f"a format that holds {_name(type(fix.method))}; this one holds {known}, one at a time"
+            raise UserError("--to", self.name, allowed, "--to checkpoint, for methods that fold")
+        need_plain(fix.lm, self.name)
+
+    def write(self, fix: Fix, folder: Path) -> None:
+        """``config.json``, weights in the type of the published ones, tokenizer and the code."""
+        model, dtype = fix.lm.model, getattr(torch, fix.dtype)
+        code, constants = SHIPPED[type(fix.method)]
+        weights = {
+            name: value.to(dtype) if value.is_floating_point() else value
+            for name, value in model.state_dict().items()
+        }
+        # Some checkpoints (MPT) ask generate() to go without a cache, which would be another method.
+        with replaced(model.generation_config, "use_cache", True):
+            # Under the names of the class: transformers renames by model_type, which is another one here.
+            model.save_pretrained(folder, state_dict=weights, save_original_format=False)
+        config = model.config.to_dict() | {
+            "model_type": "posbench",
+            "architectures": ["PosbenchForCausalLM"],
+            "auto_map": {
+                "AutoConfig": f"{MODULE}.PosbenchConfig",
+                "AutoModelForCausalLM": f"{MODULE}.PosbenchForCausalLM",
+            },
+            "dtype": fix.dtype,
+            "posbench": {"method": code, **constants(fix.method, fix.lm), "where": places(fix.lm)},
+        }
+        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        text = (CODE / f"{code}.py").read_text()
+        for stands, ours in (("LlamaConfig", type(model.config)), ("LlamaForCausalLM", type(model))):
+            text = text.replace(stands, ours.__name__)
+        (folder / f"{MODULE}.py").write_text(text)
+        if fix.lm.tokenizer is not None:
+            fix.lm.tokenizer.save_pretrained(folder)
+
+    def read(self, fix: Fix, folder: Path, prompts: Prompts) -> Tensor:
+        """Through transformers in a process of its own, where posbench cannot be imported."""
+        return answers([job(fix.lm, folder, prompts)])[0]
+
+    def usage(self, fix: Fix) -> str:
+        """With transformers alone."""
+        return USAGE
+
+
+USAGE = """- transformers: `AutoModelForCausalLM.from_pretrained("DIR", trust_remote_code=True)`;
+  `modeling_posbench.py` is all the code that runs. Without `trust_remote_code` the folder is refused, not
+  loaded as the unmodified model.
+"""
+
+
+def places(lm: LM) -> dict[str, Any]:
+    """Where the code finds what it changes."""
+    family, module = families.family_of(lm.model), rope.rotary_module(lm.model)
+    names = {id(found): name for name, found in lm.model.named_modules()}
+    return {"layers": family.layers, "attention": family.attention, "rotary": names.get(id(module))}
+
+
+def need_plain(lm: LM, to: str) -> None:
+    """Refuse a model whose weights are packed or elsewhere, or whose rotary embedding was removed by hand."""
+    packed = getattr(lm.model, "hf_quantizer", None) is not None
+    if packed or any(parameter.is_meta for parameter in lm.model.parameters()):
+        kind = "quantised" if packed else "offloaded"
+        raise UserError(
+            "--to",
+            to,
+            f"weights in memory that are plain numbers; those of {lm.name} are {kind}",
+            "set model.dtype=bfloat16, or --to lora for a method that folds",
+        )
+    if any(getattr(module, families.REMOVED, False) for module in lm.model.modules()):
+        allowed = f"a model whose config tells its positions; {lm.name} has model.rope=none"
+        raise UserError("--to", to, allowed, "--to lora for a method that folds")
+
+
+def job(lm: LM, folder: Path, prompts: Prompts) -> dict[str, Any]:
+    """What :func:`answers` is asked: a folder, the type, kernel and device of a model, and N prompts."""
+    kernel = families.text_config(lm.model)._attn_implementation
+    how = {"dtype": str(lm.model.dtype).removeprefix("torch."), "kernel": kernel, "device": str(lm.device)}
+    return {"folder": str(folder), "prompts": [list(prompt) for prompt in prompts], **how}
+
+
+def answers(jobs: Sequence[Mapping[str, Any]]) -> list[Tensor]:
+    """Log-probabilities [N, V] of every job, from one process where posbench cannot be imported."""
+    with tempfile.TemporaryDirectory() as place:
+        out = Path(place) / "rows.pt"
+        done = subprocess.run(
+            [sys.executable, "-I", "-c", ASK, str(out)],
+            input=json.dumps(jobs),
+            capture_output=True,
+            text=True,
+            cwd=place,
+            env={**os.environ, "HF_MODULES_CACHE": place, "HF_HUB_OFFLINE": "1"},
+            check=False,
+        )
+        if done.returncode:
+            said = (done.stderr.strip().splitlines() or ["nothing"])[-1]
+            raise MachineError(
+                "--to", "transformers", f"code that loads; the process said: {said}", "report it"
+            )
+        rows: list[Tensor] = torch.load(out)
+        return rows
+
+
+ASK = """
+import json, sys
+import torch
+from transformers import AutoModelForCausalLM
+
+sys.modules["posbench"] = None
+rows = []
+for job in json.load(sys.stdin):
+    model = AutoModelForCausalLM.from_pretrained(
+        job["folder"],
+        trust_remote_code=True,
+        dtype=getattr(torch, job["dtype"]),
+        attn_implementation=job["kernel"],
+    ).to(job["device"])
+    with torch.inference_mode():
+        found = [
+            model(input_ids=torch.tensor([prompt], device=model.device), logits_to_keep=1).logits[0, -1]
+            for prompt in job["prompts"]
+        ]
+    rows.append(torch.stack([row.to(torch.float64).log_softmax(-1).cpu() for row in found]))
+torch.save(rows, sys.argv[1])
+"""
+"""What that process runs, from a list of jobs in JSON to a file with a list of tensors."""
+
+
+def _name(method: type[Method]) -> str:
+    return method.__module__.rpartition(".")[2]
+
+
+def _channels(method: ScaleChannel, lm: LM) -> dict[str, Any]:
+    last = None if method.last == "all" else method.last
+    own = {"channels": list(method.channels), "factor": method.factor, "layers": list(method.layers)}
+    return {**own, "last": last, "tokens": method.tokens}
+
+
+def _scales(method: LayerScaling, lm: LM) -> dict[str, Any]:
+    rotated, scales = rope.rotated_layers(lm.model), method.layer_scales(lm.layers)
+    return {"scales": [scale if layer in rotated else 1.0 for layer, scale in enumerate(scales)]}
+
+
+def _scale(method: PositionInterpolation, lm: LM) -> dict[str, Any]:
+    return _scales(LayerScaling(scales=(method.scale,) * lm.layers), lm)
+
+
+SHIPPED: dict[type[Method], tuple[str, Callable[[Any, LM], dict[str, Any]]]] = {
+    ScaleChannel: ("scale_channel", _channels),
+    LayerScaling: ("layer_scaling", _scales),
+    PositionInterpolation: ("layer_scaling", _scale),
+}
+"""By method, the file of its code and what makes the constants in the config."""

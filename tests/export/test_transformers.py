@@ -1,0 +1,159 @@
+"""What goes out as code computes the method, in a process and with files that know nothing of posbench."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from posbench.errors import UserError
+from posbench.export.base import Fix, difference, find, next_token
+from posbench.export.transformers import CODE, Export, answers, job
+from posbench.methods.base import Method
+from posbench.methods.layer_scaling import LayerScaling
+from posbench.methods.position_interpolation import PositionInterpolation
+from posbench.methods.scale_channel import ScaleChannel
+from posbench.methods.unmodified import Unmodified
+from posbench.model.lm import LM
+from posbench.model.load import load
+from tests.models import BUILDERS, VOCABULARY, build
+
+METHODS: dict[str, Method] = {
+    "last token": ScaleChannel(channel=3, factor=-1.0, layers=(1, 2)),
+    "last three": ScaleChannel(channel=(3, 5), factor=0.5, layers=(1, 3), last=3),
+    "all tokens": ScaleChannel(channel=3, factor=-1.0, layers=(1, 2), last="all"),
+    "last, own keys": ScaleChannel(channel=3, factor=-1.0, layers=(1, 2), tokens="last"),
+    "earlier keys": ScaleChannel(channel=3, factor=-1.0, layers=(1, 2), tokens="earlier"),
+    "layers": LayerScaling(scales=(1.2, 1.8, 1.0, 1.6)),
+    "one scale": PositionInterpolation(scale=1.5),
+}
+SAMPLE = ("llama", "gemma3", "phi3-longrope", "falcon-7b", "mpt-clip")
+"""Apart, normed per kind of layer, fused in blocks with partial rotation, fused in groups, without RoPE."""
+PROMPTS = [
+    torch.randint(1, VOCABULARY - 2, (length,), generator=torch.Generator().manual_seed(length)).tolist()
+    for length in (40, 9)  # one beyond every window, one within
+]
+
+
+def fix_of(lm: LM, method: Method) -> Fix:
+    return Fix(lm, method, "unused", lambda: lm)
+
+
+def export(lm: LM, method: Method, folder: Path) -> Path:
+    fix = fix_of(lm, method)
+    Export().check(fix)
+    folder.mkdir()
+    Export().write(fix, folder)
+    return folder
+
+
+def fits(method: Method, lm: LM) -> bool:
+    try:
+        method.check(lm)
+    except UserError:
+        return False
+    return True
+
+
+def test_every_method_in_a_process_without_posbench(tmp_path: Path) -> None:
+    check_models(SAMPLE, tmp_path)
+
+
+@pytest.mark.slow
+def test_every_family(tmp_path: Path) -> None:
+    check_models([name for name in BUILDERS if name not in SAMPLE], tmp_path)
+
+
+def check_models(names: Any, folder: Path) -> None:
+    """One process for all models, since its start takes seconds."""
+    jobs, cases = [], []
+    for model in names:
+        lm = load(build(model))
+        plain = next_token(lm, PROMPTS)
+        for what, method in METHODS.items():
+            if fits(method, lm):
+                written = export(lm, method, folder / f"{model}-{what}".replace(" ", "_"))
+                with method.applied(lm):
+                    cases.append((f"{model}, {what}", next_token(lm, PROMPTS), plain))
+                jobs.append(job(lm, written, PROMPTS))
+    assert len(jobs) >= 5 * len(names)
+    for (what, wanted, plain), got in zip(cases, answers(jobs), strict=True):
+        assert difference(wanted, got) < (2e-5 if "llama" in what else 1e-4), what
+        assert difference(plain, got) > 1e-2, f"{what}: the unmodified model answers the same"
+
+
+@pytest.fixture
+def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], Any]:
+    """Load what was written, as its users do."""
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.syspath_prepend(str(tmp_path / "modules"))
+    return lambda folder: transformers.AutoModelForCausalLM.from_pretrained(
+        folder, trust_remote_code=True, dtype=torch.float32
+    )
+
+
+@pytest.mark.parametrize("model", ["mistral-window", "falcon"])
+@pytest.mark.parametrize("what", METHODS)
+def test_generation(served: Callable[[Path], Any], model: str, what: str, tmp_path: Path) -> None:
+    """Greedy tokens and their scores from a batch with left padding, with a cache, are those in process."""
+    lm, method = load(build(model)), METHODS[what]
+    inputs = lm.pad(PROMPTS)
+    inputs.pop("position_ids")
+    how = dict(max_new_tokens=8, do_sample=False, return_dict_in_generate=True, output_logits=True)
+    with method.applied(lm):
+        wanted = lm.model.generate(**inputs, **how)
+    plain = lm.model.generate(**inputs, **how)
+    got = served(export(lm, method, tmp_path / "out")).generate(**inputs, **how)
+    assert torch.equal(got.sequences, wanted.sequences)
+    for ours, theirs in zip(got.logits, wanted.logits, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4)
+    assert (got.logits[0] - plain.logits[0]).abs().max() > 1e-2
+
+
+def test_rows_labels_and_cuts(served: Callable[[Path], Any], tmp_path: Path) -> None:
+    """All logits, the last ones, and the loss of a plain call are those in process."""
+    lm, method = load(build("llama-gqa")), METHODS["last three"]
+    model, inputs = served(export(lm, method, tmp_path / "out")), lm.pad([PROMPTS[0]])
+    for more in ({}, {"logits_to_keep": 5}, {"labels": inputs["input_ids"]}):
+        with method.applied(lm), torch.inference_mode():
+            wanted = lm.model(**inputs, **more)
+        with torch.inference_mode():
+            got = model(**inputs, **more)
+        torch.testing.assert_close(got.logits, wanted.logits, rtol=0, atol=1e-4)
+        if more.get("labels") is not None:
+            torch.testing.assert_close(got.loss, wanted.loss)
+
+
+def test_never_loaded_as_the_unmodified_model(checkpoint: Path, tmp_path: Path) -> None:
+    lm = load(str(checkpoint), dtype="float32")
+    folder = export(lm, LayerScaling(scales=(1.0, 2.0, 1.0, 1.0)), tmp_path / "out")
+    with pytest.raises(ValueError, match="trust_remote_code"):
+        transformers.AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False)
+    ids = transformers.AutoTokenizer.from_pretrained(folder)("the")["input_ids"]
+    assert ids == lm.need_tokenizer()("the")["input_ids"]
+
+
+@pytest.mark.parametrize("file", sorted(CODE.glob("*.py")), ids=lambda file: file.stem)
+def test_code_that_goes_out_needs_transformers_alone(file: Path) -> None:
+    named = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        named |= {name.split(".")[0] for name in names}
+        named |= {str(node.module).split(".")[0]} if isinstance(node, ast.ImportFrom) else set()
+    assert named <= {"torch", "transformers", "inspect", "contextlib", "functools", "typing"}
+
+
+def test_refusals() -> None:
+    lm = load(build("llama"))
+    with pytest.raises(UserError, match="holds unmodified; this one holds scale_channel"):
+        Export().check(fix_of(lm, Unmodified()))
+    with torch.device("meta"):
+        bare = BUILDERS["llama"]()
+    with pytest.raises(UserError, match="those of bare are offloaded"):
+        Export().check(fix_of(LM(bare, None, "bare", 64), METHODS["layers"]))
+    assert isinstance(find("transformers"), Export)
