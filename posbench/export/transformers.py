@@ -14,8 +14,11 @@ from typing import Any
 from posbench.errors import MachineError, UserError
 from posbench.export.base import Fix, Format, Prompts
 from posbench.late import Tensor, torch
+from posbench.methods.attention_buckets import AttentionBuckets
 from posbench.methods.base import Method
 from posbench.methods.layer_scaling import LayerScaling
+from posbench.methods.moice import UNIFORM, MoICE, load_routers
+from posbench.methods.ms_poe import MsPoE
 from posbench.methods.position_interpolation import PositionInterpolation
 from posbench.methods.scale_channel import ScaleChannel
 from posbench.model import families, rope
@@ -46,9 +49,9 @@ class Export(Format):
         """``config.json``, weights in the type of the published ones, tokenizer and the code."""
         model, dtype = fix.lm.model, getattr(torch, fix.dtype)
         code, constants = SHIPPED[type(fix.method)]
+        tensors = model.state_dict() | more_weights(fix)
         weights = {
-            name: value.to(dtype) if value.is_floating_point() else value
-            for name, value in model.state_dict().items()
+            name: value.to(dtype) if value.is_floating_point() else value for name, value in tensors.items()
         }
         # Some checkpoints (MPT) ask generate() to go without a cache, which would be another method.
         with replaced(model.generation_config, "use_cache", True):
@@ -92,6 +95,18 @@ def places(lm: LM) -> dict[str, Any]:
     family, module = families.family_of(lm.model), rope.rotary_module(lm.model)
     names = {id(found): name for name, found in lm.model.named_modules()}
     return {"layers": family.layers, "attention": family.attention, "rotary": names.get(id(module))}
+
+
+def more_weights(fix: Fix) -> dict[str, Tensor]:
+    """Weights of the method's own, by their names in the model: the routers of MoICE."""
+    if not isinstance(fix.method, MoICE):
+        return {}
+    family = families.family_of(fix.lm.model)
+    return {
+        f"{family.layers}.{layer}.{family.attention}.router.{name}": value
+        for layer, router in _routers(fix.method, fix.lm).items()
+        for name, value in router.state_dict().items()
+    }
 
 
 def need_plain(lm: LM, to: str) -> None:
@@ -183,9 +198,34 @@ def _scale(method: PositionInterpolation, lm: LM) -> dict[str, Any]:
     return _scales(LayerScaling(scales=(method.scale,) * lm.layers), lm)
 
 
+def _buckets(method: AttentionBuckets, lm: LM) -> dict[str, Any]:
+    return {"bases": list(method.bases), "mixture": method.mixture}
+
+
+def _ratios(method: MsPoE, lm: LM) -> dict[str, Any]:
+    direct = "permutation" if method.variant == "official" else "rank"
+    layers = [layer for layer in rope.rotated_layers(lm.model) if layer >= method.first_layer]
+    own = {"indices": layers, "ratios": list(method.ratios), "alpha": method.alpha}
+    return {"method": "ms_poe", **own, "variant": method.variant, "order": method.order or direct}
+
+
+def _mixture(method: MoICE, lm: LM) -> dict[str, Any]:
+    routers = _routers(method, lm)
+    width = next(iter(routers.values())).gate_1.in_features if routers else None
+    own = {"indices": rope.rotated_layers(lm.model), "bases": list(method.bases), "top_k": method.top_k}
+    return {"method": "moice", **own, "router": width}
+
+
+def _routers(method: MoICE, lm: LM) -> dict[int, Any]:
+    return {} if method.weights == UNIFORM else load_routers(lm, str(method.weights), len(method.bases))
+
+
 SHIPPED: dict[type[Method], tuple[str, Callable[[Any, LM], dict[str, Any]]]] = {
     ScaleChannel: ("scale_channel", _channels),
     LayerScaling: ("layer_scaling", _scales),
     PositionInterpolation: ("layer_scaling", _scale),
+    AttentionBuckets: ("attention_buckets", _buckets),
+    MsPoE: ("by_hand", _ratios),
+    MoICE: ("by_hand", _mixture),
 }
 """By method, the file of its code and what makes the constants in the config."""

@@ -14,8 +14,11 @@ import transformers
 from posbench.errors import UserError
 from posbench.export.base import Fix, difference, find, next_token
 from posbench.export.transformers import CODE, Export, answers, job
+from posbench.methods.attention_buckets import AttentionBuckets
 from posbench.methods.base import Method
 from posbench.methods.layer_scaling import LayerScaling
+from posbench.methods.moice import MoICE, new_routers, save_routers
+from posbench.methods.ms_poe import MsPoE
 from posbench.methods.position_interpolation import PositionInterpolation
 from posbench.methods.scale_channel import ScaleChannel
 from posbench.methods.unmodified import Unmodified
@@ -31,6 +34,12 @@ METHODS: dict[str, Method] = {
     "earlier keys": ScaleChannel(channel=3, factor=-1.0, layers=(1, 2), tokens="earlier"),
     "layers": LayerScaling(scales=(1.2, 1.8, 1.0, 1.6)),
     "one scale": PositionInterpolation(scale=1.5),
+    "heads": MsPoE(first_layer=1),
+    "heads, official": MsPoE(first_layer=1, variant="official", alpha=2.0),
+    "heads, reversed": MsPoE(first_layer=1, order="reversed"),
+    "bases": AttentionBuckets(bases=(None, 13000.0, 25000.0)),
+    "bases, probabilities": AttentionBuckets(bases=(10000.0, 25000.0), mixture="probabilities"),
+    "even mixture": MoICE(weights="uniform", bases=(10000.0, None, 25000.0), top_k=3),
 }
 SAMPLE = ("llama", "gemma3", "phi3-longrope", "falcon-7b", "mpt-clip")
 """Apart, normed per kind of layer, fused in blocks with partial rotation, fused in groups, without RoPE."""
@@ -97,7 +106,7 @@ def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], 
     )
 
 
-@pytest.mark.parametrize("model", ["mistral-window", "falcon"])
+@pytest.mark.parametrize("model", ["mistral-window", "gpt_neox"])
 @pytest.mark.parametrize("what", METHODS)
 def test_generation(served: Callable[[Path], Any], model: str, what: str, tmp_path: Path) -> None:
     """Greedy tokens and their scores from a batch with left padding, with a cache, are those in process."""
@@ -113,6 +122,25 @@ def test_generation(served: Callable[[Path], Any], model: str, what: str, tmp_pa
     for ours, theirs in zip(got.logits, wanted.logits, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4)
     assert (got.logits[0] - plain.logits[0]).abs().max() > 1e-2
+
+
+def test_a_trained_router_goes_along(served: Callable[[Path], Any], tmp_path: Path) -> None:
+    lm = load(build("gemma"))
+    torch.manual_seed(1)
+    routers = new_routers(lm.model, 3)
+    with torch.no_grad():
+        for router in routers.values():
+            for parameter in router.parameters():
+                parameter.normal_()
+    save_routers(routers, tmp_path / "router.safetensors", {})
+    bases = (10000.0, 17500.0, 25000.0)
+    method = MoICE(weights=str(tmp_path / "router.safetensors"), bases=bases, top_k=2)
+    with method.applied(lm):
+        wanted = next_token(lm, PROMPTS)
+    with MoICE(weights="uniform", bases=bases, top_k=3).applied(lm):
+        even = next_token(lm, PROMPTS)
+    got = next_token(LM(served(export(lm, method, tmp_path / "out")), None, "served", 512), PROMPTS)
+    assert difference(wanted, got) < 1e-4 and difference(even, got) > 1e-2
 
 
 def test_rows_labels_and_cuts(served: Callable[[Path], Any], tmp_path: Path) -> None:
@@ -145,7 +173,7 @@ def test_code_that_goes_out_needs_transformers_alone(file: Path) -> None:
         names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
         named |= {name.split(".")[0] for name in names}
         named |= {str(node.module).split(".")[0]} if isinstance(node, ast.ImportFrom) else set()
-    assert named <= {"torch", "transformers", "inspect", "contextlib", "functools", "typing"}
+    assert named <= {"torch", "transformers", "inspect", "contextlib", "functools", "sys", "typing"}
 
 
 def test_refusals() -> None:
