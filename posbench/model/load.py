@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 
 from posbench import paths
 from posbench.errors import MachineError, UserError
@@ -167,15 +167,11 @@ def _load_checkpoint(
     device_map: str | dict[str, Any] | None,
     max_memory: dict[int | str, str] | None,
 ) -> LM:
-    where = torch_device(device)
-    if config.attention == "flash_attention_2" and not transformers.utils.is_flash_attn_2_available():
-        allowed = "sdpa or eager on this machine (flash-attn is not installed)"
-        hint = "set model.attention=sdpa, or install the extra posbench[flash]"
-        raise UserError("model.attention", config.attention, allowed, hint)
+    where = _need_device(config, device)
     # From here on there is a folder on this machine, and nothing touches the network.
     sources.local(config.checkpoint)
     read = reader(config)
-    path, tokenizer = str(sources.local(config.checkpoint)), read.need_tokenizer()
+    path = str(sources.local(config.checkpoint))
     sources.shards(Path(path))
     with _explained(config, where):
         kernel = _kernel(read.facts, None if config.attention == "auto" else config.attention)
@@ -196,13 +192,45 @@ def _load_checkpoint(
                 **ORIGIN,
             )
     _need_complete(config, told)
+    guard.check_parameters(model, config.name)
+    return _with_reader(config, read, model)
+
+
+def outline(config: ModelConfig, read: Reader, device: str) -> LM:
+    """The model on the meta device, without weights: its parts, to compare settings with; it cannot be run.
+
+    Raises:
+        UserError: Device, kernel or tokenizer do not fit.
+    """
+    where, folder = _need_device(config, device), sources.cached(config.checkpoint)
+    with _explained(config, where), torch.device("meta"):
+        for file in [folder / name for name in sources.shards(folder)] if folder else []:
+            with safe_open(file, "pt"):
+                pass  # its header tells whether all of it is there
+        kernel = _kernel(read.facts, None if config.attention == "auto" else config.attention)
+        model = transformers.AutoModelForCausalLM.from_config(read.facts, attn_implementation=kernel)
+    return _with_reader(config, read, model)
+
+
+def _need_device(config: ModelConfig, device: str) -> torch.device:
+    """The device; UserError where there is none, or it has no such kernel."""
+    where = torch_device(device)
+    if config.attention == "flash_attention_2" and not transformers.utils.is_flash_attn_2_available():
+        allowed = "sdpa or eager on this machine (flash-attn is not installed)"
+        hint = "set model.attention=sdpa, or install the extra posbench[flash]"
+        raise UserError("model.attention", config.attention, allowed, hint)
+    return where
+
+
+def _with_reader(config: ModelConfig, read: Reader, model: PreTrainedModel) -> LM:
+    """A model and its tokenizer; UserError unless they fit."""
+    tokenizer = read.need_tokenizer()
     known, spelt = model.get_input_embeddings().weight.shape[0], tokenizer.vocab_size
     if spelt > known:
         allowed = (
             f"a tokenizer of at most {known} tokens, as the embedding of that checkpoint; it has {spelt}"
         )
         raise UserError("model.path", config.path, allowed, "take the tokenizer that belongs to the weights")
-    guard.check_parameters(model, config.name)
     if config.rope == "none":
         families.remove_rope(model)
     return LM(model.eval(), tokenizer, config.name, read.context_window, config.chat_template)

@@ -429,6 +429,17 @@ def test_refused_before_the_folder(
     _expect(posbench(*small, *(a.replace("{files}", str(files)) for a in args)), words, outputs)
 
 
+def test_validate_says_what_the_run_says(
+    posbench: Callable[..., Result], files: Path, small: list[str]
+) -> None:
+    # Of a hub id that is not on this machine it asks no server.
+    chosen = [*SMALL[::4], *(row for row in SMALL if "weights" in row[0])]
+    for name, args, _ in (row for row in chosen if row[0] != "unknown hub id"):
+        given = [*small, *(a.replace("{files}", str(files)) for a in args)]
+        run, told = posbench(*given), posbench("validate", *given, verb=True)
+        assert told.err == run.err and told.status == 2, name
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 def test_gpu_on_a_machine_without_one(
     posbench: Callable[..., Result], outputs: Path, small: list[str], monkeypatch: pytest.MonkeyPatch
