@@ -244,13 +244,13 @@ class _Fit:
         return len(encode_whole(self.reader, example).ids)
 
     def _need_spelt(self, examples: Sequence[Example]) -> None:
-        share = _unknown(self.reader, examples[-1].prompt)
+        share = max(_unknown(self.reader, example.prompt) for example in examples)
         if share >= UNKNOWN:
             name, task = self.reader.name, self.config.task.name
             allowed = (
                 f"text that the tokenizer of {name} spells; {share:.0%} of these tokens are unknown to it"
             )
-            hint = "take a model that reads text, or task=kv_retrieval task.records=words task.prompt=compact"
+            hint = "take a model that reads text; docs/own_data.md lists the words of the embedded ones"
             raise UserError("task", task, allowed, hint)
 
     def _spell_and_fit(self, examples: Sequence[Example]) -> None:

@@ -245,7 +245,10 @@ class OwnData(EvaluationOnly):
         """The file; UserError where there is none."""
         file = Path(str(self.path)).expanduser()
         if not file.is_file():
-            refuse("path", self.path, "a file on this machine", "check the path")
+            allowed = f"a file on this machine; {file.absolute()} is none"
+            refuse(
+                "path", self.path, allowed, "a relative path starts where posbench is called, also in a YAML"
+            )
         return file
 
     @cached_property

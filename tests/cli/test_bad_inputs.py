@@ -65,11 +65,31 @@ ONE = "task.limit=1"
 
 BARE = [
     # what it is, arguments, what the line must say
-    ("wrong type", ["method.factor=abc"], ["method.factor", "'abc'", "from -3e+38 to 3e+38"]),
-    ("true is no number", ["method.factor=true"], ["method.factor", "True", "from -3e+38 to 3e+38"]),
-    ("not a number", ["method.factor=nan"], ["method.factor", "nan", "from -3e+38 to 3e+38"]),
-    ("infinite", ["method.factor=-inf"], ["method.factor", "-inf", "from -3e+38 to 3e+38"]),
-    ("not a number as text", ["method.factor='nan'"], ["method.factor", "nan", "from -3e+38 to 3e+38"]),
+    (
+        "wrong type",
+        ["method.factor=abc"],
+        ["method.factor", "'abc'", "a number that float32 holds; next: set method.factor=0.5"],
+    ),
+    (
+        "true is no number",
+        ["method.factor=true"],
+        ["method.factor", "True", "a number that float32 holds; next: set method.factor=0.5"],
+    ),
+    (
+        "not a number",
+        ["method.factor=nan"],
+        ["method.factor", "nan", "a number that float32 holds; next: set method.factor=0.5"],
+    ),
+    (
+        "infinite",
+        ["method.factor=-inf"],
+        ["method.factor", "-inf", "a number that float32 holds; next: set method.factor=0.5"],
+    ),
+    (
+        "not a number as text",
+        ["method.factor='nan'"],
+        ["method.factor", "nan", "a number that float32 holds; next: set method.factor=0.5"],
+    ),
     ("infinite in a list", ["search.factors=[0.5,inf]"], ["search.factors", "inf", "finite"]),
     (
         "no value",

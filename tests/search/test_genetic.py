@@ -84,7 +84,7 @@ def test_racing_and_memory_halve_the_work_and_change_nothing():
     ratios = []
     for seed in range(2):
         plain_search = GeneticSearch(seed=seed, racing=False, batch_size=16)
-        plain, _, plain_scales = found(plain_search, questions=200)
+        plain, every, plain_scales = found(plain_search, questions=200)
         raced, scores, scales = found(replace(plain_search, racing=True), questions=200)
         assert scales == plain_scales
         assert [(row["best"], row["mean"]) for row in raced.history] == [
@@ -93,6 +93,10 @@ def test_racing_and_memory_halve_the_work_and_change_nothing():
         # A plain program scores every member of the first population, every mutation and both children of
         # every crossover.
         ratios.append(scores.evaluations / ((32 + 20 * (16 + 2 * 4)) * 600))
+        # The estimate has the unmodified model, too, and two methods on new questions in the end.
+        most, _, batches = plain_search.asks(200, 1, LAYERS, 64)
+        assert 0.8 * (most - 3 * 600) < every.evaluations <= most - 3 * 600
+        assert batches == most / 600 * math.ceil(600 / 16)
     assert max(ratios) <= 0.5
 
 
@@ -293,5 +297,7 @@ def test_more_points_than_places_are_refused():
     run = SimpleNamespace(lm=SimpleNamespace(layers=4), target=target, task=KVRetrieval())
     with pytest.raises(UserError, match=r"at most 4.*search.step_x=0.5"):
         GeneticSearch(points=5).check(run)
+    assert GeneticSearch(points=5).fitted(100, True, 4) == {"points": 4}
+    assert not GeneticSearch(points=5, step_x=0.5).fitted(100, True, 4)
     GeneticSearch(points=5, step_x=0.5).check(run)
     GeneticSearch(points=5, constrained=False).check(run)
