@@ -52,6 +52,7 @@ def check_data(args: list[str]) -> int:
     faults, made = Faults(), None
     with faults.collecting():
         made = None if model else ready(composed(*asked))
+    asked += ["model=DIR_OR_HUB_ID"] if model else []
     examples = (made.config.task if made else task).evaluation()
     told += _facts(examples)
     told += [("tokens", _tokens(made, examples))] if made else []
@@ -64,9 +65,7 @@ def check_data(args: list[str]) -> int:
     whole = f"{first.prompt[:EDGE]}\n[... {cut:,} characters ...]\n{first.prompt[-EDGE:]}"
     print("\n".join(f"    {line}" for line in (whole if cut > 0 else first.prompt).splitlines()))
     faults.raise_any()
-    print(
-        f"\nto ask it:\n\n    {shlex.join(['posbench', *asked, *(['model=DIR_OR_HUB_ID'] if model else [])])}"
-    )
+    print(f"\nto ask it:\n\n    {shlex.join(['posbench', *asked])}")
     return 0
 
 
@@ -128,13 +127,7 @@ def _tokens(made: Ready, examples: Sequence[Example]) -> str:
     read: Any = made.reader
     codes, unknown = [encode_whole(read, e).ids for e in examples], read.tokenizer.unk_token_id
     needed = [len(ids) + room(read, made.config.task, e) for ids, e in zip(codes, examples, strict=True)]
+    over, odd = sum(n > read.context_window for n in needed), sum(unknown in ids for ids in codes)
     told = f"{_spread([*map(len, codes)])} a prompt; the model reads {read.context_window:,}"
-    for count, what in (
-        (
-            sum(n > read.context_window for n in needed),
-            "are too long with their replies: see task.truncation",
-        ),
-        (sum(unknown in ids for ids in codes), "hold tokens that its tokenizer does not know"),
-    ):
-        told += f"; {count} of {len(codes)} {what}" if count else ""
-    return told
+    told += f"; {over} of {len(codes)} are too long with their replies: see task.truncation" if over else ""
+    return told + (f"; {odd} of {len(codes)} hold tokens that it does not know" if odd else "")

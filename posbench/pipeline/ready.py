@@ -67,7 +67,7 @@ def ready(composed: Composed, download: bool = True) -> Ready:
     assert config is not None, "check gives a config or a fault"
     with faults.collecting():
         need_words(config)
-    taken = tuple(fault.field.partition(".")[0] for fault in faults.found)
+    taken = {fault.field.partition(".")[0] for fault in faults.found}
     for source in files(config):
         if source.kind != "path" and source.field.partition(".")[0] not in taken and cached(source) is None:
             with faults.collecting():
@@ -116,10 +116,8 @@ def prepared(config: Config, who: Mapping[str, Any], read: Sequence[Content], co
 def _compare(config: Config, read: Reader | None, faults: Faults) -> None:
     """Raise UserError for all that was found and all that does not fit the model: a channel, layers, a search
     or study, the longest prompts."""
-    run, wrong = (
-        prepared(config, {}, (), Console(quiet=True)),
-        {f.field.partition(".")[0] for f in faults.found},
-    )
+    run = prepared(config, {}, (), Console(quiet=True))
+    wrong = {fault.field.partition(".")[0] for fault in faults.found}
     if read:
         with faults.collecting():
             run.lm = outline(config.model, read, config.runtime.device)
@@ -140,12 +138,8 @@ def _compare(config: Config, read: Reader | None, faults: Faults) -> None:
 
 
 def longest(run: Run, stages: Sequence[str]) -> Iterator[list[int]]:
-    """The longest prompts (in characters) of each split that the stages ask, as tokens; the stages look at
-    every one.
-
-    Raises:
-        UserError: One does not fit the window, or the tokenizer does not tell its choices apart.
-    """
+    """The longest prompts (in characters) of each split that the stages ask, as tokens; UserError for one
+    that does not fit the window, or whose choices the tokenizer does not tell apart; the stages see all."""
     if "search" in stages:
         asked = max(run.task.examples("calibration"), key=lambda e: len(e.prompt))
         yield run.lm.encode(asked.prompt).ids

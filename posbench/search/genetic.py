@@ -104,9 +104,10 @@ class GeneticSearch(ScaleSearch):
             raise UserError("search.constrained", False, allowed, hint)
 
     def fitted(self, window: int, spells: bool, layers: int) -> Mapping[str, Any]:
-        """As many points as the grid has places, where they are fewer."""
-        most = self._most_points(layers)
-        return {"points": most} if self.points > most else {}
+        """No more points than the grid has places, where x rises strictly."""
+        places = self._places(layers) + 1
+        few = self.curve != "free" and self.constrained and self.points > places
+        return {"points": places} if few else {}
 
     def asks(self, prompts: int, answer: int, layers: int, channels: int) -> tuple[int, int, int]:
         """All candidates, every child and the unmodified model among them, then both methods of the check, on
@@ -115,15 +116,6 @@ class GeneticSearch(ScaleSearch):
         asked = [(tried, len(POSITIONS) * prompts), (2, len(POSITIONS) * (self.held_back or prompts))]
         batches = sum(n * -(-count // self.batch_size) for n, count in asked)
         return sum(n * count for n, count in asked), 0, batches
-
-    def check(self, run: Run) -> None:
-        """Refuse more points than the grid has places, too."""
-        super().check(run)
-        places = self._most_points(run.lm.layers)
-        if self.points > places:
-            allowed = f"at most {places} ({run.lm.layers} layers in steps of {self.step_x:g})"
-            hint = f"set search.step_x={self.step_x / 2:g}, or search.points={places}"
-            raise UserError("search.points", self.points, allowed, hint)
 
     def decode(self, genome: Genome, layers: int) -> Scales:
         """The scale of each of the L layers."""
@@ -171,10 +163,6 @@ class GeneticSearch(ScaleSearch):
     def valid(self, genome: Genome) -> bool:
         """Whether x rises strictly along the points, where that is asked for."""
         return self.curve == "free" or not self.constrained or all(a < b for a, b in pairwise(genome[::2]))
-
-    def _most_points(self, layers: int) -> int:
-        """Of a curve whose x rises, as many as the grid has places."""
-        return self._places(layers) + 1 if self.curve != "free" and self.constrained else self.points
 
     def _places(self, layers: int) -> int:
         return int((layers - 1) / self.step_x + 1e-9)

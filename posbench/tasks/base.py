@@ -97,7 +97,7 @@ class Task(ABC):
         first = self.files()[0]
         if first.kind == "path" and not there(path := Path(first.id).expanduser()):
             allowed = f"a file or folder on this machine; there is no {path.absolute()}"
-            hint = f"get it from {self.source}, or set {first.field}=null"
+            hint = f"a relative path starts where posbench is called, also in a YAML; source: {self.source}"
             raise UserError(first.field, first.id, allowed, hint)
         return local(first)
 

@@ -241,16 +241,6 @@ class OwnData(EvaluationOnly):
         """None."""
         return ()
 
-    def place(self) -> Path:
-        """The file; UserError where there is none."""
-        file = Path(str(self.path)).expanduser()
-        if not file.is_file():
-            allowed = f"a file on this machine; {file.absolute()} is none"
-            refuse(
-                "path", self.path, allowed, "a relative path starts where posbench is called, also in a YAML"
-            )
-        return file
-
     @cached_property
     def own(self) -> Own:
         """What the file holds; see :func:`read`."""

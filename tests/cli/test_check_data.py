@@ -153,7 +153,7 @@ def test_the_first_own_file_of_the_documentation_works_anywhere(
     Path(name).write_text(lines)
     looked, asked = (shlex.split(line)[1:] for line in commands.splitlines())
     assert shlex.split(check(capsys, *looked[1:])[0].splitlines()[-1])[1:] == asked
-    assert posbench(*asked, "runtime.resamples=100").status == 0
+    assert posbench(*asked, "stages=evaluate", "runtime.resamples=100").status == 0
     (run,) = run_folders(outputs)
     assert json.loads((run / "method.json").read_text())["channel"] == 15
     words = re.search(r"```text\n((?:[a-z]{3}\s)+)```", text)[1].split()  # type: ignore[index]
