@@ -26,8 +26,7 @@ from posbench.methods.base import Method
 from posbench.model.load import load, reader
 from posbench.pipeline.compose import composed
 from posbench.pipeline.config import Config, check
-from posbench.pipeline.execute import prepared
-from posbench.pipeline.ready import quiet
+from posbench.pipeline.ready import prepared, quiet
 from posbench.report.console import terminal
 from posbench.report.folder import need_place, read_json, read_text
 from posbench.report.index import run_named
