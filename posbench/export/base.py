@@ -17,9 +17,10 @@ from posbench.model.lm import LM
 Prompts = Sequence[Sequence[int]]
 """Prompts as token ids."""
 
-TOLERANCE, HALF = 1e-4, 5e-2
-"""Largest difference of log-probabilities (nats) from the method in process: of weights in float32 or better,
-and of weights in half precision, whose scaled columns are rounded once more."""
+EXACT, ROUGH, SHARE = 1e-4, 5e-2, 0.1
+"""Largest difference of log-probabilities (nats) from the method in process that is allowed: of numbers in
+float32 or better; and of half precision and quantised weights, which round every product, or that share of
+what the method changes, if it is more."""
 
 
 @dataclass(frozen=True)
@@ -31,12 +32,16 @@ class Fix:
     base: str  # where others find the model: hub id or directory
     load: Callable[[], LM]  # the model once more, without the method
     dtype: str = "float32"  # of the model's published weights
+    files: str = ""  # the directory of the model on this machine
 
     @property
-    def tolerance(self) -> float:
-        """See :data:`TOLERANCE`."""
-        exact = self.dtype in ("float32", "float64") and self.lm.model.dtype in (torch.float32, torch.float64)
-        return TOLERANCE if exact else HALF
+    def exact(self) -> bool:
+        """Whether weights and products are of float32 or better."""
+        precise = self.dtype in ("float32", "float64") and self.lm.model.dtype in (
+            torch.float32,
+            torch.float64,
+        )
+        return precise and getattr(self.lm.model.config, "quantization_config", None) is None
 
 
 class Format(ABC):
@@ -139,7 +144,7 @@ class Measured:
         asked = f"{self.prompts} prompts of up to {self.tokens} tokens"
         near = f"{self.difference:.1e} nats at most between the files and the method in process"
         far = f"the unmodified model is {self.unmodified:.2g} away"
-        return f"{near} (allowed {self.tolerance:.0e}), {asked}; {far}"
+        return f"{near} (allowed {self.tolerance:.1g}), {asked}; {far}"
 
 
 def measure(form: Format, fix: Fix, folder: Path, prompts: Prompts) -> Measured:
@@ -148,4 +153,6 @@ def measure(form: Format, fix: Fix, folder: Path, prompts: Prompts) -> Measured:
         wanted = next_token(lm, prompts)
     plain, got = next_token(fix.lm, prompts), form.read(fix, folder, prompts)
     sizes: dict[str, Any] = {"prompts": len(prompts), "tokens": max(map(len, prompts))}
-    return Measured(difference(wanted, got), difference(wanted, plain), fix.tolerance, **sizes)
+    far = difference(wanted, plain)
+    allowed = EXACT if fix.exact else max(ROUGH, SHARE * far)
+    return Measured(difference(wanted, got), far, allowed, **sizes)

@@ -41,7 +41,7 @@ class Export(Format):
     def read(self, fix: Fix, folder: Path, prompts: Prompts) -> Tensor:
         """Through transformers, from the files alone or, of a config, on the model's own weights."""
         config = transformers.AutoConfig.from_pretrained(folder)
-        source = folder if folded(fix, self.name).columns else fix.base
+        source = folder if folded(fix, self.name).columns else fix.files
         model = transformers.AutoModelForCausalLM.from_pretrained(
             source,
             config=config,

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import save_file
+from safetensors.torch import save
 
 from posbench.errors import UserError
 from posbench.export.base import Fix, Format, Prompts, folded, next_token
 from posbench.export.fold import column, columns
+from posbench.files.atomic import write_bytes, write_text
 from posbench.late import Tensor, torch
 from posbench.methods.base import Folded
 from posbench.model import families
@@ -54,15 +56,17 @@ class Export(Format):
             "layers_to_transform": sorted(change.columns),
             "layers_pattern": families.family_of(fix.lm.model).layers.rpartition(".")[2],
         }
-        save_file(tensors, folder / "adapter_model.safetensors", {"format": "pt"})
-        (folder / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
+        write_bytes(folder / "adapter_model.safetensors", save(tensors, {"format": "pt"}))
+        write_text(folder / "adapter_config.json", json.dumps(config, indent=2) + "\n")
 
     def read(self, fix: Fix, folder: Path, prompts: Prompts) -> Tensor:
         """Through PEFT."""
         from peft import PeftModel
 
         lm = fix.load()
-        model = PeftModel.from_pretrained(lm.model, str(folder))
+        with warnings.catch_warnings():  # of PEFT's own calls, which nobody here can change
+            warnings.simplefilter("ignore", FutureWarning)
+            model = PeftModel.from_pretrained(lm.model, str(folder))
         tuned: Any = model.base_model.model
         return next_token(load(tuned, tokenizer=lm.tokenizer), prompts)
 
@@ -87,8 +91,8 @@ def need_columns(change: Folded, to: str) -> None:
 
 
 def factors(lm: LM, change: Folded) -> dict[str, tuple[Tensor, Tensor]]:
-    """Per projection, A [r, D] and B [rows, r] whose product B A is what its weights gain: a unit row of A
-    for each of r channels, and in B that channel's column times its factor less one."""
+    """Per projection, A [r, D] and B [rows, r] whose product B A is what its weights gain: for each of r
+    channels a unit row of A, and in B that channel's column times its factor less one."""
     width, out = families.text_config(lm.model).hidden_size, dict[str, tuple[Tensor, Tensor]]()
     for name, (rows, scales) in columns(lm, change).items():
         down, ups = torch.zeros(len(scales), width), []
