@@ -23,7 +23,7 @@ from posbench.run.folder import CONFIG, MANIFEST, PROVENANCE, STATUS, in_use, op
 from posbench.stats.findings import columns
 from posbench.stats.frames import UNMODIFIED, overall, shown
 
-METRICS, FINDINGS = "metrics.csv", "findings.csv"
+METRICS, FINDINGS, METHOD = "metrics.csv", "findings.csv", "method.json"
 GROUPS = ("model", "task", "method", "search", "study", "runtime")
 NAMES = GROUPS[:5]
 ASIDE = ("runtime.outputs", "runtime.log_every")
@@ -50,7 +50,8 @@ class Listed:
         run, config = opened(folder), dict[str, Any]()
         status, started = run.facts(STATUS), str(run.facts(PROVENANCE).get("started", ""))
         try:
-            whole, config = not run.damaged((CONFIG, METRICS, FINDINGS)), run.config()
+            whole, config = not run.damaged((CONFIG, METRICS, FINDINGS, METHOD)), run.config()
+            ran = {"method": run.read_json(METHOD)}
         except UserError:
             whole = False
         state = str(status.get("state", "damaged")) if whole else "damaged"
@@ -59,7 +60,9 @@ class Listed:
         if whole and run.done:
             state = "done" if (folder / MANIFEST).is_file() else "done, unchecked"  # of an older version
         seen = cls(folder, state, started, status.get("seconds"), config)
-        return replace(seen, **_measured(folder)) if state.startswith("done") else seen
+        if not state.startswith("done"):
+            return seen
+        return replace(seen, config=_found(config, ran), **_measured(folder))
 
     @property
     def hash(self) -> str:
@@ -73,9 +76,15 @@ class Listed:
 
     @property
     def settings(self) -> dict[str, str]:
-        """Every setting as one types it, by its dotted key."""
+        """Every setting as one types it, by its dotted key; what a search found stands where it was null."""
         asked = {group: self.config.get(group) for group in GROUPS}
         return {key: value for key, value in _leaves(asked, "") if key not in ASIDE}
+
+
+def _found(config: Mapping[str, Any], ran: Mapping[str, Any]) -> dict[str, Any]:
+    """A config with the values of what ran where it has none."""
+    deeper = {k: _found(v, ran.get(k) or {}) for k, v in config.items() if isinstance(v, Mapping)}
+    return {k: ran.get(k) if v is None else v for k, v in config.items()} | deeper
 
 
 def _measured(folder: Path) -> dict[str, Any]:

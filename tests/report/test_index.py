@@ -27,6 +27,7 @@ def made(folder: Path, method: dict[str, Any], day: int, state: str = "done", **
     """A run folder of that state, begun on that day of May."""
     folder.mkdir(parents=True)
     task = {"name": "kv_retrieval", "pairs": 12, "positions": [0, 5], **more.pop("task", {})}
+    ran = more.pop("ran", {})
     config = {"model": {"name": "tiny", "path": "x"}, "task": task, "method": method, **more}
     run = RunDir(folder, folder.name[-8:])
     (folder / "config.yaml").write_text(yaml.safe_dump(config))
@@ -34,6 +35,7 @@ def made(folder: Path, method: dict[str, Any], day: int, state: str = "done", **
     run.write_facts("status.json", {"state": state, "stages": {}, "seconds": 2.5})
     metrics(method["name"]).to_csv(folder / "metrics.csv", index=False)
     if state == "done":
+        run.write_json("method.json", ran)
         run.seal("posbench")
     return folder
 
@@ -82,6 +84,21 @@ def test_settings_are_those_in_which_the_rows_shown_differ(outputs: Path) -> Non
     assert found["aaaa0002"]["settings"] == {"task.pairs": "24", "method.factor": "-1"}
     assert found["bbbb0001"]["settings"] == {"task.pairs": "12"}, "a method without that key"
     assert by_hash(outputs, "none")["bbbb0001"]["settings"] == {}, "alike among those shown"
+
+
+def test_what_a_search_found_stands_where_the_config_has_nothing(outputs: Path) -> None:
+    suite, open_ = (
+        outputs / "kv_retrieval/v003",
+        {"name": "a-b", "parts": {"b": {"name": "b", "channel": None}}},
+    )
+    for day, channel in enumerate((7, 9), 1):
+        ran = {"name": "a-b", "parts": {"b": {"channel": channel, "x": 1}}, "source": "a search"}
+        made(suite / f"tiny__a-b__dddd000{channel}", open_, day, ran=ran)
+    made(suite / "tiny__a-b__dddd0000", open_, 3, "failed", ran=ran)
+    found = {name: record["settings"] for name, record in by_hash(outputs, "a-b").items()}
+    key = "method.parts.b.channel"
+    assert found == {"dddd0007": {key: "7"}, "dddd0009": {key: "9"}, "dddd0000": {key: "null"}}
+    assert [*by_hash(outputs, f"{key}=9")] == ["dddd0009"]
 
 
 def test_states(outputs: Path) -> None:
