@@ -12,7 +12,6 @@ from posbench.report import index
 from posbench.report.compare import write_comparison
 from posbench.report.console import show_lists, terminal
 from posbench.report.terminal import text_table
-from posbench.report.text import short
 
 
 def outputs_of(args: Sequence[str]) -> tuple[Path, list[str]]:
@@ -69,8 +68,8 @@ def compare(args: list[str]) -> int:
     folder, table, said = write_comparison(folders, Path(out).expanduser() if out else None)
     console = terminal()
     header, rows = table
-    cells = [[short(cell).replace(" [", "\n[") for cell in row] for row in rows]
-    console.print(text_table(header, cells, shorten=False))
+    cells = [[cell.replace(" [", "\n[") for cell in row] for row in rows]
+    console.print(text_table(header, cells))
     console.print("score in %, position bias and differences in points, [95 % interval]")
     for line in said:
         console.print(line)

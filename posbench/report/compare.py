@@ -166,8 +166,8 @@ def _row(run: Compared, found: Row) -> tuple[Row, list[str]]:
     line: Row = {**front, "folder": str(run.run.path), "n": len(run.prompts), "pairs": found.get("pairs")}
     cells = []
     for part, (metric, _) in PARTS.items():
-        change = f"{part}_difference", found.get(part), "{:+.1f}"
-        for name, at, form in ((part, _estimate(run.metrics, metric), "{:.1f}"), change):
+        change = f"{part}_difference", found.get(part), "+z.1f"
+        for name, at, form in ((part, _estimate(run.metrics, metric), "z.1f"), change):
             line |= dict.fromkeys(columns(name)) | (ends(at, name) if at else {})
             cells.append(cell(at, form))
     pairs = {None: "", 0: "none"}.get(line["pairs"], str(line["pairs"]))

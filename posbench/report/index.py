@@ -18,7 +18,7 @@ from posbench.files.atomic import canonical
 from posbench.late import pd
 from posbench.report.console import Record
 from posbench.report.tables import cell
-from posbench.report.text import short, tally
+from posbench.report.text import tally
 from posbench.run.folder import CONFIG, MANIFEST, PROVENANCE, STATUS, in_use, opened, runs_in
 from posbench.stats.findings import columns
 from posbench.stats.frames import UNMODIFIED, overall, shown
@@ -224,7 +224,7 @@ def _seen(record: Record) -> dict[str, str]:
     def number(name: str, form: str, note: str = "") -> str:
         value, low, high = (float("nan") if at[c] is None else at[c] for c in columns(name))
         made = SimpleNamespace(value=value, ci_low=low, ci_high=high, note=note)
-        return short(cell(made, form)).replace(" [", "\n[")
+        return cell(made, form).replace(" [", "\n[")
 
     ran = [name for name in (at["study"], at["method"]) if name]
     parts = [f"{key.partition('.')[2]}={value}" for key, value in at["settings"].items()]
@@ -234,9 +234,9 @@ def _seen(record: Record) -> dict[str, str]:
         **{name: at[name] for name in ("model", "task")},
         RAN: ", ".join(map(shown, ran[:1] if ran[1:] == [UNMODIFIED] else ran)),
         "settings": "\n".join(p if len(p) <= LONG else f"{p[: LONG - 3]}..." for p in parts),
-        "score": at["verdicts"] or number("score", "{:.1f}"),
-        "difference": number("difference", "{:+.1f}"),
-        "position bias": number("position_bias", "{:.1f}", at["note"]),
+        "score": at["verdicts"] or number("score", "z.1f"),
+        "difference": number("difference", "+z.1f"),
+        "position bias": number("position_bias", "z.1f", at["note"]),
         **{"age": age(at["started"]), "state": at["state"]},
     }
 

@@ -19,13 +19,6 @@ SOURCE = r" \([^()]*\d[^()]*\)$"
 """The source at the end of a claim, as ``(Yu et al. 2025, Figure 3)``."""
 
 
-def short(text: str) -> str:
-    """A cell with its interval in whole points, for 80 columns."""
-    # A list of numbers, such as a swept setting, is no interval.
-    pattern = r"(?<=\d) \[(-?[\d.]+), (-?[\d.]+)\]$"
-    return re.sub(pattern, lambda m: f" [{float(m[1]):.0f}, {float(m[2]):.0f}]", text)
-
-
 def spent(status: Mapping[str, Any]) -> dict[str, str]:
     """What a run took, from its ``status.json``: time by stage, tokens a second of the loops over prompts,
     the most memory of its process. Drawing the page is left out: that is done later again."""

@@ -156,7 +156,7 @@ def test_on_a_terminal(outputs: Path) -> None:
     )
     first, second = look(found)
     assert first["settings"] == "pairs=24\nfactor=-1" and second["run"] == "aaaa0001"
-    assert first["score"] == "92.7\n[90, 96]" and first["difference"] == "+8.7\n[5, 13]"
+    assert first["score"] == "92.7\n[89.7, 95.7]" and first["difference"] == "+8.7\n[4.7, 12.7]"
     assert look(records(outputs, ["maps"]))[0] | {"age": ""} == {
         **{"run": "cccc0001", "in": "fig9/v001", "model": "tiny", "task": "", "method / study": "maps"},
         **{"settings": "", "score": "2 hold, 1 inconclusive", "difference": "", "position bias": ""},

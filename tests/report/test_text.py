@@ -11,12 +11,11 @@ from rich.console import Console
 
 from posbench.files.atomic import write_csv
 from posbench.report.tables import bias_table, findings_table, other_scores, position_table, subset_table
-from posbench.report.terminal import show_findings, summary_table
+from posbench.report.terminal import show_findings, summary_table, text_table
 from posbench.report.text import (
     answer,
     applied,
     headline,
-    short,
     shortened,
     spent,
     subject,
@@ -75,11 +74,12 @@ def test_what_a_run_took_is_told_by_stage_and_tokens_by_the_seconds_of_the_loops
     assert spent({"state": "done", "stages": {}}) == {}, "a run of an older version"
 
 
-def test_intervals_are_rounded_and_lists_are_not() -> None:
-    for long, wanted in (("76.6 [72.1, 80.5]", "76.6 [72, 80]"), ("+0.1 [-0.3, 2.3]", "+0.1 [-0, 2]")):
-        assert short(long) == wanted
-    for other in ("[1.0,1.585]", "[[0, 1.25], [3, 1.5]]"):
-        assert short(other) == other
+def test_intervals_go_below_where_a_table_is_too_wide_and_lists_do_not() -> None:
+    for width, broken in ((40, False), (30, True)):
+        out = StringIO()
+        table = text_table(["gold position", "score"], [["[[0, 1.25], [3, 1.5]]", "6.6 [2.1, 8.5]"]], width)
+        Console(file=out, width=60).print(table)
+        assert ("6.6 [2.1, 8.5]" in out.getvalue()) != broken and "[[0, 1.25], [3, 1.5]]" in out.getvalue()
 
 
 def test_a_shortened_prompt_counts_once_and_the_mean_is_over_the_shortened() -> None:
@@ -104,8 +104,8 @@ def test_terminal_table_is_narrow_and_ends_with_all() -> None:
         assert max(map(len, lines)) <= 100
         assert all(word in out.getvalue() for word in ("60.0", "+30.0", "50 %"))
         last = [one for one in lines if " all " in one][-1]
-        assert "84.0" in last and "300" in last
-        assert lines.index(last) > max(i for i, one in enumerate(lines) if " 100 %" in one)
+        assert "84.0" in last and "300" in last and "[57.0, 63.0]" in out.getvalue()
+        assert lines.index(last) > max(i for i, one in enumerate(lines) if one.lstrip().startswith("100 %"))
     assert "[bold]other" in out.getvalue()
 
 
@@ -182,11 +182,11 @@ def test_a_verdict_comes_first_with_the_statistic_that_it_rests_on(tmp_path: Pat
 
 def test_a_study_answers_with_its_numbers_and_says_where_it_cannot_tell() -> None:
     assert answer(_judged()) == (
-        f"{verdicts(_judged())} Holds: A claim (statistic of holds: 1 [0.5, 1.5]); A sum (of two: 2). "
-        "Contradicted: A claim (statistic of contradicted: -1 [-1.5, -0.5])."
+        f"{verdicts(_judged())} Holds: A claim (statistic of holds: 1.00 [0.50, 1.50]); A sum (of two: 2). "
+        "Contradicted: A claim (statistic of contradicted: -1.00 [-1.50, -0.50])."
     )
     unsure = Finding.above("B (Paper 2025)", "a share", Estimate(0.1, -1, 1, 50))
-    said = "Claims of the paper: 1 inconclusive. Inconclusive: B (a share: 0.1 [-1, 1])."
+    said = "Claims of the paper: 1 inconclusive. Inconclusive: B (a share: 0.10 [-1.00, 1.00])."
     assert answer(findings.frame([unsure], "tiny")) == said
 
 
