@@ -22,6 +22,7 @@ from posbench.model.load import Reader
 from posbench.pipeline.config import Config, trial
 from posbench.pipeline.execute import prepared
 from posbench.report.terminal import text_table
+from posbench.run.progress import duration
 from posbench.tasks import Example
 from posbench.tasks.items import placed
 
@@ -48,7 +49,7 @@ def show(config: Config, reader: Reader, measure: bool, console: Console) -> Non
     spent = [w.tokens * token + w.steps * step for w in works]
     header = ["stage", "prompts", "tokens read", "steps of generation"] + ["about"] * measure
     rows = [
-        [w.stage, f"{w.prompts:,}", f"{w.tokens:,}", f"{w.steps:,}", *[_about(seconds)] * measure]
+        [w.stage, f"{w.prompts:,}", f"{w.tokens:,}", f"{w.steps:,}", *[duration(seconds)] * measure]
         for w, seconds in zip(works, spent, strict=True)
     ]
     if works:
@@ -61,17 +62,9 @@ def show(config: Config, reader: Reader, measure: bool, console: Console) -> Non
     if untold:
         console.print(f"not estimated: {', '.join(untold)}")
     if measure and works:
-        console.print(f"time: about {_about(sum(spent))}, from {BATCHES} batches on this machine")
+        console.print(f"time: about {duration(sum(spent))}, from {BATCHES} batches on this machine")
     elif works:
         console.print("time: posbench validate --measure runs a few batches")
-
-
-def _about(seconds: float) -> str:
-    """A time in the unit that suits it."""
-    for unit, length in (("h", 3600), ("min", 60)):
-        if seconds >= length:
-            return f"{seconds / length:.1f} {unit}"
-    return f"{seconds:.2g} s"
 
 
 def work(config: Config, reader: Reader) -> list[Work]:

@@ -20,6 +20,7 @@ from posbench.report.console import Record
 from posbench.report.tables import cell
 from posbench.report.text import tally
 from posbench.run.folder import CONFIG, MANIFEST, PROVENANCE, STATUS, in_use, opened, runs_in
+from posbench.run.progress import duration
 from posbench.stats.findings import columns
 from posbench.stats.frames import UNMODIFIED, overall, shown
 
@@ -242,13 +243,11 @@ def _seen(record: Record) -> dict[str, str]:
 
 
 def age(started: str, now: datetime | None = None) -> str:
-    """How long ago a time was, in the largest unit that fits."""
+    """How long ago a time was; empty where none is told."""
     try:
-        seconds = ((now or datetime.now(UTC)) - datetime.fromisoformat(started)).total_seconds()
+        return duration(((now or datetime.now(UTC)) - datetime.fromisoformat(started)).total_seconds())
     except (ValueError, TypeError):
         return ""
-    units = (("d", 86400), ("h", 3600), ("min", 60), ("s", 1))
-    return next((f"{seconds // size:.0f} {unit}" for unit, size in units if seconds >= size), "0 s")
 
 
 def run_named(name: str, outputs: Path) -> Path:

@@ -120,8 +120,9 @@ def position_table(metrics: pd.DataFrame) -> Table:
 
 def position_words(metrics: pd.DataFrame) -> str:
     """What the gold positions are, from metrics.csv rows of a run; empty where there are none."""
-    rows = at_positions(metrics).assign(depth=pd.to_numeric(metrics["depth"]))  # as the task says, if it does
-    items = (1 + pd.to_numeric(rows["gold_position"]) / rows["depth"]).max()
+    # A depth that the task does not tell tells of no items.
+    place = pd.to_numeric(metrics["gold_position"], errors="coerce")
+    items = (1 + place / pd.to_numeric(metrics["depth"])).max()
     return "" if pd.isna(items) else f"gold position: of {items:.0f} items, 0 % the first, 100 % the last"
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from datetime import timedelta
 from typing import Any
 
 import numpy as np
 
 from posbench.late import pd
 from posbench.report.tables import Table, bias_table, findings_table, limits, number, pct, points
+from posbench.run.progress import duration
 from posbench.stats.findings import VERDICTS
 from posbench.stats.frames import UNMODIFIED, at_positions, metric_name, overall, shown
 
@@ -34,11 +34,6 @@ def spent(status: Mapping[str, Any]) -> dict[str, str]:
         "peak memory": ", ".join(f"{peak / 1e9:.2f} GB {name}" for name, peak in peaks.items() if peak),
     }
     return {name: words for name, words in told.items() if words}
-
-
-def duration(seconds: float) -> str:
-    """`4.2 s`, from 100 seconds on `0:01:40`."""
-    return f"{seconds:.1f} s" if seconds < 100 else str(timedelta(seconds=round(seconds)))
 
 
 def title(what: Iterable[str], models: Iterable[str], tasks: Iterable[str], swept: Iterable[str] = ()) -> str:

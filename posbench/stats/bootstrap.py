@@ -21,8 +21,8 @@ Z95 = 1.959963984540054
 
 
 def with_interval(value: float, low: float, high: float, form: str = "") -> str:
-    """``12.3 [10.0, 14.5]``: a number and its interval with the same decimals, those of ``form`` (``+.1f``) or
-    else three digits of the largest; the number alone where it has no interval."""
+    """``12.3 [10.0, 14.5]``: a number and its interval with the same decimals: those of ``form``
+    (``+z.1f``), else three digits of the largest; without an interval the number alone."""
     if np.isnan(low):
         return format(value, form or ".3g")
     digits = np.floor(np.log10(max(map(abs, (value, low, high))) or 1))

@@ -166,7 +166,14 @@ def test_on_a_terminal(outputs: Path) -> None:
 
 def test_age() -> None:
     now = datetime(2026, 5, 8, tzinfo=UTC)
-    for seconds, words in ((0, "0 s"), (59, "59 s"), (60, "1 min"), (7199, "1 h"), (86400 * 7, "7 d")):
+    for seconds, words in (
+        (0, "0 s"),
+        (59, "59 s"),
+        (90, "1.5 min"),
+        (7199, "2 h"),
+        (86400 * 7, "7 d"),
+        (86400 * 71.6, "72 d"),
+    ):
         assert age((now - timedelta(seconds=seconds)).isoformat(), now) == words
     assert age("", now) == age("yesterday", now) == ""
 

@@ -67,7 +67,7 @@ def test_what_a_run_took_is_told_by_stage_and_tokens_by_the_seconds_of_the_loops
     status = {"spent": {"evaluate": evaluate | {"resident": 2_345_000_000}, "intervene": {"seconds": 3.3}}}
     status["spent"]["report"] = {"seconds": 9, "resident": 9e9}
     assert spent(status) == {
-        "time": "intervene 3.3 s, evaluate 0:01:40",
+        "time": "intervene 3.3 s, evaluate 1.7 min",
         "tokens/s": "evaluate 2,500 (prompts and replies)",
         "peak memory": "2.35 GB resident",
     }
