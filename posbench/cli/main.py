@@ -22,7 +22,7 @@ from posbench.errors import UserError, complain, in_one_line, near
 
 HELP = """posbench finds, explains and removes position bias in language models.
 
-  posbench                                         the embedded model, all stages, half a minute
+  posbench                                         the embedded model, all stages, under a minute
   posbench task=kv_retrieval model=mistral7b method=scale_channel
   posbench model=DIR_OR_HUB_ID                     your own checkpoint: finds its channel, then measures
   posbench method=[layer_scaling,scale_channel]    one inside the other

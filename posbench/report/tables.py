@@ -25,11 +25,18 @@ BIAS_WORDS = {
 
 
 def cell(row: Any, form: str, scale: float = 100) -> str:
-    """A share as `76.6 [72.1, 80.5]` in %; empty where there is none, or `at the floor` by its note."""
+    """A share as `76.6 [72.1, 80.5]` in %; where there is none its note, in short."""
     if row is None or pd.isna(row.value):
         note = getattr(row, "note", "")
-        return f"at the {note}" if isinstance(note, str) and note else ""
-    return with_interval(*(scale * value for value in (row.value, row.ci_low, row.ci_high)), form)
+        return limit_words(note) if isinstance(note, str) else ""
+    value, low, high = (scale * each for each in (row.value, row.ci_low, row.ci_high))
+    return with_interval(value, low, high, form)
+
+
+def limit_words(note: str) -> str:
+    """`at the floor` or `too few questions`: a note of `stats.position_bias.limit` in short."""
+    short = note.partition(":")[0]
+    return f"at the {short}" if short in ("floor", "ceiling") else short
 
 
 def number(finding: Any) -> str:
@@ -135,11 +142,10 @@ def bias_table(metrics: pd.DataFrame) -> Table:
     return ["statistic", *columns.header], table
 
 
-def limits(metrics: pd.DataFrame) -> str:
-    """Which methods are at the floor or the ceiling, where no bias can be seen; empty where none is."""
+def limits(metrics: pd.DataFrame) -> dict[str, str]:
+    """Why no position bias can be measured, by method, from metrics.csv rows of a run."""
     rows = metrics[metrics["metric"] == "position_bias"] if "note" in metrics else metrics.iloc[:0]
-    at = {shown(row.method): cell(row, "") for row in rows[rows["value"].isna()].itertuples()}
-    return "; ".join(f"{name} {note}: position bias cannot be measured" for name, note in at.items() if note)
+    return {row.method: row.note for row in rows[rows["value"].isna()].itertuples() if cell(row, "")}
 
 
 def other_scores(metrics: pd.DataFrame) -> pd.DataFrame:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from posbench.late import pd
-from posbench.report.tables import Table, bias_table, findings_table, limits, number, pct, points
+from posbench.report.tables import Table, bias_table, findings_table, limit_words, limits, number, pct, points
 from posbench.run.progress import duration
 from posbench.stats.findings import VERDICTS
 from posbench.stats.frames import UNMODIFIED, at_positions, metric_name, overall, shown
@@ -67,24 +67,33 @@ def headline(metrics: pd.DataFrame | None) -> str:
     if metrics is None or overall(metrics).empty:
         return "Nothing was scored in this run."
     average: Any = overall(metrics).drop_duplicates("method").set_index("method")
-    verb = "answers" if metric_name(metrics) == "accuracy" else "scores"
-    said = [_unmodified(metrics, average, verb)] if UNMODIFIED in average.index else []
+    verb, limited = "answers" if metric_name(metrics) == "accuracy" else "scores", limits(metrics)
+    front, said = [_limited(note, limited) for note in dict.fromkeys(limited.values())], list[str]()
+    if UNMODIFIED in average.index and (len(average) == 1 or UNMODIFIED not in limited):
+        said += [_unmodified(metrics, average, verb, UNMODIFIED not in limited)]
     said += [_verdict(metrics, average, str(name), verb) for name in average.index if name != UNMODIFIED]
     header, bias = bias_table(metrics)
     if bias:
         cells = zip(header[1:], bias[0][1:], strict=True)
-        listed = [f"{name} {cell}" for name, cell in cells if cell and not cell.startswith("at the ")]
+        listed = [f"{name} {cell}" for name, cell in cells if "[" in cell]
         said += [f"position bias in points: {', '.join(listed)}"] if listed else []
-        said += filter(None, [limits(metrics)])
-    return "; ".join(said) + "."
+    return " ".join(f"{sentence}." for sentence in (*front, "; ".join(said)))
 
 
-def _unmodified(rows: pd.DataFrame, average: Any, verb: str) -> str:
+def _limited(note: str, limited: Mapping[str, str]) -> str:
+    """Of which methods no position bias can be measured, and why."""
+    who = " and ".join(shown(method) for method, own in limited.items() if own == note)
+    why = f" ({note.partition(': ')[2]})" if ": " in note else ""  # older versions do not say
+    head = limit_words(note)
+    return f"{head[0].upper()}{head[1:]}: position bias of {who} cannot be measured{why}"
+
+
+def _unmodified(rows: pd.DataFrame, average: Any, verb: str, curved: bool) -> str:
     """How the unmodified model does: at the ends and inside, and on average where it is alone."""
     base = at_positions(rows)
     base = base[base["method"] == UNMODIFIED].sort_values("depth")
     mean = f"{pct(average.at[UNMODIFIED, 'value'])} on average (n = {average.at[UNMODIFIED, 'n']})"
-    if len(base) > 2:
+    if curved and len(base) > 2:
         ends, worst = (base["value"].iloc[0] + base["value"].iloc[-1]) / 2, base["value"].iloc[1:-1].min()
         curve = f"{pct(ends)} at the ends and {pct(worst)} at its worst inner position"
         mean = f"{curve}, {mean}" if len(average) == 1 else curve

@@ -1,4 +1,4 @@
-"""How far work is, and how long it takes: a bar on a terminal, elsewhere a line now and then, and at its end."""
+"""How far work is, and how long things take: a bar on a terminal, elsewhere a line now and then."""
 
 from __future__ import annotations
 

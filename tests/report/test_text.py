@@ -220,13 +220,29 @@ def test_whose_claim_it_is_stands_at_its_definition() -> None:
     assert not claims["claim"].str.contains(r"\bC\d").any()
 
 
-def test_no_position_bias_is_told_at_the_floor() -> None:
+def test_what_hides_a_position_bias_is_told_first_and_once() -> None:
     """Newcomer, 3: read back from a file, the row's note stands where its number would."""
     front = ("tiny", "none", "kv", "all", None)
-    rows = [
-        (*front, "accuracy", 0.0, 60, 0.0, 0.06, 0, None),
-        (*front, "position_bias", *[None] * 4, 0, "floor"),
-    ]
-    frame = pd.read_csv(StringIO(pd.DataFrame(rows, columns=list(metrics().columns)).to_csv(index=False)))
-    assert "unmodified at the floor: position bias cannot be measured" in headline(frame)
-    assert bias_table(frame)[1][0][1:] == ["at the floor"]
+    why = "no score is surely 5 points above a guess, 3.1 %"
+    hidden = "position bias of unmodified and x cannot be measured"
+    for note, said in {
+        f"floor: {why}": f"At the floor: {hidden} ({why}). ",
+        "floor": f"At the floor: {hidden}. ",
+        "too few questions: ask 73": f"Too few questions: {hidden} (ask 73). ",
+    }.items():
+        rows = [
+            (*front[:1], method, *front[2:], *row)
+            for method in ("none", "x")
+            for row in (
+                ("accuracy", 0.0, 60, 0.0, 0.06, 0, None),
+                ("position_bias", None, 60, None, None, 0, note),
+            )
+        ]
+        table = pd.DataFrame(rows, columns=list(metrics().columns))
+        frame = pd.read_csv(StringIO(table.to_csv(index=False)))
+        assert headline(frame).startswith(f"{said}x answers 0.0 % on average")
+        assert headline(frame[frame["method"] == "none"]).endswith(
+            "The unmodified model answers 0.0 % on average (n = 60)."
+        )
+        short = "too few questions" if "few" in note else "at the floor"
+        assert bias_table(frame)[1][0][1:] == [short, short]
