@@ -155,6 +155,16 @@ def records(outputs: Path, filters: Sequence[str] = ()) -> list[Record]:
     ]
 
 
+def nearest(filters: Sequence[str], runs: Sequence[Record]) -> str:
+    """`; did you mean tiny?` of the first filter that nothing passes, but nearly does; else empty."""
+    for text in filters:
+        key, sign, want = text.rpartition("=")
+        there = {str(run.get(name) or "") for run in runs for name in ([key] if sign else ("folder", *NAMES))}
+        if want not in there and (hint := near(want, sorted(there - {""}), "")):
+            return f"; {hint}"
+    return ""
+
+
 Rows = list[tuple[Listed, dict[str, str]]]
 
 
@@ -197,9 +207,12 @@ def _numbers(runs: Sequence[Listed]) -> dict[str, dict[str, Any]]:
 
 
 def look(records: Sequence[Record]) -> list[dict[str, str]]:
-    """The list as a terminal shows it; what all runs share is left to :func:`title`."""
-    same = shared(records)
-    return [{k: v for k, v in _seen(record).items() if k not in same} for record in records]
+    """The list as a terminal shows it; what all runs share is left to :func:`title`. Settings stand below the
+    method or study where that has a column."""
+    same, rows = shared(records), [_seen(record) for record in records]
+    for row in rows if RAN not in same else ():
+        row[RAN] = f"{row[RAN]}\n{row.pop(SETTINGS)}".strip()
+    return [{k: v for k, v in row.items() if k not in same} for row in rows]
 
 
 def title(records: Sequence[Record]) -> str:
@@ -215,18 +228,12 @@ def shared(records: Sequence[Record]) -> dict[str, str]:
     return {n: rows[0][n] for n in names if len(rows) > 1 and rows[0][n] and len({r[n] for r in rows}) == 1}
 
 
-RAN, LONG = "method / study", 24  # a column of the terminal's list; letters of a setting in it
+RAN, SETTINGS, LONG = "method / study", "settings", 24  # columns of the terminal's list; letters of a setting
 
 
 def _seen(record: Record) -> dict[str, str]:
     at: Any = record
     suite, version = Path(at["folder"]).absolute().parts[-3:-1]
-
-    def number(name: str, form: str, note: str = "") -> str:
-        value, low, high = (float("nan") if at[c] is None else at[c] for c in columns(name))
-        made = SimpleNamespace(value=value, ci_low=low, ci_high=high, note=note)
-        return cell(made, form).replace(" [", "\n[")
-
     ran = [name for name in (at["study"], at["method"]) if name]
     parts = [f"{key.partition('.')[2]}={value}" for key, value in at["settings"].items()]
     return {
@@ -234,12 +241,21 @@ def _seen(record: Record) -> dict[str, str]:
         "in": version if suite in (at["task"], at["study"]) else f"{suite}/{version}",
         **{name: at[name] for name in ("model", "task")},
         RAN: ", ".join(map(shown, ran[:1] if ran[1:] == [UNMODIFIED] else ran)),
-        "settings": "\n".join(p if len(p) <= LONG else f"{p[: LONG - 3]}..." for p in parts),
-        "score": at["verdicts"] or number("score", "z.1f"),
-        "difference": number("difference", "+z.1f"),
-        "position bias": number("position_bias", "z.1f", at["note"]),
+        SETTINGS: "\n".join(p if len(p) <= LONG else f"{p[: LONG - 3]}..." for p in parts),
+        "score": at["verdicts"].replace(", ", "\n") or number(at, "score"),
+        "difference": number(at, "difference", "+"),
+        "position bias": number(at, "position_bias"),
         **{"age": age(at["started"]), "state": at["state"]},
     }
+
+
+def number(record: Record, name: str, sign: str = "") -> str:
+    """An estimate of a record in points, its interval below it; where there is none the record's note."""
+    at: Any = record
+    value, low, high = (float("nan") if at[c] is None else at[c] for c in columns(name))
+    note = at.get("note", "") if name == "position_bias" else ""
+    made = SimpleNamespace(value=value, ci_low=low, ci_high=high, note=note)
+    return cell(made, f"{sign}z.1f").replace(" [", "\n[")
 
 
 def age(started: str, now: datetime | None = None) -> str:

@@ -57,13 +57,7 @@ def render_run(folder: Path) -> Path:
     model = config.get("model")
     study = read_json(folder / "study.json") or {}
     # Where there is no model the study says what it is.
-    models = [
-        str(
-            (model if isinstance(model, dict) and "name" in model else {"name": study.get("study", "")})[
-                "name"
-            ]
-        )
-    ]
+    models = [str(model["name"] if isinstance(model, dict) and "name" in model else study.get("study", ""))]
     facts = {name: read_json(folder / f"{name}.json") or {} for name in ("prompts", "provenance", "status")}
     facts["provenance"].pop("sum", None)
     facts["provenance"] = spent(facts["status"]) | facts["provenance"]

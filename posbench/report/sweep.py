@@ -100,11 +100,12 @@ def _show(folder: Path, console: Console) -> None:
         console.print(sentence)
         show_findings(folder, console)
         show_reference(folder, summary, read_csv(folder / "subsets_summary.csv"), console)
-        console.print(f"sweep: {render_sweep(folder)}", soft_wrap=True)
     elif (findings := read_csv(folder / "findings_summary.csv")) is not None:
         console.print(text_table(*verdict_table(_by_setting(findings)), console.width))
         console.print(answer(findings))
-        console.print(f"sweep: {render_sweep(folder)}", soft_wrap=True)
+    else:
+        return
+    console.print(f"sweep: {render_sweep(folder)}", soft_wrap=True)
 
 
 def _share_experiment(folder: Path, runs: Sequence[Path]) -> None:

@@ -28,15 +28,9 @@ def cell(row: Any, form: str, scale: float = 100) -> str:
     """A share as `76.6 [72.1, 80.5]` in %; where there is none its note, in short."""
     if row is None or pd.isna(row.value):
         note = getattr(row, "note", "")
-        return limit_words(note) if isinstance(note, str) else ""
+        return note.partition(":")[0] if isinstance(note, str) else ""
     value, low, high = (scale * each for each in (row.value, row.ci_low, row.ci_high))
     return with_interval(value, low, high, form)
-
-
-def limit_words(note: str) -> str:
-    """`at the floor` or `too few questions`: a note of `stats.position_bias.limit` in short."""
-    short = note.partition(":")[0]
-    return f"at the {short}" if short in ("floor", "ceiling") else short
 
 
 def number(finding: Any) -> str:

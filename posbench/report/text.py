@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from posbench.late import pd
-from posbench.report.tables import Table, bias_table, findings_table, limit_words, limits, number, pct, points
+from posbench.report.tables import Table, bias_table, findings_table, limits, number, pct, points
 from posbench.run.progress import duration
 from posbench.stats.findings import VERDICTS
 from posbench.stats.frames import UNMODIFIED, at_positions, metric_name, overall, shown
@@ -83,9 +83,9 @@ def headline(metrics: pd.DataFrame | None) -> str:
 def _limited(note: str, limited: Mapping[str, str]) -> str:
     """Of which methods no position bias can be measured, and why."""
     who = " and ".join(shown(method) for method, own in limited.items() if own == note)
-    why = f" ({note.partition(': ')[2]})" if ": " in note else ""  # older versions do not say
-    head = limit_words(note)
-    return f"{head[0].upper()}{head[1:]}: position bias of {who} cannot be measured{why}"
+    head, _, why = note.partition(": ")
+    told = f" ({why})" if why else ""  # older versions do not say
+    return f"{head.capitalize()}: position bias of {who} cannot be measured{told}"
 
 
 def _unmodified(rows: pd.DataFrame, average: Any, verb: str, curved: bool) -> str:

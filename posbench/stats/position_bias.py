@@ -116,9 +116,9 @@ def position_bias(curve: Array, draws: Array) -> tuple[float, Array]:
 def limit(positions: Iterable[Estimate], chance: float, questions: int) -> str:
     """Why the scores (0..1) at the gold positions leave no bias to be seen, by their 95 % intervals.
 
-    ``floor: ...`` where none is surely above that of a guess, ``ceiling: ...`` where none is surely below 1,
-    both give or take :data:`ALMOST`; ``too few questions: ...`` where so many at each position would not say
-    so even if all of them were wrong, or right (Wilson's interval); else empty.
+    ``at the floor: ...`` where none is surely above that of a guess, ``at the ceiling: ...`` where none is
+    surely below 1, both give or take :data:`ALMOST`; ``too few questions: ...`` where so many at each
+    position could not show that even if all were wrong, or right (Wilson's interval); else empty.
     """
     ends, top = [(at.ci_low, at.ci_high) for at in positions], 1 - ALMOST
     if not max(low for low, _ in ends) > chance + ALMOST:
@@ -129,7 +129,8 @@ def limit(positions: Iterable[Estimate], chance: float, questions: int) -> str:
     else:
         return ""
     least = int(np.ceil(Z95**2 * (1 - share) / share))
-    return note if questions >= least else f"too few questions: ask {least} or more at each gold position"
+    few = f"too few questions: ask {least} or more at each gold position"
+    return few if questions < least else f"at the {note}"
 
 
 def rows(

@@ -159,7 +159,7 @@ def test_on_a_terminal(outputs: Path) -> None:
     assert first["score"] == "92.7\n[89.7, 95.7]" and first["difference"] == "+8.7\n[4.7, 12.7]"
     assert look(records(outputs, ["maps"]))[0] | {"age": ""} == {
         **{"run": "cccc0001", "in": "fig9/v001", "model": "tiny", "task": "", "method / study": "maps"},
-        **{"settings": "", "score": "2 hold, 1 inconclusive", "difference": "", "position bias": ""},
+        **{"score": "2 hold\n1 inconclusive", "difference": "", "position bias": ""},
         **{"age": "", "state": "done"},
     }
 
@@ -190,8 +190,10 @@ def test_the_command_prints_tsv_and_json(outputs: Path, posbench: Callable[..., 
     assert table.status == 0 and len(lines) == 4 and {len(line) for line in lines} == {len(header)}
     told = posbench("ls", "runs", "--json", f"--outputs={outputs}", verb=True)
     assert json.loads(told.out)[0]["run"] == "cccc0001"
-    nothing = posbench("ls", "runs", "state=none", "--outputs", str(outputs), verb=True)
-    assert nothing.status == 0 and "no run in" in nothing.err
+    for asked, hint in {"state=x": "", "model=tinny": "tiny?", "scale_chanel": "scale_channel?"}.items():
+        nothing = posbench("ls", "runs", "fig9", asked, "--outputs", str(outputs), verb=True)
+        assert nothing.status == 0 and nothing.err.count("\n") == 1 and "no run in" in nothing.err
+        assert nothing.err.strip().endswith(f"passes fig9 {asked}{f'; did you mean {hint}' if hint else ''}")
     assert main(["ls", "runs", "--outputs", str(outputs / "nowhere")]) == 2
     assert main(["ls", "runs", "--all"]) == 2
 

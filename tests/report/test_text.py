@@ -226,8 +226,8 @@ def test_what_hides_a_position_bias_is_told_first_and_once() -> None:
     why = "no score is surely 5 points above a guess, 3.1 %"
     hidden = "position bias of unmodified and x cannot be measured"
     for note, said in {
-        f"floor: {why}": f"At the floor: {hidden} ({why}). ",
-        "floor": f"At the floor: {hidden}. ",
+        f"at the floor: {why}": f"At the floor: {hidden} ({why}). ",
+        "floor": f"Floor: {hidden}. ",
         "too few questions: ask 73": f"Too few questions: {hidden} (ask 73). ",
     }.items():
         rows = [
@@ -244,5 +244,5 @@ def test_what_hides_a_position_bias_is_told_first_and_once() -> None:
         assert headline(frame[frame["method"] == "none"]).endswith(
             "The unmodified model answers 0.0 % on average (n = 60)."
         )
-        short = "too few questions" if "few" in note else "at the floor"
+        short = note.partition(":")[0]
         assert bias_table(frame)[1][0][1:] == [short, short]

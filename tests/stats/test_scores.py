@@ -150,9 +150,9 @@ def test_the_average_of_questions_asked_at_every_position_is_worth_the_questions
 @pytest.mark.parametrize(
     ("share", "n", "items", "note"),
     [
-        (0.0, 80, 100, "floor: no score is surely 5 points above a guess, 1.0 %"),
-        (1.0, 80, 100, "ceiling: no score is surely below 95 %"),
-        (0.25, 40, 4, "floor: no score is surely 5 points above a guess, 25.0 %"),
+        (0.0, 80, 100, "at the floor: no score is surely 5 points above a guess, 1.0 %"),
+        (1.0, 80, 100, "at the ceiling: no score is surely below 95 %"),
+        (0.25, 40, 4, "at the floor: no score is surely 5 points above a guess, 25.0 %"),
         (0.25, 40, 100, ""),
         (0.0, 60, 100, "too few questions: ask 61 or more at each gold position"),
         (11 / 12, 12, 100, "too few questions: ask 73 or more at each gold position"),
@@ -179,7 +179,7 @@ def test_the_questions_asked_for_are_the_fewest_that_can_tell(right: int, chance
     def told(n: int) -> str:
         return limit([mean([right] * n, [str(i) for i in range(n)])] * 3, chance, n)
 
-    name = "ceiling" if right else "floor"
+    name = f"at the {'ceiling' if right else 'floor'}"
     assert told(wanted).startswith(name) and told(wanted - 1) == (
         f"too few questions: ask {wanted} or more at each gold position"
     )
