@@ -15,12 +15,17 @@ import pytest
 CHECK = """<script>onload = () => document.title = JSON.stringify({
   lost: [...document.images].filter(i => !i.complete || !i.naturalWidth).map(i => i.src.slice(0, 80)),
   shown: document.images.length, width: innerWidth, page: document.scrollingElement.scrollWidth,
-  cut: [...document.querySelectorAll("body *")].filter(e => e.getBoundingClientRect().right > innerWidth + 1
+  small: [...document.querySelectorAll("figure img[style]")]
+    .filter(i => i.clientWidth < 0.69 * i.getAttribute("width"))
+    .map(i => i.alt),
+  cut: [...document.querySelectorAll("body *")].filter(e => !e.closest("figure .wide"))
+    .filter(e => e.getBoundingClientRect().right > innerWidth + 1
     || e.scrollWidth > e.clientWidth + 1 && e.clientWidth).map(e => e.outerHTML.slice(0, 80))})</script>"""
 
 
 def looks(page: Path, width: int) -> dict[str, Any]:
-    """Images lost and shown, width of window and page, and what is cut, in a window of so many pixels."""
+    """Images lost, shown, and shrunk until their letters are too small, width of window and page, and what is
+    cut, in a window of so many pixels; a wide figure may be scrolled, a table may not."""
     browser = shutil.which("chromium") or shutil.which("google-chrome")
     if not browser:
         pytest.skip("needs chromium")

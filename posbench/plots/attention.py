@@ -54,15 +54,15 @@ def attention_by_position(attention: pd.DataFrame, layers: Sequence[int] | None 
 
 def _heat(figure: Figure, axes: Axes, grid: pd.DataFrame, base: pd.DataFrame | None, name: str) -> None:
     """Heat map of layer (rows) x depth (columns); a change from a base is drawn around 0, with a dash where
-    it falls; less than a thousandth of the base is rounding, and stays pale."""
+    it falls; less than a twentieth of the strongest attention stays pale."""
     change = base is not None
     values = (grid if base is None else grid - base).to_numpy(dtype=float)
-    least = 0.0 if base is None else 1e-3 * float(base.max(axis=None))
+    least = 0.0 if base is None else 0.05 * float(base.max(axis=None))
     top = max(float(np.nanmax(np.abs(values))), least) or 1.0
     cmap, low = ("PuOr_r", -top) if change else ("viridis", 0)
     image = axes.imshow(values, cmap=cmap, vmin=low, vmax=top, aspect="auto", origin="lower")
     if change:
-        rows, columns = np.nonzero(values < -1e-3 * top)  # rounding is no change
+        rows, columns = np.nonzero(values < -0.02 * top)  # rounding is no change
         axes.plot(columns, rows, linestyle="none", marker="_", color="black", markersize=4)
     step = max(1, len(grid.index) // 8)
     axes.set_yticks(range(0, len(grid.index), step), [str(layer) for layer in grid.index[::step]])

@@ -95,8 +95,8 @@ def read_run(folder: Path) -> tuple[str, list[Section]]:
         sections.append(Section("Attention", figures=drawn))
     if "search" in (config.get("stages") or ()):
         search: Search = instantiate(config.get("search", {}), Search, "search")  # type: ignore[type-abstract]
-        sections += search.sections(lambda name: read_csv(folder / f"{name}.csv"))
         sections += held_back.sections(read_csv(folder / held_back.TABLE))
+        sections += search.sections(lambda name: read_csv(folder / f"{name}.csv"))
     if (folder / "found.yaml").is_file():
         sections.append(Section("Found constants", block=read_text(folder / "found.yaml")))
     if metrics is not None or findings is None:

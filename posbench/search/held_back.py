@@ -66,5 +66,4 @@ def sections(table: pd.DataFrame | None) -> list[Section]:
     if not checked(facts):
         return [Section("Held-back prompts", text)]
     text += " Prompts that neither the search nor the evaluation asks; gain: paired, with its 95 % interval."
-    row = [value if isinstance(value, str) else f"{value:.4g}" for value in facts.values()]
-    return [Section("Held-back prompts", text, list(facts), [row])]
+    return [Section("Held-back prompts", text)]

@@ -44,4 +44,4 @@ def test_pages_in_a_browser(width: int, pages: dict[str, Path]) -> None:
         found = looks(page, width)
         assert found["page"] <= found["width"] == width, name
         assert found["shown"] or "sweep__" in name, name
-        assert (found["lost"], found["cut"]) == ([], []), name
+        assert (found["lost"], found["cut"], found["small"]) == ([], [], []), name

@@ -64,7 +64,7 @@ def test_no_gain_is_said_last_and_nothing_is_to_paste(posbench: Callable[..., Re
     table = pd.read_csv(only(outputs) / held_back.TABLE)
     assert table["found"][0] == pytest.approx(table["unmodified"][0], abs=1e-5) and table["n"][0] == 24
     (section,) = held_back.sections(table)
-    assert section.text.lower().startswith(line) and section.rows[0][-1] == "24"
+    assert section.text.lower().startswith(line)
     again = posbench(*neutral)
     assert again.out.rstrip().splitlines()[-1] == line, "of a finished run, too"
     later = posbench(*neutral, "stages=[search,evaluate]")
