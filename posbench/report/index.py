@@ -157,12 +157,9 @@ def records(outputs: Path, filters: Sequence[str] = ()) -> list[Record]:
 
 def nearest(filters: Sequence[str], runs: Sequence[Record]) -> str:
     """`; did you mean tiny?` of the first filter that nothing passes, but nearly does; else empty."""
-    for text in filters:
-        key, sign, want = text.rpartition("=")
-        there = {str(run.get(name) or "") for run in runs for name in ([key] if sign else ("folder", *NAMES))}
-        if want not in there and (hint := near(want, sorted(there - {""}), "")):
-            return f"; {hint}"
-    return ""
+    known = sorted({str(run.get(name) or "") for run in runs for name in (*NAMES, "state")} - {""})
+    hints = (near(want, known, "") for text in filters if (want := text.rpartition("=")[2]) not in known)
+    return next((f"; {hint}" for hint in hints if hint), "")
 
 
 Rows = list[tuple[Listed, dict[str, str]]]

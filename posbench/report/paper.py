@@ -77,12 +77,8 @@ def counted(table: pd.DataFrame) -> str:
     verdicts = groups["verdict"].agg(lambda each: each.iloc[0] if each.nunique() == 1 else MIXED)
     near = groups["near_zero"].first()
     text = f"Cells of the paper: {tally(verdicts[~near], AGREEMENT) or 'none away from zero'}."
-    apart = "within the margin of zero, where a model that always fails agrees, too"
-    return (
-        f"{text} Apart from these {near.sum()} {apart}: {tally(verdicts[near], AGREEMENT)}."
-        if near.any()
-        else text
-    )
+    apart = f"{near.sum()} within the margin of zero, where a model that always fails agrees, too"
+    return text + f" Apart from these {apart}: {tally(verdicts[near], AGREEMENT)}." * bool(near.any())
 
 
 def cells(metrics: pd.DataFrame, reference: Sequence[Row]) -> tuple[pd.DataFrame, str]:

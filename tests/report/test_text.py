@@ -174,7 +174,7 @@ def test_a_verdict_comes_first_with_the_statistic_that_it_rests_on(tmp_path: Pat
     write_csv(tmp_path / "findings.csv", _judged())
     out = StringIO()
     show_findings(tmp_path, Console(file=out, width=120))
-    told = " ".join(out.getvalue().replace("│", " ").split())
+    told = " ".join(out.getvalue().split())
     for word in ("holds", "contradicted", "inconclusive"):
         assert f"{word} A claim: statistic of {word}" in told, "equal claims are told apart"
     assert verdicts(_judged()) in told
