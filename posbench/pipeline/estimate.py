@@ -20,7 +20,7 @@ from posbench.methods.unmodified import Unmodified
 from posbench.model.lm import batches
 from posbench.model.load import Reader
 from posbench.pipeline.config import Config, trial
-from posbench.pipeline.execute import prepared
+from posbench.pipeline.ready import prepared
 from posbench.report.terminal import text_table
 from posbench.run.progress import duration
 from posbench.tasks import Example
@@ -58,12 +58,15 @@ def show(config: Config, reader: Reader, measure: bool, console: Console) -> Non
     console.print(
         f"{parameters:,} parameters, {decimal(weights)} in memory; KV cache of a batch {decimal(cache)}"
     )
-    untold = [stage for stage in stages if stage not in {w.stage for w in works}]
-    if untold:
-        console.print(f"not estimated: {', '.join(untold)}")
+    untold = " and ".join(f"the {stage}" for stage in stages if stage not in {w.stage for w in works})
     if measure and works:
-        console.print(f"time: about {duration(sum(spent))}, from {BATCHES} batches on this machine")
-    elif works:
+        without = untold and f" without {untold}, which cannot be told before"
+        told = f"at most about {duration(sum(spent))}{without}, from {BATCHES} batches on this machine"
+        console.print(f"time: {told}", soft_wrap=True)
+        return
+    if untold:
+        console.print(f"not estimated: {untold}")
+    if works:
         console.print("time: posbench validate --measure runs a few batches")
 
 
@@ -77,7 +80,8 @@ def work(config: Config, reader: Reader) -> list[Work]:
         told = config.search.asks(len(asked), answer, text.num_hidden_layers, text.hidden_size)
         if told:
             length = _lengths(config, reader, asked)[0] / len(asked)
-            found.append(Work("search", told[0], round(told[0] * length + told[1])))
+            steps = told[2] * task.max_new_tokens
+            found.append(Work("search", told[0], round(told[0] * length + told[1]), steps))
     for stage in ("intervene", "evaluate"):
         examples = task.evaluation() if stage in stages else []
         examples = placed(examples, config.runtime.intervene_examples) if stage == "intervene" else examples
