@@ -206,7 +206,7 @@ class _Fit:
             model, layers = self.reader.name, self.reader.facts.get_text_config().num_hidden_layers
             spells = _unknown(self.reader, "The quick brown fox 0123456789") < UNKNOWN
             why = {"alphabet": f"the tokenizer of {model} does not spell letters and digits"}
-            why["points"] = f"{model} has {layers} layers"
+            why["points"] = f"{model} has {layers} layers, and they lie search.step_x apart"
             wanted = self.config.search.fitted(self.reader.context_window, spells, layers)
             for name, value in wanted.items():
                 self._change("search", {name: value}, why.get(name, self._window))

@@ -405,7 +405,7 @@ SMALL = [
 
 
 def _expect(result: Result, words: list[str], outputs: Path) -> None:
-    assert result.status == 2, result
+    assert result.status == 2 and "hydra.cc" not in result.err, result
     assert result.err.startswith("posbench: ") and result.err.count("\n") == 1, result.err
     assert "; next: " in result.err and ": allowed: " in result.err
     assert "Traceback" not in result.out + result.err
@@ -482,6 +482,12 @@ def test_gpu_on_a_machine_without_one(
     [
         (["ls", "nonsense"], ["ls", "'nonsense'", "models, tasks"]),
         (["ls", "models", "tasks"], ["ls", "'models tasks'"]),
+        (["ls", "rusn"], ["did you mean runs?"]),
+        (["shwo", "x"], ["verb = 'shwo'", "key=value", "did you mean show?"]),
+        (["lsruns"], ["verb = 'lsruns'", "did you mean ls runs?"]),
+        (["open"], ["verb = 'open'", "rescore, show", "posbench --help"]),
+        (["run", "--help"], ["verb = 'run'", "leave it out"]),
+        (["fetch", "tiny"], ["argument = 'tiny'", "key=value"]),
         (["report"], ["report", "one folder"]),
         (["report", "/nowhere"], ["DIR", "'/nowhere'", "run folder"]),
         (["rescore", "/nowhere"], ["DIR", "'/nowhere'", "run folder"]),
