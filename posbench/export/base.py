@@ -65,12 +65,17 @@ class Format(ABC):
         """Log-probabilities (nats) of the token after each of N prompts, [N, V], from the engine that loads
         the files."""
 
+    def missing(self) -> str:
+        """What is not on this machine that loads the files, and where they can be checked instead; empty
+        where all is here."""
+        return ""
+
     @abstractmethod
     def usage(self, fix: Fix) -> str:
         """How to load the files, as Markdown; DIR stands for their folder."""
 
 
-FORMATS = ("checkpoint", "lora", "transformers")
+FORMATS = ("checkpoint", "lora", "transformers", "vllm-plugin")
 """The formats, each a module of this package with a class ``Export``."""
 
 
@@ -145,6 +150,13 @@ class Measured:
         near = f"{self.difference:.1e} nats at most between the files and the method in process"
         far = f"the unmodified model is {self.unmodified:.2g} away"
         return f"{near} (allowed {self.tolerance:.1g}), {asked}; {far}"
+
+
+@dataclass(frozen=True)
+class Unverified:
+    """Stands for :class:`Measured` where what loads the files is not there."""
+
+    words: str
 
 
 def measure(form: Format, fix: Fix, folder: Path, prompts: Prompts) -> Measured:

@@ -15,7 +15,7 @@ import yaml
 
 from posbench import paths
 from posbench.errors import UserError
-from posbench.export.base import Fix, Format, Measured, Prompts, measure
+from posbench.export.base import Fix, Format, Measured, Prompts, Unverified, measure
 from posbench.files.atomic import new_folder, write_text
 from posbench.files.digests import sha256
 from posbench.files.markdown import markdown
@@ -99,8 +99,8 @@ def effects_of(outputs: Path, model: str, task: str, method: Mapping[str, Any]) 
     return rows
 
 
-def write(form: Format, fix: Fix, told: Told, prompts: Prompts, out: Path) -> Measured:
-    """Write a folder, verified; ``out`` may hold an older one of posbench.
+def write(form: Format, fix: Fix, told: Told, prompts: Prompts, out: Path) -> Measured | Unverified:
+    """Write a folder, verified where that is possible; ``out`` may hold an older one of posbench.
 
     Raises:
         UserError: The format cannot hold it, something else stands at ``out``, or what was loaded again is
@@ -110,8 +110,12 @@ def write(form: Format, fix: Fix, told: Told, prompts: Prompts, out: Path) -> Me
     form.check(fix)
     with new_folder(out) as folder:
         form.write(fix, folder)
-        measured = measure(form, fix, folder, prompts)
-        need(measured, form, fix)
+        measured: Measured | Unverified
+        if missing := form.missing():
+            measured = Unverified(f"not verified: {missing}")
+        else:
+            measured = measure(form, fix, folder, prompts)
+            need(measured, form, fix)
         write_text(folder / CARD, card(form, fix, told, measured))
         files = {str(f.relative_to(folder)): sha256(f) for f in sorted(folder.rglob("*")) if f.is_file()}
         record = {"format": form.name, **asdict(told), "measured": asdict(measured), "files": files}
@@ -127,7 +131,7 @@ def need(measured: Measured, form: Format, fix: Fix) -> None:
         raise UserError("--to", f"{form.name} of {fix.lm.name}", allowed, hint)
 
 
-def card(form: Format, fix: Fix, told: Told, measured: Measured) -> str:
+def card(form: Format, fix: Fix, told: Told, measured: Measured | Unverified) -> str:
     """The model card, Markdown."""
     constants = {k: v for k, v in told.raw["method"].items() if k != "_target_"}
     source = (paths.PACKAGE / "export" / "card.md.j2").read_text()

@@ -1,0 +1,203 @@
+"""A package that gives each layer of a model in vLLM a rotary embedding of its own."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from posbench.errors import MachineError, UserError
+from posbench.export.base import Fix, Format, Prompts
+from posbench.export.transformers import CODE, SHIPPED
+from posbench.late import Tensor, torch
+from posbench.model import rope
+
+MODELS = {
+    kind: kind
+    for kind in ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "phi3", "mixtral", "qwen3_moe")
+}
+"""By ``model_type``, the module of vLLM whose layers each hold a rotary embedding."""
+PYTHON = "POSBENCH_VLLM_PYTHON"
+
+
+class Export(Format):
+    """A package for vLLM, which serves the weights as they are with another rotary embedding in each
+    layer."""
+
+    name = "vllm-plugin"
+    folds = False
+
+    def check(self, fix: Fix) -> None:
+        """Raise UserError for other methods, and for models that vLLM does not serve in this shape."""
+        if SHIPPED.get(type(fix.method), ("",))[0] != "layer_scaling":
+            method = type(fix.method).__module__.rpartition(".")[2]
+            allowed = f"a format that holds {method}; this one holds layer_scaling"
+            raise UserError(
+                "--to", self.name, allowed, "--to checkpoint or lora for what folds, else transformers"
+            )
+        kind = fix.lm.model.config.model_type
+        plain = getattr(rope.rotary_module(fix.lm.model), "rope_type", None) == "default"
+        if kind not in MODELS or not plain:
+            allowed = (
+                f"{', '.join(MODELS)} with plain RoPE; {fix.lm.name} is {kind}{'' if plain else ', scaled'}"
+            )
+            raise UserError("--to", f"{self.name} of {fix.lm.name}", allowed, "--to transformers")
+
+    def write(self, fix: Fix, folder: Path) -> None:
+        """``pyproject.toml`` and a package of two modules: one that registers, one that is the model."""
+        kind, package = fix.lm.model.config.model_type, name_of(fix)
+        model = type(fix.lm.model).__name__
+        text = (CODE / "vllm_layers.py").read_text()
+        text = text.replace("models.llama import LlamaForCausalLM", f"models.{MODELS[kind]} import {model}")
+        text = text.replace("SCALES = (1.0,)", f"SCALES = {scales_of(fix)}")
+        (folder / package).mkdir()
+        (folder / package / "model.py").write_text(text)
+        for file, source in ((f"{package}/__init__.py", REGISTER), ("pyproject.toml", PROJECT)):
+            (folder / file).write_text(source.replace("PACKAGE", package).replace("MODEL", name_in_vllm(fix)))
+
+    def missing(self) -> str:
+        """See :class:`Format`."""
+        look = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None)"
+        there = subprocess.run([python(), "-c", look], check=False).returncode == 0
+        return "" if there else f"vLLM is not installed here; set {PYTHON} to a Python that has it"
+
+    def read(self, fix: Fix, folder: Path, prompts: Prompts) -> Tensor:
+        """Through vLLM in a process of its own."""
+        call = {"model": fix.files or fix.base, "hf_overrides": {"architectures": [name_in_vllm(fix)]}}
+        dtype = str(fix.lm.model.dtype).removeprefix("torch.")
+        return answers({**call, "dtype": dtype}, prompts, folder, name_of(fix))
+
+    def usage(self, fix: Fix) -> str:
+        """With vLLM."""
+        return USAGE.replace("BASE", fix.base).replace("MODEL", name_in_vllm(fix))
+
+
+USAGE = """- vLLM: `pip install DIR`, then `vllm serve BASE --hf-overrides '{"architectures": ["MODEL"]}'`
+
+  Without `--hf-overrides` vLLM serves the unmodified model, whether or not the package is installed.
+"""
+
+REGISTER = '''# SPDX-License-Identifier: MIT
+# Copyright (c) 2026 The posbench authors
+"""Tells vLLM of the model MODEL."""
+
+
+def register() -> None:
+    """What vLLM calls when it starts."""
+    from vllm import ModelRegistry
+
+    ModelRegistry.register_model("MODEL", "PACKAGE.model:PosbenchForCausalLM")
+'''
+
+PROJECT = """[build-system]
+requires = ["setuptools>=77"]
+build-backend = "setuptools.build_meta"
+
+[project]
+name = "PACKAGE"
+version = "1.0"
+description = "A rotary embedding for each layer of one model in vLLM, written by posbench"
+license = "MIT"
+
+[project.entry-points."vllm.general_plugins"]
+PACKAGE = "PACKAGE:register"
+
+[tool.setuptools]
+packages = ["PACKAGE"]
+"""
+
+
+def scales_of(fix: Fix) -> tuple[float, ...]:
+    """The scale of each layer."""
+    return tuple(float(scale) for scale in SHIPPED[type(fix.method)][1](fix.method, fix.lm)["scales"])
+
+
+def name_of(fix: Fix) -> str:
+    """Of the package: another for other scales or another architecture, so that several can be installed."""
+    told = json.dumps([type(fix.lm.model).__name__, scales_of(fix)])
+    return f"posbench_{hashlib.sha256(told.encode()).hexdigest()[:8]}"
+
+
+def name_in_vllm(fix: Fix) -> str:
+    """Of the architecture that the package registers."""
+    return f"{name_of(fix).title().replace('_', '')}ForCausalLM"
+
+
+def python() -> str:
+    """The interpreter that has vLLM."""
+    return os.environ.get(PYTHON, sys.executable)
+
+
+def answers(
+    call: Mapping[str, Any],
+    prompts: Prompts,
+    package_folder: Path | None = None,
+    package: str = "",
+    **rest: Any,
+) -> Tensor:
+    """Log-probabilities [N, V] from vLLM, NaN for tokens that it leaves out.
+
+    Args:
+        call: Arguments of ``vllm.LLM``.
+        prompts: N prompts as token ids.
+        package_folder: Where the package lies.
+        package: Its name; it is registered as vLLM would do it, without an installation.
+        **rest: ``adapter``, the folder of a LoRA adapter.
+
+    Raises:
+        UserError: vLLM is not there.
+        MachineError: vLLM ended with an error.
+    """
+    if missing := Export().missing():
+        raise UserError("vllm", python(), missing, f"{PYTHON}=/path/to/python posbench verify DIR")
+    job = {"call": call, "prompts": [list(prompt) for prompt in prompts], "package": package, **rest}
+    settings = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"}
+    if not torch.cuda.is_available():
+        settings |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    if package_folder:
+        settings["PYTHONPATH"] = str(package_folder)
+    with tempfile.TemporaryDirectory() as place:
+        done = subprocess.run(
+            [python(), "-c", ASK, f"{place}/rows.json"],
+            input=json.dumps(job),
+            capture_output=True,
+            text=True,
+            cwd=place,
+            env={**os.environ, **settings},
+            check=False,
+        )
+        if done.returncode:
+            said = (done.stderr.strip().splitlines() or ["nothing"])[-1]
+            raise MachineError("vllm", python(), f"vLLM that loads the model; it said: {said}", "report it")
+        return torch.tensor(json.loads(Path(place, "rows.json").read_text()), dtype=torch.float64)
+
+
+ASK = """
+import importlib, json, sys
+from vllm import LLM, SamplingParams
+from vllm.lora.request import LoRARequest
+
+job = json.load(sys.stdin)
+if job["package"]:
+    importlib.import_module(job["package"]).register()
+width = max(map(len, job["prompts"]))
+engine = LLM(
+    max_model_len=width + 1, max_logprobs=-1, skip_tokenizer_init=True, enforce_eager=True,
+    enable_prefix_caching=False, **job["call"],
+)
+adapter = LoRARequest("fix", 1, job["adapter"]) if job.get("adapter") else None
+asked = SamplingParams(max_tokens=1, temperature=0.0, logprobs=-1, detokenize=False)
+rows = []
+for done in engine.generate([{"prompt_token_ids": p} for p in job["prompts"]], asked, lora_request=adapter):
+    found = done.outputs[0].logprobs[0]
+    rows.append([found[i].logprob if i in found else float("nan") for i in range(max(found) + 1)])
+with open(sys.argv[1], "w") as file:
+    json.dump(rows, file)
+"""
+"""What that process runs."""
