@@ -31,8 +31,10 @@ MODULE = "modeling_posbench"
 
 
 class Export(Format):
-    """One folder with weights, config, tokenizer and code: a server needs nothing of posbench, and the code
-    does not run beside other weights than those that it was checked with."""
+    """Weights, config and tokenizer with code beside them, which needs transformers alone.
+
+    The weights go along so that one folder loads, and the code runs with those that it was checked with.
+    """
 
     name = "transformers"
     folds = False
@@ -57,9 +59,11 @@ class Export(Format):
         with replaced(model.generation_config, "use_cache", True):
             # Under the names of the class: transformers renames by model_type, which is another one here.
             model.save_pretrained(folder, state_dict=weights, save_original_format=False)
-        config = model.config.to_dict() | {
+        own = {name: value for name, value in model.config.to_dict().items() if name != "_name_or_path"}
+        config = own | {
             "model_type": "posbench",
-            "architectures": ["PosbenchForCausalLM"],
+            # What `transformers serve` loads; other engines know no such name, and refuse the folder.
+            "architectures": ["AutoModelForCausalLM"],
             "auto_map": {
                 "AutoConfig": f"{MODULE}.PosbenchConfig",
                 "AutoModelForCausalLM": f"{MODULE}.PosbenchForCausalLM",
@@ -87,6 +91,8 @@ class Export(Format):
 USAGE = """- transformers: `AutoModelForCausalLM.from_pretrained("DIR", trust_remote_code=True)`;
   `modeling_posbench.py` is all the code that runs. Without `trust_remote_code` the folder is refused, not
   loaded as the unmodified model.
+- an OpenAI-compatible server: `transformers serve DIR --trust-remote-code`
+- vLLM refuses it: it runs no code of a model's own
 """
 
 
@@ -129,29 +135,39 @@ def job(lm: LM, folder: Path, prompts: Prompts) -> dict[str, Any]:
     """What :func:`answers` is asked: a folder, the type, kernel and device of a model, and N prompts."""
     kernel = families.text_config(lm.model)._attn_implementation
     how = {"dtype": str(lm.model.dtype).removeprefix("torch."), "kernel": kernel, "device": str(lm.device)}
-    return {"folder": str(folder), "prompts": [list(prompt) for prompt in prompts], **how}
+    return {"folder": str(folder.resolve()), "prompts": [list(prompt) for prompt in prompts], **how}
 
 
 def answers(jobs: Sequence[Mapping[str, Any]]) -> list[Tensor]:
     """Log-probabilities [N, V] of every job, from one process where posbench cannot be imported."""
+    rows: list[Tensor] = apart(
+        [sys.executable, "-I", "-c", ASK], jobs, {"HF_HUB_OFFLINE": "1"}, "transformers"
+    )
+    return rows
+
+
+def apart(command: Sequence[str], job: object, settings: Mapping[str, str], to: str) -> Any:
+    """What a process of its own saved with torch: it gets a job as JSON, the file's name, and environment
+    variables.
+
+    Raises:
+        MachineError: It ended with an error.
+    """
     with tempfile.TemporaryDirectory() as place:
-        out = Path(place) / "rows.pt"
+        out = Path(place) / "answers.pt"
         done = subprocess.run(
-            [sys.executable, "-I", "-c", ASK, str(out)],
-            input=json.dumps(jobs),
+            [*command, str(out)],
+            input=json.dumps(job),
             capture_output=True,
             text=True,
             cwd=place,
-            env={**os.environ, "HF_MODULES_CACHE": place, "HF_HUB_OFFLINE": "1"},
+            env={**os.environ, "HF_MODULES_CACHE": place, **settings},
             check=False,
         )
         if done.returncode:
             said = (done.stderr.strip().splitlines() or ["nothing"])[-1]
-            raise MachineError(
-                "--to", "transformers", f"code that loads; the process said: {said}", "report it"
-            )
-        rows: list[Tensor] = torch.load(out)
-        return rows
+            raise MachineError("--to", to, f"files that load; the process said: {said}", "please report it")
+        return torch.load(out)
 
 
 ASK = """

@@ -7,28 +7,23 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from posbench.errors import MachineError, UserError
+from posbench.errors import UserError
 from posbench.export.base import Fix, Format, Prompts
-from posbench.export.transformers import CODE, SHIPPED
+from posbench.export.transformers import CODE, SHIPPED, apart
 from posbench.late import Tensor, torch
 from posbench.model import rope
 
-MODELS = {
-    kind: kind
-    for kind in ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "phi3", "mixtral", "qwen3_moe")
-}
-"""By ``model_type``, the module of vLLM whose layers each hold a rotary embedding."""
+MODELS = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "phi3", "mixtral", "qwen3_moe")
+"""Values of ``model_type``, and modules of vLLM, whose layers each hold a rotary embedding."""
 PYTHON = "POSBENCH_VLLM_PYTHON"
 
 
 class Export(Format):
-    """A package for vLLM, which serves the weights as they are with another rotary embedding in each
-    layer."""
+    """A package for vLLM, which serves the weights as they are but rotates in each layer by its own scale."""
 
     name = "vllm-plugin"
     folds = False
@@ -38,15 +33,12 @@ class Export(Format):
         if SHIPPED.get(type(fix.method), ("",))[0] != "layer_scaling":
             method = type(fix.method).__module__.rpartition(".")[2]
             allowed = f"a format that holds {method}; this one holds layer_scaling"
-            raise UserError(
-                "--to", self.name, allowed, "--to checkpoint or lora for what folds, else transformers"
-            )
+            raise UserError("--to", self.name, allowed, "--to lora for what folds, else --to transformers")
         kind = fix.lm.model.config.model_type
-        plain = getattr(rope.rotary_module(fix.lm.model), "rope_type", None) == "default"
-        if kind not in MODELS or not plain:
-            allowed = (
-                f"{', '.join(MODELS)} with plain RoPE; {fix.lm.name} is {kind}{'' if plain else ', scaled'}"
-            )
+        scaled = getattr(rope.rotary_module(fix.lm.model), "rope_type", None) != "default"
+        if kind not in MODELS or scaled:
+            what = f"{fix.lm.name} is {kind}{', scaled' if scaled else ''}"
+            allowed = f"{', '.join(MODELS)} with plain RoPE; {what}"
             raise UserError("--to", f"{self.name} of {fix.lm.name}", allowed, "--to transformers")
 
     def write(self, fix: Fix, folder: Path) -> None:
@@ -54,7 +46,7 @@ class Export(Format):
         kind, package = fix.lm.model.config.model_type, name_of(fix)
         model = type(fix.lm.model).__name__
         text = (CODE / "vllm_layers.py").read_text()
-        text = text.replace("models.llama import LlamaForCausalLM", f"models.{MODELS[kind]} import {model}")
+        text = text.replace("models.llama import LlamaForCausalLM", f"models.{kind} import {model}")
         text = text.replace("SCALES = (1.0,)", f"SCALES = {scales_of(fix)}")
         (folder / package).mkdir()
         (folder / package / "model.py").write_text(text)
@@ -69,9 +61,10 @@ class Export(Format):
 
     def read(self, fix: Fix, folder: Path, prompts: Prompts) -> Tensor:
         """Through vLLM in a process of its own."""
-        call = {"model": fix.files or fix.base, "hf_overrides": {"architectures": [name_in_vllm(fix)]}}
+        model = str(Path(fix.files).resolve()) if fix.files else fix.base
         dtype = str(fix.lm.model.dtype).removeprefix("torch.")
-        return answers({**call, "dtype": dtype}, prompts, folder, name_of(fix))
+        call = {"model": model, "dtype": dtype, "hf_overrides": {"architectures": [name_in_vllm(fix)]}}
+        return answers(call, prompts, package=str(folder.resolve() / name_of(fix)))
 
     def usage(self, fix: Fix) -> str:
         """With vLLM."""
@@ -126,7 +119,7 @@ def name_of(fix: Fix) -> str:
 
 def name_in_vllm(fix: Fix) -> str:
     """Of the architecture that the package registers."""
-    return f"{name_of(fix).title().replace('_', '')}ForCausalLM"
+    return f"{name_of(fix).capitalize().replace('_', '')}ForCausalLM"
 
 
 def python() -> str:
@@ -134,70 +127,53 @@ def python() -> str:
     return os.environ.get(PYTHON, sys.executable)
 
 
-def answers(
-    call: Mapping[str, Any],
-    prompts: Prompts,
-    package_folder: Path | None = None,
-    package: str = "",
-    **rest: Any,
-) -> Tensor:
-    """Log-probabilities [N, V] from vLLM, NaN for tokens that it leaves out.
+def answers(call: Mapping[str, Any], prompts: Prompts, *, package: str = "", adapter: str = "") -> Tensor:
+    """Log-probabilities [N, V] from vLLM.
 
     Args:
         call: Arguments of ``vllm.LLM``.
         prompts: N prompts as token ids.
-        package_folder: Where the package lies.
-        package: Its name; it is registered as vLLM would do it, without an installation.
-        **rest: ``adapter``, the folder of a LoRA adapter.
+        package: The package's folder; it registers as where it is installed.
+        adapter: The folder of a LoRA adapter.
 
     Raises:
         UserError: vLLM is not there.
-        MachineError: vLLM ended with an error.
+        MachineError: It ended with an error.
     """
     if missing := Export().missing():
         raise UserError("vllm", python(), missing, f"{PYTHON}=/path/to/python posbench verify DIR")
-    job = {"call": call, "prompts": [list(prompt) for prompt in prompts], "package": package, **rest}
+    job = {"call": call, "prompts": [list(prompt) for prompt in prompts], "package": package}
     settings = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"}
     if not torch.cuda.is_available():
         settings |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-    if package_folder:
-        settings["PYTHONPATH"] = str(package_folder)
-    with tempfile.TemporaryDirectory() as place:
-        done = subprocess.run(
-            [python(), "-c", ASK, f"{place}/rows.json"],
-            input=json.dumps(job),
-            capture_output=True,
-            text=True,
-            cwd=place,
-            env={**os.environ, **settings},
-            check=False,
-        )
-        if done.returncode:
-            said = (done.stderr.strip().splitlines() or ["nothing"])[-1]
-            raise MachineError("vllm", python(), f"vLLM that loads the model; it said: {said}", "report it")
-        return torch.tensor(json.loads(Path(place, "rows.json").read_text()), dtype=torch.float64)
+    if package:
+        # For the processes that vLLM starts, too.
+        settings["PYTHONPATH"] = str(Path(package).parent)
+    rows: Tensor = apart([python(), "-c", ASK], {**job, "adapter": adapter}, settings, "vllm-plugin")
+    return rows
 
 
 ASK = """
-import importlib, json, sys
+import importlib, json, os, sys
+import torch
 from vllm import LLM, SamplingParams
 from vllm.lora.request import LoRARequest
 
 job = json.load(sys.stdin)
 if job["package"]:
-    importlib.import_module(job["package"]).register()
-width = max(map(len, job["prompts"]))
+    importlib.import_module(os.path.basename(job["package"])).register()
 engine = LLM(
-    max_model_len=width + 1, max_logprobs=-1, skip_tokenizer_init=True, enforce_eager=True,
-    enable_prefix_caching=False, **job["call"],
+    max_model_len=max(map(len, job["prompts"])) + 1,
+    max_logprobs=-1,
+    skip_tokenizer_init=True,
+    enforce_eager=True,
+    **job["call"],
 )
-adapter = LoRARequest("fix", 1, job["adapter"]) if job.get("adapter") else None
+adapter = LoRARequest("fix", 1, job["adapter"]) if job["adapter"] else None
 asked = SamplingParams(max_tokens=1, temperature=0.0, logprobs=-1, detokenize=False)
-rows = []
-for done in engine.generate([{"prompt_token_ids": p} for p in job["prompts"]], asked, lora_request=adapter):
-    found = done.outputs[0].logprobs[0]
-    rows.append([found[i].logprob if i in found else float("nan") for i in range(max(found) + 1)])
-with open(sys.argv[1], "w") as file:
-    json.dump(rows, file)
+out = engine.generate([{"prompt_token_ids": p} for p in job["prompts"]], asked, lora_request=adapter)
+found = [reply.outputs[0].logprobs[0] for reply in out]
+rows = [[row[token].logprob for token in range(len(row))] for row in found]
+torch.save(torch.tensor(rows, dtype=torch.float64), sys.argv[1])
 """
-"""What that process runs."""
+"""What that process runs, from one JSON object to a file with a tensor."""

@@ -93,7 +93,7 @@ def test_vllm_loads_what_folds(name: str, tmp_path: Path) -> None:
     call: dict[str, Any] = {"model": str(out), "dtype": "float32"}
     if name == "lora":
         call |= {"model": fix.base, "enable_lora": True, "max_lora_rank": 8}
-    got = vllm_plugin.answers(call, PROMPTS, **({"adapter": str(out)} if name == "lora" else {}))
+    got = vllm_plugin.answers(call, PROMPTS, adapter=str(out) if name == "lora" else "")
     with fix.method.applied(fix.lm):
         assert difference(next_token(fix.lm, PROMPTS), got) < EXACT
     assert difference(next_token(fix.lm, PROMPTS), got) > 0.1

@@ -82,11 +82,11 @@ class PosbenchForCausalLM(Base):
         kind = kind if kind in self.asked else None
         cache = kwargs.get("past_key_values", kwargs.get("layer_past"))
         hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
-        positions, memory = self.asked[kind][1].expand(hidden.shape[0], -1), {}
+        positions, memory = self.asked[kind][1].expand(hidden.shape[0], -1).to(hidden.device), {}
         past = cache.get_seq_length(attention.layer_idx) if cache is not None else 0
         if past:
             before, memory = cache.posbench[attention.layer_idx]
-            positions = torch.cat([before[:, :past], positions.to(before.device)], dim=1)
+            positions = torch.cat([before[:, :past], positions], dim=1)
         if cache is not None:
             # A copy of a cache shares what it holds: replace, never change.
             cache.posbench = {**getattr(cache, "posbench", {}), attention.layer_idx: (positions, memory)}
