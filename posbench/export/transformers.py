@@ -116,26 +116,24 @@ def more_weights(fix: Fix) -> dict[str, Tensor]:
 
 
 def need_plain(lm: LM, to: str) -> None:
-    """Refuse a model whose weights are packed or elsewhere, or whose rotary embedding was removed by hand."""
+    """Refuse a model whose weights are packed or elsewhere."""
     packed = getattr(lm.model, "hf_quantizer", None) is not None
     if packed or any(parameter.is_meta for parameter in lm.model.parameters()):
         kind = "quantised" if packed else "offloaded"
-        raise UserError(
-            "--to",
-            to,
-            f"weights in memory that are plain numbers; those of {lm.name} are {kind}",
-            "set model.dtype=bfloat16, or --to lora for a method that folds",
-        )
-    if any(getattr(module, families.REMOVED, False) for module in lm.model.modules()):
-        allowed = f"a model whose config tells its positions; {lm.name} has model.rope=none"
-        raise UserError("--to", to, allowed, "--to lora for a method that folds")
+        allowed = f"weights in memory that are plain numbers; those of {lm.name} are {kind}"
+        hint = "export from the model that it was made of, or --to lora for a method that folds"
+        raise UserError("--to", to, allowed, hint)
 
 
 def job(lm: LM, folder: Path, prompts: Prompts) -> dict[str, Any]:
     """What :func:`answers` is asked: a folder, the type, kernel and device of a model, and N prompts."""
-    kernel = families.text_config(lm.model)._attn_implementation
-    how = {"dtype": str(lm.model.dtype).removeprefix("torch."), "kernel": kernel, "device": str(lm.device)}
-    return {"folder": str(folder.resolve()), "prompts": [list(prompt) for prompt in prompts], **how}
+    return {
+        "folder": str(folder.resolve()),
+        "prompts": [list(prompt) for prompt in prompts],
+        "dtype": str(lm.model.dtype).removeprefix("torch."),
+        "kernel": families.text_config(lm.model)._attn_implementation,
+        "place": "auto" if hasattr(lm.model, "hf_device_map") else str(lm.device),
+    }
 
 
 def answers(jobs: Sequence[Mapping[str, Any]]) -> list[Tensor]:
@@ -183,7 +181,8 @@ for job in json.load(sys.stdin):
         trust_remote_code=True,
         dtype=getattr(torch, job["dtype"]),
         attn_implementation=job["kernel"],
-    ).to(job["device"])
+        device_map=job["place"],
+    )
     with torch.inference_mode():
         found = [
             model(input_ids=torch.tensor([prompt], device=model.device), logits_to_keep=1).logits[0, -1]

@@ -25,6 +25,7 @@ from posbench.methods.scale_channel import ScaleChannel
 from posbench.methods.unmodified import Unmodified
 from posbench.model.lm import LM
 from posbench.model.load import load
+from tests.conftest import Result
 from tests.models import BUILDERS, VOCABULARY, build
 
 METHODS: dict[str, Method] = {
@@ -70,8 +71,24 @@ def fits(method: Method, lm: LM) -> bool:
     return True
 
 
-def test_every_method_in_a_process_without_posbench(tmp_path: Path) -> None:
-    check_models(SAMPLE, tmp_path)
+def test_every_method_in_a_process_without_posbench(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    check_models(SAMPLE, Path())
+
+
+@pytest.mark.slow
+def test_the_command(posbench: Callable[..., Result], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    call = ["export", "model=tiny", "method=scale_channel", "task.limit=4", "--to", "transformers"]
+    assert posbench(*call, "--out", "fix", verb=True).status == 0
+    assert posbench("verify", "fix", verb=True).status == 0
+    # Code that computes something else is found.
+    code = tmp_path / "fix" / "modeling_posbench.py"
+    text = code.read_text()
+    code.write_text(text.replace('*= own["factor"]', "*= 1"))
+    assert code.read_text() != text and posbench("verify", "fix", verb=True).status == 2
 
 
 @pytest.mark.slow
