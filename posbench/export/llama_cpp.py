@@ -23,8 +23,8 @@ def serve(model: Path, tokens: int, adapter: Path | None = None) -> Any:
 
     settings = xllamacpp.CommonParams()
     settings.model.path, settings.verbosity = str(model), 0
-    settings.n_ctx = settings.n_batch = settings.n_ubatch = tokens
-    settings.n_parallel, settings.warmup, settings.fit_params = 1, False, False
+    settings.n_ctx, settings.n_parallel = tokens, 1
+    settings.warmup = settings.fit_params = False
     settings.cache_type_k = settings.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
     settings.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
     settings.cpuparams.n_threads = settings.cpuparams_batch.n_threads = torch.get_num_threads()
