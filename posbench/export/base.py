@@ -50,6 +50,7 @@ class Format(ABC):
     name: ClassVar[str]
     folds: ClassVar[bool] = True  # whether it holds only what folds into the checkpoint
     package: ClassVar[str] = ""  # that loads it, where posbench does not come with it
+    library: ClassVar[str] = "transformers"  # by which model hubs list it
 
     def check(self, fix: Fix) -> None:
         """Raise UserError where the format cannot hold the method or the model."""
@@ -70,12 +71,16 @@ class Format(ABC):
         where all is here."""
         return ""
 
+    def exact(self, fix: Fix) -> bool:
+        """As :class:`Fix`, of the engine that loads the files."""
+        return fix.exact
+
     @abstractmethod
     def usage(self, fix: Fix) -> str:
         """How to load the files, as Markdown; DIR stands for their folder."""
 
 
-FORMATS = ("checkpoint", "lora", "transformers", "vllm-plugin")
+FORMATS = ("checkpoint", "lora", "gguf", "gguf-lora", "transformers", "vllm-plugin")
 """The formats, each a module of this package with a class ``Export``."""
 
 
@@ -123,7 +128,9 @@ def next_token(lm: LM, prompts: Prompts) -> Tensor:
 
 def difference(one: Tensor, other: Tensor) -> float:
     """Largest difference between log-probabilities [N, V] where both are known: an engine may pad its
-    vocabulary, or leave a token out (NaN)."""
+    vocabulary, or leave tokens out (NaN), but not all of a prompt."""
+    if bool(other.isnan().all(1).any()):
+        return float("inf")
     width = min(one.shape[1], other.shape[1])
     return float((one[:, :width] - other[:, :width]).abs().nan_to_num(nan=0.0, posinf=torch.inf).max())
 
@@ -166,5 +173,5 @@ def measure(form: Format, fix: Fix, folder: Path, prompts: Prompts) -> Measured:
     plain, got = next_token(fix.lm, prompts), form.read(fix, folder, prompts)
     sizes: dict[str, Any] = {"prompts": len(prompts), "tokens": max(map(len, prompts))}
     far = difference(wanted, plain)
-    allowed = EXACT if fix.exact else max(ROUGH, SHARE * far)
+    allowed = EXACT if form.exact(fix) else max(ROUGH, SHARE * far)
     return Measured(difference(wanted, got), far, allowed, **sizes)

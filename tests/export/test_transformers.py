@@ -71,15 +71,15 @@ def fits(method: Method, lm: LM) -> bool:
     return True
 
 
-def test_every_method_in_a_process_without_posbench(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_every_method_in_a_process_without_posbench(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     check_models(SAMPLE, Path())
 
 
 @pytest.mark.slow
-def test_the_command(posbench: Callable[..., Result], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_command(
+    posbench: Callable[..., Result], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.chdir(tmp_path)
     call = ["export", "model=tiny", "method=scale_channel", "task.limit=4", "--to", "transformers"]
     assert posbench(*call, "--out", "fix", verb=True).status == 0
