@@ -27,6 +27,7 @@ class Export(Format):
 
     name = "vllm-plugin"
     folds = False
+    library = "vllm"
 
     def check(self, fix: Fix) -> None:
         """Raise UserError for other methods, and for models that vLLM does not serve in this shape."""
