@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -163,7 +164,10 @@ def apart(command: Sequence[str], job: object, settings: Mapping[str, str], to: 
             check=False,
         )
         if done.returncode:
-            said = (done.stderr.strip().splitlines() or ["nothing"])[-1]
+            lines = done.stderr.strip().splitlines() or ["nothing"]
+            # Progress bars may follow the error.
+            errors = [line for line in lines if re.search(r"(^|\s)[\w.]+(Error|Exception): ", line)]
+            said = (errors or lines)[-1][:300]
             raise MachineError("--to", to, f"files that load; the process said: {said}", "please report it")
         return torch.load(out)
 
