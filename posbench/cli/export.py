@@ -33,7 +33,7 @@ from posbench.report.folder import need_place, read_json, read_text
 from posbench.report.index import run_named
 from posbench.run.base import Run
 from posbench.run.folder import checked
-from posbench.search import held_back
+from posbench.search import deploy, held_back
 from posbench.search.base import FOUND
 
 
@@ -67,7 +67,7 @@ def export(args: list[str]) -> int:
         )
     form, console, place = base.find(to), terminal(), Path(out).expanduser()
     need_place(place, (place / write.RECORD).is_file(), write.KIND)
-    config, gain = _of_run(run_named(rest[0], outputs)) if "=" not in rest[0] else (_of(rest), "")
+    config, gain, known = _of_run(run_named(rest[0], outputs)) if "=" not in rest[0] else (_of(rest), "", "")
     quiet()
     run = prepared(config, {}, (), console)
     asked = run.method()
@@ -77,6 +77,7 @@ def export(args: list[str]) -> int:
     form.check(fix)
     if price:
         price = write.price_of(run, asked, method)
+    if price := price or known:
         console.print(Text(price), soft_wrap=True)
     raw = {**config.raw, "method": _node(config.raw["method"], asdict(method))}
     told = Told(
@@ -133,8 +134,9 @@ def _of(overrides: list[str]) -> Config:
     return check(made.raw, made.typed, made.folders)
 
 
-def _of_run(folder: Path) -> tuple[Config, str]:
-    """The config of a run with the constants that it applied, and what its search gained, in words."""
+def _of_run(folder: Path) -> tuple[Config, str, str]:
+    """The config of a run with the constants that it applied; what its search gained, and the price of what
+    it found for a format, in words."""
     out = checked(folder)
     raw, found = out.config("task", "model", "method"), {}
     if (folder / FOUND).is_file():
@@ -145,7 +147,7 @@ def _of_run(folder: Path) -> tuple[Config, str]:
     raw = {**raw, "method": _node(raw["method"], ran)}
     block: dict[str, Any] = next((b for b in found.values()), {})
     gain = held_back.words(block["held_back"]) if "held_back" in block else ""
-    return _checked(raw), gain
+    return _checked(raw), gain, ". ".join(deploy.words(block["deploy"])) if "deploy" in block else ""
 
 
 def _checked(raw: Mapping[str, Any]) -> Config:
