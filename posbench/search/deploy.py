@@ -17,7 +17,6 @@ from posbench.methods import Method
 from posbench.methods.composed import Composed
 from posbench.methods.scale_channel import ScaleChannel
 from posbench.methods.unmodified import Unmodified
-from posbench.plots.search import candidate_label
 from posbench.plots.section import Section
 from posbench.run.base import Run
 from posbench.schema import Count, NonNegative
@@ -34,9 +33,6 @@ FOLDING = ("checkpoint", "lora", "gguf", "gguf-lora")
 """Formats of ``posbench export`` that scale the attention of all tokens."""
 Format = Literal["checkpoint", "lora", "gguf", "gguf-lora", "transformers"]
 AGAIN = "deploy.jsonl"
-UNKNOWN = 0.1
-"""Share of unknown tokens from which a tokenizer does not spell the side task."""
-
 Pairs = Mapping[str, tuple[list[int], list[int]]]
 """Prompts and what should follow them, as token ids, by id."""
 
@@ -46,8 +42,8 @@ class DeploySearch(Search):
     """A search for settings of scale_channel that goes on to what will be shipped, where that is asked.
 
     The candidates that are best with the last token alone are asked again: as the format holds them, and on
-    the side task. The unmodified model stands among them, so what is chosen is at least as good. Both orders
-    agree for one range of layers; with ``layers=auto`` they may not, and ``shortlist`` should be larger.
+    the side task. The unmodified model stands among them, so what is chosen is at least as good. With
+    ``layers=auto`` the two orders can differ much: take a larger ``shortlist`` then.
 
     Args:
         top_k: See the search.
@@ -112,54 +108,43 @@ class DeploySearch(Search):
             raise UserError("search.deploy", self.deploy, allowed, "set search.deploy=transformers")
         if self.side_task:
             tokens = [token for ids, _ in self._side_pairs(run).values() for token in ids]
-            if tokens.count(run.lm.need_tokenizer().unk_token_id) >= UNKNOWN * len(tokens):
-                hint = "take another one, or a model that reads text"
-                allowed = f"text that the tokenizer of {run.lm.name} spells"
-                raise UserError("search.side_task", self.side_task.name, allowed, hint)
+            if tokens.count(run.lm.need_tokenizer().unk_token_id) > len(tokens) / 10:
+                allowed, name = f"text that the tokenizer of {run.lm.name} spells", self.side_task.name
+                raise UserError("search.side_task", name, allowed, "take another one, or another model")
 
     def again(
         self, run: Run, candidates: Sequence[ScaleChannel], each: Array, best: int | None
     ) -> tuple[pd.DataFrame, int | None]:
         """Ask the shortlist again, inside the run's other methods; resumed.
 
-        Args:
-            run: The run.
-            candidates: All C candidates.
-            each: Losses with the last token alone, the unmodified model's first, [1 + C, N].
-            best: The best of the candidates by these; None: the unmodified model.
-
-        Returns:
-            The rows of ``deploy.csv``, and what is chosen, as ``best``.
+        From C candidates, their losses with the last token alone behind the unmodified model's, [1 + C, N],
+        and the best of them (None: the unmodified model). Gives ``deploy.csv``, and what is chosen, alike.
         """
         order = np.argsort(each[1:].mean(1), kind="stable").tolist()
         short = sorted(order, key=lambda i: i != best)[: self.asked_again]
         trial = run.trial()
         part: Any = [*trial.parts.values()][-1] if isinstance(trial, Composed) else trial
-        mode, methods = part.twin() if self.folds else part, list[ScaleChannel]()
-        for c in (candidates[i] for i in short):
-            methods.append(replace(mode, channel=c.channel, factor=c.factor, layers=c.layers))
-        examples = run.examples("calibration")
+        mode = part.twin() if self.folds else part
+        fields, examples = ("channel", "factor", "layers"), run.examples("calibration")
+        methods = [replace(mode, **{name: getattr(candidates[i], name) for name in fields}) for i in short]
         before = losses = each[[0, *(i + 1 for i in short)]]
         if mode.last != 1 or mode.tokens != "both":
             own = {e.id: run.lm.answer_ids(e.prompt, e.answers[0]) for e in examples}
             losses = np.concatenate([each[:1], self._nats(run, "calibration", own, methods)])
         table = pd.DataFrame({"rank": [0, *(order.index(i) + 1 for i in short)]})
-        table["candidate"] = [shown(UNMODIFIED), *(candidate_label(_row(c)) for c in methods)]
+        table["candidate"] = [shown(UNMODIFIED), *map(_label, methods)]
         table["loss_last_1"], table["loss"] = before.mean(1), losses.mean(1)
         table["best_last_1"] = table.index == (best is not None)  # it is the first of the shortlist
         optimum, clusters = each[0 if best is None else best + 1], [e.cluster or e.id for e in examples]
         prices = [ends(paired(values, optimum, clusters), "price") for values in losses]
-        sizes, allowed = {"n": len(examples), "candidates": len(candidates)}, True
-        table = table.join(pd.DataFrame(prices)).assign(**sizes)
+        table = table.join(pd.DataFrame(prices)).assign(n=len(examples), candidates=len(candidates))
+        table["allowed"] = True
         if self.side_task:
             clusters, pairs = [e.cluster or e.id for e in self._side()], self._side_pairs(run)
             side = self._nats(run, "side", pairs, [Unmodified(), *methods])
             rises = [ends(paired(values, side[0], clusters), "side_rise") for values in side]
-            table = (
-                table.assign(side_loss=side.mean(1)).join(pd.DataFrame(rises)).assign(side_n=len(clusters))
-            )
-            allowed = table["side_rise"] <= self.side_rise
-        table["allowed"] = allowed
+            table = table.join(pd.DataFrame(rises)).assign(side_loss=side.mean(1), side_n=len(clusters))
+            table["allowed"] = table["side_rise"] <= self.side_rise
         won = int(table.loc[table["allowed"], "loss"].idxmin())
         table["selected"] = table.index == won
         return table, short[won - 1] if won else None
@@ -256,7 +241,6 @@ def words(facts: Mapping[str, Any]) -> list[str]:
     return out
 
 
-def _row(c: ScaleChannel) -> pd.Series:
-    """A candidate as :func:`candidate_label` takes it."""
-    ends = {"layer_first": c.layers[0], "layer_last": c.layers[1]}
-    return pd.Series({"channel": c.channels[0], "factor": c.factor, **ends}, dtype=object)
+def _label(c: ScaleChannel) -> str:
+    """As the figure of the candidates names it."""
+    return f"ch {c.channels[0]} x {c.factor:g}, layers {c.layers[0]}-{c.layers[1]}"
