@@ -26,8 +26,7 @@ from posbench.methods.base import Method
 from posbench.model.load import load, reader
 from posbench.pipeline.compose import composed
 from posbench.pipeline.config import Config, check
-from posbench.pipeline.execute import prepared
-from posbench.pipeline.ready import quiet
+from posbench.pipeline.ready import prepared, quiet, ready
 from posbench.report.console import terminal
 from posbench.report.folder import need_place, read_json, read_text
 from posbench.report.index import run_named
@@ -129,9 +128,8 @@ def _versions(*packages: str) -> dict[str, str]:
 
 
 def _of(overrides: list[str]) -> Config:
-    """The config that overrides ask for, without a search."""
-    made = composed(*overrides, "stages=[evaluate]")
-    return check(made.raw, made.typed, made.folders)
+    """The config that overrides ask for, without a search; sizes fit the model's window."""
+    return ready(composed(*overrides, "stages=[evaluate]"), download=False).config
 
 
 def _of_run(folder: Path) -> tuple[Config, str, str]:

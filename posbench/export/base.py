@@ -65,12 +65,16 @@ class Format(ABC):
         """Log-probabilities (nats) of the token after each of N prompts, [N, V], from the engine that loads
         the files."""
 
+    def exact(self, fix: Fix) -> bool:
+        """As :class:`Fix`, of the engine that loads the files."""
+        return fix.exact
+
     @abstractmethod
     def usage(self, fix: Fix) -> str:
         """How to load the files, as Markdown; DIR stands for their folder."""
 
 
-FORMATS = ("checkpoint", "lora")
+FORMATS = ("checkpoint", "lora", "gguf", "gguf-lora")
 """The formats, each a module of this package with a class ``Export``."""
 
 
@@ -154,5 +158,5 @@ def measure(form: Format, fix: Fix, folder: Path, prompts: Prompts) -> Measured:
     plain, got = next_token(fix.lm, prompts), form.read(fix, folder, prompts)
     sizes: dict[str, Any] = {"prompts": len(prompts), "tokens": max(map(len, prompts))}
     far = difference(wanted, plain)
-    allowed = EXACT if fix.exact else max(ROUGH, SHARE * far)
+    allowed = EXACT if form.exact(fix) else max(ROUGH, SHARE * far)
     return Measured(difference(wanted, got), far, allowed, **sizes)

@@ -87,20 +87,24 @@ def need_columns(change: Folded, to: str) -> None:
     """Refuse what no adapter of weights holds."""
     if change.rope or not change.columns:
         what = "rotary embeddings change" if change.rope else "nothing changes"
-        raise UserError("--to", to, f"a format for more than weights: {what} here", "--to checkpoint")
+        hint = "--to gguf" if to == "gguf-lora" else "--to checkpoint"
+        raise UserError("--to", to, f"a format for more than weights: {what} here", hint)
 
 
 def factors(lm: LM, change: Folded) -> dict[str, tuple[Tensor, Tensor]]:
     """Per projection, A [r, D] and B [rows, r] whose product B A is what its weights gain: for each of r
-    channels a unit row of A, and in B that channel's column times its factor less one."""
+    channels a unit row of A, and in B that channel's column times its factor less one; zeros up to the r of
+    the layer with most channels."""
     width, out = families.text_config(lm.model).hidden_size, dict[str, tuple[Tensor, Tensor]]()
+    rank = max(map(len, change.columns.values()), default=0)
     for name, (rows, scales) in columns(lm, change).items():
-        down, ups = torch.zeros(len(scales), width), []
+        down, ups = torch.zeros(rank, width), []
         for number, (channel, factor) in enumerate(scales.items()):
             down[number, channel] = 1
             gain = (factor - 1) * column(lm, name, channel)
             if rows is not None:
                 gain = torch.zeros_like(gain).index_copy(0, rows, gain[rows])
             ups.append(gain)
+        ups += [torch.zeros_like(gain)] * (rank - len(ups))
         out[name] = down, torch.stack(ups, dim=1).float().contiguous()
     return out

@@ -28,6 +28,8 @@ from tests.models import BUILDERS, VOCABULARY, build
 SCALED = ScaleChannel(channel=(3, 7), factor=-1.5, layers=(1, 3), last="all")
 INTERPOLATED, OTHER_BASE = PositionInterpolation(scale=1.7), AttentionBuckets(bases=(20000.0,))
 BOTH = Composed(parts={"position_interpolation": INTERPOLATED, "scale_channel": SCALED})
+RANKS = Composed(parts={"a": SCALED, "b": ScaleChannel(channel=5, factor=2.0, layers=(0, 2), last="all")})
+"""Layers with one, two and three channels."""
 FEW = ("llama-tied-llama3", "phi3-partial", "gpt_neox", "qwen3", "mpt-clip", "falcon-7b")
 """Biases and grouped keys; fused in blocks; fused in groups; normed; clipped; one key for all queries."""
 PROMPTS = [
@@ -76,6 +78,11 @@ def test_rotary_embeddings_are_a_config(name: str, method: Method, tmp_path: Pat
     assert found.holds and found.unmodified > 0.01
     weights = list((tmp_path / "out").glob("*.safetensors"))
     assert bool(weights) == (method is BOTH), "weights that stay as they are are not written"
+
+
+def test_layers_may_differ_in_channels(tmp_path: Path) -> None:
+    found = measured("lora", fix_of(build("llama-gqa"), RANKS, tmp_path / "model"), tmp_path / "out")
+    assert found.holds and found.unmodified > 0.01
 
 
 def test_weights_are_restored_to_the_bit(tmp_path: Path) -> None:
