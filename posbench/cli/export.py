@@ -46,6 +46,8 @@ def export(args: list[str]) -> int:
       OVERRIDES     model=... method=..., as a run has them
       --to FORMAT   checkpoint    weights, or a config alone, for every engine
                     lora          an adapter for PEFT, vLLM and others
+                    gguf          the whole model, for llama.cpp and what is built on it
+                    gguf-lora     an adapter for these
       --out DIR     a new folder
       --exact       refuse what does not fold as it is
 

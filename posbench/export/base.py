@@ -50,6 +50,7 @@ class Format(ABC):
     name: ClassVar[str]
     folds: ClassVar[bool] = True  # whether it holds only what folds into the checkpoint
     package: ClassVar[str] = ""  # that loads it, where posbench does not come with it
+    library: ClassVar[str] = "transformers"  # by which model hubs list it
 
     def check(self, fix: Fix) -> None:
         """Raise UserError where the format cannot hold the method or the model."""
@@ -122,7 +123,9 @@ def next_token(lm: LM, prompts: Prompts) -> Tensor:
 
 def difference(one: Tensor, other: Tensor) -> float:
     """Largest difference between log-probabilities [N, V] where both are known: an engine may pad its
-    vocabulary, or leave a token out (NaN)."""
+    vocabulary, or leave tokens out (NaN), but not all of a prompt."""
+    if bool(other.isnan().all(1).any()):
+        return float("inf")
     width = min(one.shape[1], other.shape[1])
     return float((one[:, :width] - other[:, :width]).abs().nan_to_num(nan=0.0, posinf=torch.inf).max())
 

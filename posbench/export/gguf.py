@@ -52,6 +52,7 @@ class Export(Format):
 
     name = "gguf"
     package = "xllamacpp"
+    library = "gguf"
 
     def check(self, fix: Fix) -> None:
         """See :class:`Format`; llama.cpp must know the architecture, its rotary embedding and tokenizer."""

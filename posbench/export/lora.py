@@ -28,6 +28,7 @@ class Export(Format):
 
     name = "lora"
     package = "peft"
+    library = "peft"
 
     def check(self, fix: Fix) -> None:
         """See :class:`Format`; an adapter changes weights alone."""

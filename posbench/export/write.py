@@ -24,7 +24,7 @@ from posbench.methods.unmodified import Unmodified
 from posbench.report.folder import need_place, read_csv, read_json
 from posbench.run.base import Run
 from posbench.run.folder import runs_in
-from posbench.stats.bootstrap import paired
+from posbench.stats.bootstrap import paired, with_interval
 from posbench.stats.frames import overall
 from posbench.tasks import Example
 
@@ -80,8 +80,8 @@ def price_of(run: Run, asked: Method, written: Method) -> str:
     said = "worse" if gap.ci_low > 0 else "better" if gap.ci_high < 0 else "cannot be told apart"
     return (
         f"All tokens scaled instead of the last alone: {said}; loss {means['written']} instead of "
-        f"{means['asked']} nats per answer token, difference {gap.value:+.3g} [{gap.ci_low:.3g}, "
-        f"{gap.ci_high:.3g}], unmodified {means['unmodified']}; {gap.n} calibration prompts"
+        f"{means['asked']} nats per answer token, difference {gap.words}, unmodified "
+        f"{means['unmodified']}; {gap.n} calibration prompts"
     )
 
 
@@ -94,8 +94,8 @@ def effects_of(outputs: Path, model: str, task: str, method: Mapping[str, Any]) 
             continue
         here = metrics[(metrics["model"] == model) & (metrics["task"] != task)]
         for row in overall(here, "difference").itertuples():
-            low, high = 100 * row.ci_low, 100 * row.ci_high
-            rows.append([str(row.task), f"{100 * row.value:+.1f} [{low:.1f}, {high:.1f}]", str(row.n)])
+            gap = with_interval(100 * row.value, 100 * row.ci_low, 100 * row.ci_high, "+z.1f")
+            rows.append([str(row.task), gap, str(row.n)])
     return rows
 
 
@@ -135,7 +135,7 @@ def card(form: Format, fix: Fix, told: Told, measured: Measured) -> str:
     facts: dict[str, Any] = {
         "hub": not Path(fix.base).exists(),
         "base": fix.base,
-        "library": "peft" if form.package == "peft" else "transformers",
+        "library": form.library,
         "model": fix.lm.name,
         "told": constants["name"],
         "about": (type(form).__doc__ or "").splitlines()[0],
