@@ -33,6 +33,7 @@ FOLDING = ("checkpoint", "lora", "gguf", "gguf-lora")
 """Formats of ``posbench export`` that scale the attention of all tokens."""
 Format = Literal["checkpoint", "lora", "gguf", "gguf-lora", "transformers"]
 AGAIN = "deploy.jsonl"
+MOST = 12  # rows of the report's table, the best ones
 Pairs = Mapping[str, tuple[list[int], list[int]]]
 """Prompts and what should follow them, as token ids, by id."""
 
@@ -205,7 +206,8 @@ class DeploySearch(Search):
         if table is None:
             return []
         numbers = ["price", *["side_rise"] * ("side_rise" in table)]
-        for _, row in table.sort_values("loss", kind="stable").iterrows():
+        best = table.sort_values("loss", kind="stable")
+        for _, row in best[(np.arange(len(best)) < MOST) | best["selected"]].iterrows():
             cells = [f"{row['loss_last_1']:.4f}", f"{row['loss']:.4f}"]
             cells += [estimate(row, name).words for name in numbers]
             mark = "yes" if row["selected"] else "" if row["allowed"] else "exceeds"
@@ -222,20 +224,19 @@ def words(facts: Mapping[str, Any]) -> list[str]:
     if facts["format"] in FOLDING:
         gap = estimate(facts, "price")
         said = "worse" if gap.ci_low > 0 else "better" if gap.ci_high < 0 else "cannot be told apart"
-        now, before = (f"{facts[name]:.4g} nats per answer token" for name in ("loss", "loss_last_1"))
         what = facts["found"] if kept else f"{facts['found']}, all tokens"
-        front = f"price of folding for {facts['format']}: {said}; loss {now} ({what})"
-        front += f" instead of {before} ({facts['last_1']}, last token), difference {gap.words}, {gap.n}"
-        tried = f"the {facts['tried']} best of {facts['candidates']} candidates were asked with all tokens"
-        out.append(f"{front} calibration prompts; {tried}")
+        out.append(
+            f"price of folding for {facts['format']}: {said}, {gap.words} nats per answer token on {gap.n} "
+            f"calibration prompts; loss {facts['loss']:.4g} ({what}) instead of {facts['loss_last_1']:.4g} "
+            f"({facts['last_1']}, last token); the {facts['tried']} best of {facts['candidates']} candidates "
+            f"were asked with all tokens"
+        )
     if "side_task" in facts:
         rise, task = estimate(facts, "side_rise").words, facts["side_task"]
         front = f"loss on {task}, {facts['side_n']} prompts: "
         front += "" if kept else f"changes by {rise} nats per token; "
-        over = (
-            f"{facts['exceed']} of {facts['tried']} candidates raise it by more than {facts['side_limit']:g}"
-        )
-        out.append(front + over)
+        front += f"{facts['exceed']} of {facts['tried']} candidates raise it by more than "
+        out.append(f"{front}{facts['side_limit']:g}")
     if kept:
         out.append("nothing is left to ship: the unmodified model wins")
     return out

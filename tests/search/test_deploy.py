@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 import shutil
 from collections.abc import Callable
 from functools import cache
@@ -305,8 +306,8 @@ def test_a_side_task_that_the_model_cannot_read_is_refused(
 def test_validate_tells_what_it_takes(posbench: Callable[..., Result]) -> None:
     def asked(*more: str) -> dict[str, int]:
         said = posbench("validate", "model=tiny", "stages=[search]", *more, verb=True).out
-        rows = [line.split("│")[1:3] for line in said.splitlines() if "│" in line]
-        return {name.strip(): int(count.replace(",", "")) for name, count in rows}
+        rows = re.findall(r"^(search(?:: \w+)?) +([\d,]+) ", said, re.M)
+        return {name: int(count.replace(",", "")) for name, count in rows}
 
     side = ["search.side_task=kv_retrieval", "search.side_task.calibration_examples=7"]
     assert asked() == {"search": 3 * 120}
