@@ -147,7 +147,7 @@ def _of_run(folder: Path) -> tuple[Config, str, str]:
     raw = {**raw, "method": _node(raw["method"], ran)}
     block: dict[str, Any] = next((b for b in found.values()), {})
     gain = held_back.words(block["held_back"]) if "held_back" in block else ""
-    return _checked(raw), gain, ". ".join(deploy.words(block["deploy"])) if "deploy" in block else ""
+    return _checked(raw), gain, deploy.told(block["deploy"]) if "deploy" in block else ""
 
 
 def _checked(raw: Mapping[str, Any]) -> Config:

@@ -213,8 +213,8 @@ class DeploySearch(Search):
             mark = "yes" if row["selected"] else "" if row["allowed"] else "exceeds"
             rows.append([row["candidate"], *cells, mark])
         header = ["candidate", "loss, last token", "loss as shipped", "price", "rise on the side task"]
-        said = "".join(f"{line[0].upper()}{line[1:]}. " for line in words(self.facts(table)))
-        text = f"{said}Price: loss as shipped, less that of the best with the last token alone."
+        text = "Price: loss as shipped, less that of the best with the last token alone."
+        text = f"{told(self.facts(table))} {text}"
         return [Section("What is shipped", text, [*header[: 3 + len(numbers)], "selected"], rows)]
 
 
@@ -240,6 +240,11 @@ def words(facts: Mapping[str, Any]) -> list[str]:
     if kept:
         out.append("nothing is left to ship: the unmodified model wins")
     return out
+
+
+def told(facts: Mapping[str, Any]) -> str:
+    """The same as sentences."""
+    return " ".join(f"{line[0].upper()}{line[1:]}." for line in words(facts))
 
 
 def _label(c: ScaleChannel) -> str:

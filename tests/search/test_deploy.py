@@ -194,7 +194,7 @@ def test_the_stages_that_follow_and_the_model_card_have_it(
     out = tmp_path / "fix"
     result = posbench("export", str(folder), "--to", "lora", "--exact", "--out", str(out), verb=True)
     assert result.status == 0, result.err
-    (line,) = deploy.words(facts)
+    line = deploy.told(facts)
     assert line in (out / "README.md").read_text() and line in words(result)
 
 
