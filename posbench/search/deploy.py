@@ -99,7 +99,11 @@ class DeploySearch(Search):
 
     def check(self, run: Run) -> None:
         """Refuse a method that the format does not hold, and a side task that the model does not read."""
-        assert run.target is not None
+        if run.target is None:  # a study's search
+            if self.asked_again:
+                hint = "leave out search.deploy and search.side_task"
+                raise UserError("search.deploy", self.deploy, "null in a study, which ships nothing", hint)
+            return
         last = run.target.pinned.get("last")
         if self.folds and last not in (None, "all"):
             allowed = f"all, with search.deploy={self.deploy}, which folds"
