@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -32,7 +32,7 @@ from posbench.report.folder import need_place, read_json, read_text
 from posbench.report.index import run_named
 from posbench.run.base import Run
 from posbench.run.folder import checked
-from posbench.search import held_back
+from posbench.search import deploy, held_back
 from posbench.search.base import FOUND
 
 
@@ -68,22 +68,21 @@ def export(args: list[str]) -> int:
         )
     form, console, place = base.find(to), terminal(), Path(out).expanduser()
     need_place(place, (place / write.RECORD).is_file(), write.KIND)
-    config, gain = _of_run(run_named(rest[0], outputs)) if "=" not in rest[0] else (_of(rest), "")
+    config, gain, known = _of_run(run_named(rest[0], outputs)) if "=" not in rest[0] else (_of(rest), "", "")
     quiet()
     run = prepared(config, {}, (), console)
     asked = run.method()
     asked.check(run.lm)
-    method, price = _foldable(form, run, asked, exact)
+    method = _written(form, run, asked, exact)
     fix = _fix(run, method)
     form.check(fix)
-    if price:
-        price = write.price_of(run, asked, method)
+    if price := write.price_of(run, asked, method) if method != asked else known:
         console.print(Text(price), soft_wrap=True)
     raw = {**config.raw, "method": _node(config.raw["method"], asdict(method))}
     told = Told(
         command=shlex.join(["posbench", "export", *args]),
         raw=raw,
-        source=run._origin().get("source", ""),
+        source=run.origin().get("source", ""),
         gain=gain,
         price=price,
         effects=write.effects_of(outputs, run.model.name, run.task.name, asdict(asked)),
@@ -133,8 +132,9 @@ def _of(overrides: list[str]) -> Config:
     return ready(composed(*overrides, "stages=[evaluate]"), download=False).config
 
 
-def _of_run(folder: Path) -> tuple[Config, str]:
-    """The config of a run with the constants that it applied, and what its search gained, in words."""
+def _of_run(folder: Path) -> tuple[Config, str, str]:
+    """The config of a run with the constants that it applied; what its search gained, and the price of what
+    it found for a format, in words."""
     out = checked(folder)
     raw, found = out.config("task", "model", "method"), {}
     if (folder / FOUND).is_file():
@@ -145,7 +145,7 @@ def _of_run(folder: Path) -> tuple[Config, str]:
     raw = {**raw, "method": _node(raw["method"], ran)}
     block: dict[str, Any] = next((b for b in found.values()), {})
     gain = held_back.words(block["held_back"]) if "held_back" in block else ""
-    return _checked(raw), gain
+    return _checked(raw), gain, deploy.told(block["deploy"]) if "deploy" in block else ""
 
 
 def _checked(raw: Mapping[str, Any]) -> Config:
@@ -163,15 +163,15 @@ def _node(node: Mapping[str, Any], ran: Mapping[str, Any]) -> dict[str, Any]:
     return json.loads(json.dumps(out))  # type: ignore[no-any-return]
 
 
-def _foldable(form: base.Format, run: Run, asked: Method, exact: bool) -> tuple[Method, str]:
-    """The method as the format holds it, and whether that has a price."""
+def _written(form: base.Format, run: Run, asked: Method, exact: bool) -> Method:
+    """The method as the format holds it: its twin where the format folds and it does not."""
     if not form.folds or asked.folded(run.lm) is not None:
-        return asked, ""
+        return asked
     twin = asked.twin()
     if exact and twin.folded(run.lm) is not None:
         allowed = f"a format that holds the method as it is; {form.name} scales the attention of all tokens"
         raise UserError("--exact", form.name, allowed, "--to transformers, or leave --exact out")
-    return twin, "measured" if twin != asked else ""
+    return twin
 
 
 def _fix(run: Run, method: Method) -> base.Fix:
@@ -184,5 +184,5 @@ def _fix(run: Run, method: Method) -> base.Fix:
     dtype = str(reader(config).facts.get_text_config().dtype or "float32").removeprefix("torch.")
     place = {name: getattr(run.runtime, name) for name in ("device", "device_map", "max_memory")}
     hub = config.checkpoint.kind == "model"
-    again = partial(load, replace(config), **place)
+    again = partial(load, config, **place)
     return base.Fix(run.lm, method, config.path if hub else files, again, dtype, files)

@@ -27,6 +27,7 @@ from posbench.run.folder import runs_in
 from posbench.stats.bootstrap import paired, with_interval
 from posbench.stats.frames import overall
 from posbench.tasks import Example
+from posbench.tasks.base import EvaluationOnly
 
 RECORD, CARD, KIND = "posbench.json", "README.md", "folder of posbench export"
 """What ``posbench verify`` reads, the model card, and what both stand in."""
@@ -49,7 +50,7 @@ class Told:
 def examples_of(run: Run) -> list[Example]:
     """The prompts that a fix is held against: those of the calibration where the task has some, else those of
     the evaluation."""
-    return run.task.examples("calibration") or run.evaluation
+    return run.evaluation if isinstance(run.task, EvaluationOnly) else run.task.examples("calibration")
 
 
 def prompts_of(run: Run) -> Prompts:
@@ -81,7 +82,7 @@ def price_of(run: Run, asked: Method, written: Method) -> str:
     return (
         f"All tokens scaled instead of the last alone: {said}; loss {means['written']} instead of "
         f"{means['asked']} nats per answer token, difference {gap.words}, unmodified "
-        f"{means['unmodified']}; {gap.n} calibration prompts"
+        f"{means['unmodified']}; {gap.n} prompts"
     )
 
 

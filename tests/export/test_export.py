@@ -68,7 +68,7 @@ def test_the_price_is_that_of_a_plain_loop(posbench: Callable[..., Result], tmp_
             losses.append(-row[0][0] / len(lm.answer_ids(e.prompt, e.answers[0])[1]))
         means[last] = sum(losses) / len(losses)
     assert f"loss {means['all']:.4g} instead of {means[1]:.4g} nats" in told
-    assert f"difference {means['all'] - means[1]:.3f} [" in told and told.endswith("; 12 calibration prompts")
+    assert f"difference {means['all'] - means[1]:.3f} [" in told and told.endswith("; 12 prompts")
 
 
 @pytest.mark.parametrize(
