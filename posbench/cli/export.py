@@ -48,6 +48,8 @@ def export(args: list[str]) -> int:
                     lora          an adapter for PEFT, vLLM and others
                     gguf          the whole model, for llama.cpp and what is built on it
                     gguf-lora     an adapter for these
+                    transformers  weights with a file of code, for methods that do not fold
+                    vllm-plugin   a package for vLLM (layer_scaling)
       --out DIR     a new folder
       --exact       refuse what does not fold as it is
 
