@@ -15,6 +15,7 @@ from posbench.errors import UserError
 from posbench.files.digests import Content, changed, in_place
 from posbench.files.sources import Source, cached
 from posbench.late import torch
+from posbench.measure import served
 from posbench.measure.replies import encode_longest
 from posbench.model import families
 from posbench.model.guard import probe
@@ -162,6 +163,16 @@ def preflight(config: Config, run: Run) -> None:
     if config.stages == ("report",):
         hint = "posbench report DIR redraws a run"
         raise UserError("stages", ["report"], "report after another stage", hint)
+    if config.model.base_url:
+        served.check(config.model, run.task, run.evaluation)
+        encode_longest(run.encoder, run.task)
+        run.endpoint.check(any(e.choices for e in run.evaluation))
+        models = run.endpoint.models()
+        if models and config.model.server_name not in models:
+            listed = ", ".join(models[:8])
+            said = f"server: it lists {listed}, not {config.model.server_name}, and answers all the same"
+            run.console.print(said, soft_wrap=True, markup=False)
+        return
     if config.uses_model:
         run.trial().check(run.lm)
         _probe(run, range(min(64, run.lm.context_window, families.text_config(run.lm.model).vocab_size)))

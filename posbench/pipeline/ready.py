@@ -16,8 +16,10 @@ from posbench import paths
 from posbench.errors import Faults, UserError
 from posbench.files.sources import cached, listing
 from posbench.late import transformers
+from posbench.measure import served
 from posbench.measure.replies import encode_longest, encode_whole, room
 from posbench.model.encode import Encoder
+from posbench.model.endpoint import text_encoder
 from posbench.model.load import Reader, reader
 from posbench.pipeline.compose import Composed
 from posbench.pipeline.config import Config, check
@@ -78,20 +80,24 @@ def ready(composed: Composed, download: bool = True) -> Ready:
         faults.raise_any()
         return Ready(config)
     quiet()
-    read = reader(config.model)
+    read = text_encoder(config.model) if config.model.base_url else reader(config.model)
     fit = _Fit(config, read)
     asked = composed.raw["method"]["name"]
-    if config.choice.name == "none" != asked and config.study is None:
+    if config.choice.name == "none" != asked and config.study is None and not config.model.base_url:
         why = (
             f"no constants of {config.model.name} are known, and {config.task.name} has nothing to search on"
         )
         fit.said["method"] = asked, "none", f"{why} (posbench model={config.model.path} finds them)"
-    for group in ("task", "search"):
+    for group in ("task", "search") if read.tokenizer else ("whole",):
         with faults.collecting():
             getattr(fit, group)()
+    told: tuple[str, ...] = ()
+    with faults.collecting():
+        if config.model.base_url:
+            told = served.check(config.model, config.task, config.task.evaluation())
     faults.raise_any()
     said = (f"{key}: {was} -> {now}, {why}" for key, (was, now, why) in fit.said.items())
-    return Ready(fit.config, tuple(said), read)
+    return Ready(fit.config, (*said, *told), read if isinstance(read, Reader) else None)
 
 
 def quiet() -> None:
@@ -178,6 +184,12 @@ class _Fit:
         elif {"intervene", "evaluate"} & stages:
             self._need_spelt(examples)
             encode_longest(self.reader, self.config.task)
+
+    def whole(self) -> None:
+        """Prompts that cannot be counted go as they are."""
+        wanted = {"truncation": "refuse", "max_prompt_tokens": None}
+        task, why = self.config.task, "without a tokenizer nothing can be cut (model.path=DIR_OR_HUB_ID)"
+        self._change("task", {key: v for key, v in wanted.items() if getattr(task, key) != v}, why)
 
     def _tokens(self, example: Example) -> int:
         return len(encode_whole(self.reader, example).ids)

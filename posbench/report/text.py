@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
@@ -127,6 +128,28 @@ def shortened(rows: Iterable[Mapping[str, Any]]) -> str:
         return ""
     mean = f"mean {np.mean(cut):.0f} tokens removed"
     return f"{len(cut)} of {len(dropped)} prompts were shortened to the context window ({mean})."
+
+
+def served(rows: Iterable[Mapping[str, Any]]) -> str:
+    """What a server did with the prompts, from rows that tell so; empty for a model in process."""
+    rows = list(rows)
+    notes, ways, servers = (Counter(r[k] for r in rows if r.get(k)) for k in ("note", "by", "server"))
+    named = " and ".join(map(str, servers))
+    said = [f"The replies are those of a server, of its model {named}."] if named else []
+    empty = sum("finish" in row and not row["output"] and "note" not in row for row in rows)
+    said += [f"{empty} of {len(rows)} replies are empty."] if empty else []
+    kinds = {
+        name: ", ".join(f"{n} {at}" for at, n in of.items()) for name, of in (("note", notes), ("by", ways))
+    }
+    if notes:
+        count = f"{notes.total()} of {len(rows)} prompts"
+        said.append(f"{count} have no score, the model did not read them: {kinds['note']}.")
+    said += [f"Choices were read by: {kinds['by']}."] if ways else []
+    pairs = [(row.get("prompt_tokens"), row.get("tokens")) for row in rows if "by" not in row]
+    if other := [read - own for read, own in pairs if read and own and read != own]:
+        count = f"{len(other)} prompts, by {np.mean(other):+.1f} on average"
+        said.append(f"The server counted other tokens than the tokenizer here in {count}.")
+    return " ".join(said)
 
 
 def applied(method: Mapping[str, Any]) -> str:

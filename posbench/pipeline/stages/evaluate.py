@@ -54,8 +54,8 @@ def _prompts(examples: Sequence[Example], encoded: Mapping[str, Encoded]) -> dic
         code = encoded[e.id]
         total.update(f"{e.id}\0{code.text}\0".encode())
         if e.subset not in first:
-            checksum = hashlib.sha256(code.text.encode()).hexdigest()
-            first[e.subset] = {"id": e.id, "tokens": len(code.ids), "sha256": checksum, "text": code.text}
+            checksum, size = hashlib.sha256(code.text.encode()).hexdigest(), len(code.ids) or None
+            first[e.subset] = {"id": e.id, "tokens": size, "sha256": checksum, "text": code.text}
     return {"sha256": total.hexdigest(), "prompts": len(examples), "first": first}
 
 
@@ -98,7 +98,7 @@ def rescore(task: Task, model: str, resamples: int, out: RunDir) -> int:
         hint = "bring back the data or the version of posbench of that run, or run it again"
         raise UserError("task", value, f"the questions that {out.path.name} asked", hint)
     for row in told:
-        if "error" not in row:
+        if "error" not in row and not row.get("note"):
             scores = task.score(examples[row["id"]], row["output"])
             changed += scores != row["scores"]
             row = {**row, "scores": scores}
