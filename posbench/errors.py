@@ -116,7 +116,12 @@ class Faults:
 
 
 def _together(faults: Sequence[UserError]) -> UserError:
-    return faults[0] if len(faults) == 1 else SeveralErrors(faults)
+    first = dict[tuple[str, str], UserError]()
+    for fault in (one for several in faults for one in several.faults):
+        # Several checks may look at one value: the first word on it is as good as the others.
+        first.setdefault((fault.field, repr(fault.value)), fault)
+    found = [*first.values()]
+    return found[0] if len(found) == 1 else SeveralErrors(found)
 
 
 def complain(error: UserError) -> None:

@@ -24,7 +24,8 @@ Several = Annotated[int, Ge(2), Le(MOST)]
 Tokens = Annotated[int, Ge(1), Le(10**9)]
 Seed = Annotated[int, Ge(0), Le(2**32 - 1)]
 Scale = Annotated[float, Gt(1e-6), Le(1e6)]
-Factor = Annotated[float, Ge(-3e38), Le(3e38)]
+WIDEST = 3e38
+Factor = Annotated[float, Ge(-WIDEST), Le(WIDEST)]
 Positive = Annotated[float, Gt(0)]
 NonNegative = Annotated[float, Ge(0)]
 Share = Annotated[float, Ge(0), Le(1)]
@@ -187,7 +188,7 @@ def _example(kind: Any) -> str:
     """A legal value as the command line spells it; ``...`` where the type alone does not tell."""
     origin, args = get_origin(kind), get_args(kind)
     if origin is Annotated:
-        bounds = [bound for bound in args[1:] if isinstance(bound, Ge | Gt)]
+        bounds = [bound for bound in args[1:] if isinstance(bound, Ge | Gt) and bound != Ge(-WIDEST)]
         lowest: list[Any] = [bound.ge if isinstance(bound, Ge) else bound.gt + 1 for bound in bounds]  # type: ignore[operator]
         return f"{max(lowest[0], 0):g}" if lowest else _example(args[0])
     if origin is Literal:
@@ -223,6 +224,8 @@ def _bounded(plain: str, bounds: tuple[Any, ...]) -> str:
     """``a whole number from 1 up``, ``a number from 0 to 1``, ``a list [...] of at least 1: text``."""
     if isinstance(bounds[0], MinLen):
         return plain.replace(" of:", f" of at least {bounds[0].min_length}:")
+    if Le(WIDEST) in bounds:
+        return "a number that float32 holds"
     text = {type(bound): getattr(bound, type(bound).__name__.lower(), None) for bound in bounds}
     low = f"from {text[Ge]:.10g}" if Ge in text else f"above {text[Gt]:g}" if Gt in text else ""
     up = "" if Ge in text else "up to "

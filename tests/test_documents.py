@@ -96,7 +96,7 @@ def shown(file: Path) -> Iterator[list[str]]:
     for line in file.read_text().splitlines():
         for found in re.findall(r"(?:`|^(?:    )?)posbench((?: [^`#]*)?)(?=`|#|$)", line):
             text = re.split(r"  +", found.strip())[0]
-            if not re.search(r"[A-Z]{3}|my_files", text):
+            if not re.search(r"[A-Z]{3}|my_(files|words)", text):
                 yield shlex.split(text)
 
 
@@ -186,6 +186,7 @@ def test_the_verbs_that_documents_show_run(
     for args in (small, study, [*small, "runtime.resamples=101"]):
         assert posbench(*args).status == 0
     runs = [folder for folder in run_folders(tmp_path / "outputs") if "random" in folder.name]
+    (tmp_path / "my_words.jsonl").symlink_to(ROOT / "tests/data/own/words.jsonl")
     here = {"FILE.jsonl": "FILE", "FILE": "tests/data/own/documents.jsonl", "DIR": str(runs[0])}
     hashes = cycle(folder.name.rpartition("__")[2] for folder in runs)
     for text in sorted({shlex.join(args) for file in TOLD for args in verbs(file)}):

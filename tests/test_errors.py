@@ -16,7 +16,8 @@ def test_a_fault_is_one_line() -> None:
 
 
 def test_faults_are_raised_together() -> None:
-    faults, first, second = Faults(), *(UserError(name, 1, "2", "set it") for name in ("a", "b"))
+    faults, first, second, third = Faults(), *(UserError(name, 1, "2", "set it") for name in ("a", "b", "c"))
+    again = UserError("b", 1, "3", "another word on the same value")
     faults.raise_any()
     with faults.collecting():
         raise first
@@ -24,11 +25,11 @@ def test_faults_are_raised_together() -> None:
         faults.raise_any()
     assert alone.value is first
     with faults.collecting():
-        raise SeveralErrors([second, second])
+        raise SeveralErrors([second, third, again])
     with pytest.raises(SeveralErrors) as several:
         faults.raise_any()
-    assert several.value.faults == (first, second, second) and several.value.field == "a"
-    assert str(several.value).splitlines() == [str(first), str(second), str(second)]
+    assert several.value.faults == (first, second, third) and several.value.field == "a"
+    assert str(several.value).splitlines() == [str(first), str(second), str(third)]
     with pytest.raises(KeyError), faults.collecting():
         raise KeyError("not the user's")
 

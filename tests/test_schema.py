@@ -157,7 +157,7 @@ def test_all_faults_are_told_together_each_in_one_line() -> None:
 def test_a_missing_field_is_named() -> None:
     with pytest.raises(
         UserError,
-        match=r"method\.factor = None: allowed: a number from -3e\+38 to 3e\+38; next: set method\.factor=0",
+        match=r"method\.factor = None: allowed: a number that float32 holds; next: set method\.factor=0\.5",
     ):
         build(ScaleChannel, {"channel": 1, "layers": [0, 1]}, "method")
 

@@ -9,11 +9,11 @@ from dataclasses import replace
 from statistics import median
 from typing import Any
 
-from posbench.errors import UserError
+from posbench.errors import Faults, UserError
 from posbench.measure.replies import encode_whole, room
-from posbench.model.load import ModelConfig, reader, with_blocks
 from posbench.pipeline.compose import composed
-from posbench.schema import build, instantiate
+from posbench.pipeline.ready import Ready, ready
+from posbench.schema import instantiate
 from posbench.tasks import Example, Task
 from posbench.tasks.own_data import OwnData
 
@@ -29,9 +29,10 @@ def check_data(args: list[str]) -> int:
 
       FILE       a file of your own, of the kinds that docs/own_data.md shows; or of a benchmark
       OVERRIDES  task=NAME for a benchmark's file, any key of the task (task.positions=[0,4]), and
-                 model=NAME_OR_DIR for lengths in its tokens
+                 model=NAME_OR_DIR for lengths in its tokens, and whether it can be asked the file
 
-    It loads no weights. Of wrong lines the first ten faults are named, and the status is 2.
+    It loads no weights. Of wrong lines the first ten faults are named. The status is 2 where lines are wrong,
+    or a run with that model would be refused.
 
     example: posbench check-data my_file.jsonl model=mistral7b
     """
@@ -42,17 +43,20 @@ def check_data(args: list[str]) -> int:
     asked = [*([] if _given(given, "task=") else ["task=own_data"]), f"task.path={path}", *given]
     # Without a model no model's file shows in the prompts.
     model = [] if _given(given, "model") else ["model=hf"]
-    raw = composed(*asked, *model).raw
-    task = instantiate(raw["task"], Task, "task")  # type: ignore[type-abstract]
+    task = instantiate(composed(*asked, *model).raw["task"], Task, "task")  # type: ignore[type-abstract]
     told = [("task", task.name)]
     if isinstance(task, OwnData):
         told, fewest = _own(task)
         task = replace(task, items_per_prompt=fewest or task.items_per_prompt)
         asked += [f"task.items_per_prompt={fewest}"] if fewest else []
-    examples = task.evaluation()
-    told += _facts(examples)
-    told += [] if model else [("tokens", _tokens(task, raw["model"], examples))]
+    faults, made = Faults(), None
+    with faults.collecting():
+        made = None if model else ready(composed(*asked))
     asked += ["model=DIR_OR_HUB_ID"] if model else []
+    examples = (made.config.task if made else task).evaluation()
+    told += _facts(examples)
+    told += [("tokens", _tokens(made, examples))] if made else []
+    told += [("changed", line) for line in (made.said if made else ())]
     print("\n".join(f"{name:<10}{text}" for name, text in told))
     first = examples[0]
     wanted = repr(first.answers[0]) if first.answers else "what the file does not tell"
@@ -60,6 +64,7 @@ def check_data(args: list[str]) -> int:
     cut = len(first.prompt) - 2 * EDGE
     whole = f"{first.prompt[:EDGE]}\n[... {cut:,} characters ...]\n{first.prompt[-EDGE:]}"
     print("\n".join(f"    {line}" for line in (whole if cut > 0 else first.prompt).splitlines()))
+    faults.raise_any()
     print(f"\nto ask it:\n\n    {shlex.join(['posbench', *asked])}")
     return 0
 
@@ -116,11 +121,13 @@ def _spread(numbers: Sequence[int]) -> str:
     return f"{least:,}" if least == most else f"{least:,} to {most:,} (median {median(numbers):,.0f})"
 
 
-def _tokens(task: Task, model: dict[str, Any], examples: Sequence[Example]) -> str:
-    """The lengths of prompts in tokens, any chat template counted, and how many are too long."""
-    read: Any = reader(build(ModelConfig, with_blocks(model), "model"))
-    counts = [len(encode_whole(read, e).ids) for e in examples]
-    window = read.context_window
-    over = sum(n + room(read, task, e) > window for n, e in zip(counts, examples, strict=True))
-    told = f"; {over} of {len(counts)} are too long with their replies: see task.truncation" if over else ""
-    return f"{_spread(counts)} a prompt; the model reads {window:,}{told}"
+def _tokens(made: Ready, examples: Sequence[Example]) -> str:
+    """The lengths of prompts in tokens, any chat template counted, and how many are too long, or hold tokens
+    that the tokenizer does not know."""
+    read: Any = made.reader
+    codes, unknown = [encode_whole(read, e).ids for e in examples], read.tokenizer.unk_token_id
+    needed = [len(ids) + room(read, made.config.task, e) for ids, e in zip(codes, examples, strict=True)]
+    over, odd = sum(n > read.context_window for n in needed), sum(unknown in ids for ids in codes)
+    told = f"{_spread([*map(len, codes)])} a prompt; the model reads {read.context_window:,}"
+    told += f"; {over} of {len(codes)} are too long with their replies: see task.truncation" if over else ""
+    return told + (f"; {odd} of {len(codes)} hold tokens that it does not know" if odd else "")

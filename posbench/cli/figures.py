@@ -28,7 +28,7 @@ from posbench.report import sweep
 from posbench.report.console import terminal
 from posbench.report.experiments import PAPERS, trains
 from posbench.run.folder import owned
-from posbench.run.progress import Work, progress
+from posbench.run.progress import Work, duration, progress
 from posbench.run.runtime import Runtime
 from posbench.studies.cost.timing import Timed
 
@@ -63,8 +63,8 @@ class Figure:
     @property
     def line(self) -> str:
         """What it is and what became of it."""
-        minutes = f"{self.took / 60:.1f} min" if self.took else ""
-        return f"{self.state:<15}  {self.name:<24}  {minutes:>9}  {self.folder or self.note}"
+        took = duration(self.took) if self.took else ""
+        return f"{self.state:<15}  {self.name:<24}  {took:>9}  {self.folder or self.note}"
 
     @property
     def weight(self) -> float:

@@ -18,11 +18,11 @@ from importlib import import_module
 from typing import Any
 
 from posbench import versions
-from posbench.errors import complain, in_one_line
+from posbench.errors import UserError, complain, in_one_line, near
 
 HELP = """posbench finds, explains and removes position bias in language models.
 
-  posbench                                         the embedded model, all stages, half a minute
+  posbench                                         the embedded model, all stages, under a minute
   posbench task=kv_retrieval model=mistral7b method=scale_channel
   posbench model=DIR_OR_HUB_ID                     your own checkpoint: finds its channel, then measures
   posbench model=endpoint model.base_url=http://localhost:8000/v1 model.name=NAME     a model behind a server
@@ -141,6 +141,7 @@ def _run(args: list[str]) -> int:
     from posbench.report.console import terminal
     from posbench.report.sweep import summarise
 
+    _need_no_verb(args)
     if "--cfg" in args:
         return _show_config(args)
     command = shlex.join(["posbench", *args])
@@ -150,6 +151,14 @@ def _run(args: list[str]) -> int:
     if len(jobs) > 1 or any(job["multirun"] for job in jobs):
         summarise(jobs, terminal())
     return max((job["status"] for job in jobs), default=0)
+
+
+def _need_no_verb(args: Sequence[str]) -> None:
+    """Refuse a first word that is neither a verb nor ``key=value``."""
+    if args and re.fullmatch("[^-+~=][^=]*", args[0]):
+        allowed = f"{', '.join(VERBS)}; a run has none: posbench key=value"
+        hint = "leave it out" if args[0] == "run" else near(args[0], list(VERBS), "posbench --help")
+        raise UserError("verb", args[0], allowed, hint)
 
 
 def _job(composed: Any, command: str) -> None:

@@ -9,10 +9,8 @@ from pathlib import Path
 from posbench.cli.options import option
 from posbench.errors import UserError
 from posbench.report import index
-from posbench.report.compare import write_comparison
-from posbench.report.console import show_lists, terminal
-from posbench.report.terminal import text_table
-from posbench.report.text import short
+from posbench.report.compare import look, write_comparison
+from posbench.report.console import show_lists
 
 
 def outputs_of(args: Sequence[str]) -> tuple[Path, list[str]]:
@@ -43,7 +41,8 @@ def ls_runs(args: list[str]) -> int:
     found = index.records(outputs, filters) if outputs.exists() or outputs.name != "outputs" else []
     if not found:
         asked = f" that passes {' '.join(filters)}" if filters else ""
-        print(f"posbench: no run in {outputs}{asked}", file=sys.stderr)
+        hint = index.nearest(filters, index.records(outputs)) if filters and outputs.is_dir() else ""
+        print(f"posbench: no run in {outputs}{asked}{hint}", file=sys.stderr)
     show_lists({index.title(found): found}, "--json" in rest, index.look)
     return 0
 
@@ -51,28 +50,25 @@ def ls_runs(args: list[str]) -> int:
 def compare(args: list[str]) -> int:
     """Put runs side by side: a table, and a figure of their scores over the gold position.
 
-    usage: posbench compare RUN RUN... [--out FOLDER] [--outputs DIR]
+    usage: posbench compare RUN RUN... [--out FOLDER] [--outputs DIR] [--json]
 
     A run is its folder, or the hash that ``posbench ls runs`` prints. Differences are those from the first
     run, paired by prompt where one run asked all that the other did, with 95 % intervals over questions;
     unpaired ones are said to be. FOLDER, or ``compare/`` in the outputs, gets ``comparison.csv`` and the
-    figure.
+    figure. A pipe gets TSV with all numbers.
 
     example: posbench compare 51cc60e3 d172d1d1
     """
     outputs, rest = outputs_of(args)
     out, names = option(rest, "--out")
+    as_json, names = "--json" in names, [name for name in names if name != "--json"]
     for name in names:
         if name.startswith("-"):
-            raise UserError("flag", name, "--out FOLDER, --outputs DIR", "posbench compare --help")
+            raise UserError("flag", name, "--out FOLDER, --outputs DIR, --json", "posbench compare --help")
     folders = [index.run_named(name, outputs) for name in names]
-    folder, table, said = write_comparison(folders, Path(out).expanduser() if out else None)
-    console = terminal()
-    header, rows = table
-    cells = [[short(cell).replace(" [", "\n[") for cell in row] for row in rows]
-    console.print(text_table(header, cells, shorten=False))
-    console.print("score in %, position bias and differences in points, [95 % interval]")
-    for line in said:
-        console.print(line)
-    console.print(f"comparison: {folder}", soft_wrap=True)
+    files, lines, said = write_comparison(folders, Path(out).expanduser() if out else None)
+    title = "differences are from the first run; in % and points, [95 % interval]"
+    show_lists({title: lines}, as_json, look)
+    for line in (*said, *(f"{file.stem}: {file}" for file in files)):
+        print(line, file=sys.stderr)
     return 0

@@ -60,7 +60,8 @@ def ls(args: list[str]) -> int:
     own, args = option(args, "--config-dir")
     names = [arg for arg in args if arg != "--json"]
     if len(names) > 1 or (names and names[0] not in CHOICES):
-        raise UserError("ls", " ".join(names), ", ".join([*CHOICES, "runs"]), "posbench ls models")
+        asked, known = " ".join(names), [*CHOICES, "runs"]
+        raise UserError("ls", asked, ", ".join(known), near(asked, known, "posbench ls models"))
     show_lists({kind: _records(kind, own) for kind in names or CHOICES}, as_json="--json" in args)
     return 0
 

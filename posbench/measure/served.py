@@ -5,36 +5,37 @@ from __future__ import annotations
 from typing import Any
 
 from posbench.errors import UserError
+from posbench.measure.replies import encode_longest
 from posbench.model.encode import Encoded, Encoder, cut
 from posbench.model.endpoint import Endpoint
 from posbench.model.load import ModelConfig
 from posbench.tasks import Example, Task
 
 
-def check(model: ModelConfig, task: Task, examples: list[Example]) -> tuple[str, ...]:
-    """What a server does otherwise than a model in process, in words.
+def check(model: ModelConfig, task: Task, encoder: Encoder) -> tuple[str, ...]:
+    """What a server does otherwise than a model in process, in words; nothing for one in process.
 
     Raises:
-        UserError: It has no way to do what the task asks.
+        UserError: It has no way to do what the task asks, or the longest prompt does not fit the window.
     """
+    if not model.base_url:
+        return ()
     if task.repetition_penalty != 1:
         allowed = "1.0: the API of a server has no such setting"
         hint = "set task.repetition_penalty=1"
         raise UserError("task.repetition_penalty", task.repetition_penalty, allowed, hint)
-    if model.api == "chat" and any(e.prefill for e in examples):
+    examples, chat = task.evaluation(), model.api == "chat"
+    if chat and any(e.prefill for e in examples):
         allowed = f"completions: {task.name} begins the reply, which messages cannot do alike on all servers"
         raise UserError("model.api", model.api, allowed, "set model.api=completions")
-    said = []
-    if model.api == "completions" and not model.path and any(e.chat for e in examples):
-        template = "for a chat template set model.path=DIR_OR_HUB_ID (the tokenizer), or model.api=chat"
-        said.append(f"prompts are sent as plain text; {template}")
-    if model.api == "chat" and not all(e.chat for e in examples):
-        said.append(f"{task.name} asks without a chat template, which model.api=chat puts around each prompt")
-    if any(e.min_new_tokens for e in examples):
-        said.append(
-            f"{task.name} asks for a token at least, which a server does not know: it may reply nothing"
-        )
-    return tuple(said)
+    encode_longest(encoder, task)
+    template = "for a chat template set model.path=DIR_OR_HUB_ID (the tokenizer), or model.api=chat"
+    said = {
+        f"prompts are sent as plain text; {template}": not chat and not model.path and examples[0].chat,
+        f"{task.name} asks without a chat template, model.api=chat adds one": chat and not examples[0].chat,
+        f"{task.name} asks for a token at least, and a server may reply nothing": examples[0].min_new_tokens,
+    }
+    return tuple(words for words, holds in said.items() if holds)
 
 
 def reply(endpoint: Endpoint, encoder: Encoder, task: Task, e: Example, encoded: Encoded) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 import yaml
 from annotated_types import Ge, Gt, Le
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 
 from posbench import paths
 from posbench.errors import MachineError, UserError
@@ -221,17 +221,13 @@ def _load_checkpoint(
     max_memory: dict[int | str, str] | None,
 ) -> LM:
     where = torch_device(device)
-    if config.attention == "flash_attention_2" and not transformers.utils.is_flash_attn_2_available():
-        allowed = "sdpa or eager on this machine (flash-attn is not installed)"
-        hint = "set model.attention=sdpa, or install the extra posbench[flash]"
-        raise UserError("model.attention", config.attention, allowed, hint)
     # From here on there is a folder on this machine, and nothing touches the network.
     sources.local(config.checkpoint)
     read = reader(config)
-    path, tokenizer = str(sources.local(config.checkpoint)), read.need_tokenizer()
+    path = str(sources.local(config.checkpoint))
     sources.shards(Path(path))
     with _explained(config, where):
-        kernel = _kernel(read.facts, None if config.attention == "auto" else config.attention)
+        kernel = _kernel(read.facts, config.attention)
         dtype = config.dtype if config.dtype != "auto" else ("float32" if where.type == "cpu" else "auto")
         with torch.random.fork_rng(range(torch.cuda.device_count())):
             # Tensors that a partial checkpoint lacks are drawn: the same ones each time.
@@ -249,13 +245,35 @@ def _load_checkpoint(
                 **ORIGIN,
             )
     _need_complete(config, told)
+    guard.check_parameters(model, config.name)
+    return _with_reader(config, read, model)
+
+
+def outline(config: ModelConfig, read: Reader, device: str) -> LM:
+    """The model on the meta device, without weights: its parts, to compare settings with; it cannot be run.
+
+    Raises:
+        UserError: Device, kernel or tokenizer do not fit.
+    """
+    where, folder = torch_device(device), sources.cached(config.checkpoint)
+    with _explained(config, where), torch.device("meta"):
+        for file in [folder / name for name in sources.shards(folder)] if folder else []:
+            with safe_open(file, "pt"):
+                pass  # its header tells whether all of it is there
+        kernel = _kernel(read.facts, config.attention)
+        model = transformers.AutoModelForCausalLM.from_config(read.facts, attn_implementation=kernel)
+    return _with_reader(config, read, model)
+
+
+def _with_reader(config: ModelConfig, read: Reader, model: PreTrainedModel) -> LM:
+    """A model and its tokenizer; UserError unless they fit."""
+    tokenizer = read.need_tokenizer()
     known, spelt = model.get_input_embeddings().weight.shape[0], tokenizer.vocab_size
     if spelt > known:
         allowed = (
             f"a tokenizer of at most {known} tokens, as the embedding of that checkpoint; it has {spelt}"
         )
         raise UserError("model.path", config.path, allowed, "take the tokenizer that belongs to the weights")
-    guard.check_parameters(model, config.name)
     if config.rope == "none":
         families.remove_rope(model)
     return LM(model.eval(), tokenizer, config.name, read.context_window, config.chat_template)
@@ -301,7 +319,13 @@ def _need_complete(config: ModelConfig, told: Mapping[str, Any]) -> None:
 
 
 def _kernel(config: PreTrainedConfig, asked: str | None) -> str | None:
-    """The kernel to load with; sdpa is refused where attention scores are soft-capped (Gemma 2)."""
+    """The kernel to load with; sdpa is refused where attention scores are soft-capped (Gemma 2), and what is
+    not installed."""
+    asked = None if asked == "auto" else asked
+    if asked == "flash_attention_2" and not transformers.utils.is_flash_attn_2_available():
+        allowed = "sdpa or eager on this machine (flash-attn is not installed)"
+        hint = "set model.attention=sdpa, or install the extra posbench[flash]"
+        raise UserError("model.attention", asked, allowed, hint)
     if not getattr(config.get_text_config(), "attn_logit_softcapping", None):
         return asked
     if asked == "sdpa":

@@ -144,10 +144,12 @@ def _parsed(overrides: Sequence[str]) -> list[Override]:
     try:
         return OverridesParser.create().parse_overrides(quoted)
     except HydraException as error:
-        reason = " ".join(str(error).split())[:160]
         text = str(getattr(error, "override", None) or " ".join(overrides))
-        hint = f"correct it ({reason})"
-        raise UserError(text.split("=")[0], text, "key=value, a list as [a,b]", hint) from error
+        key, sign, _ = text.partition("=")
+        if not sign:
+            raise UserError("argument", text, "key=value", "posbench --help") from error
+        hint = f"close brackets and quotes; other signs stand in quotes: {key}=\"'a = (b)'\""
+        raise UserError(key, text, "key=value, a list as [a,b]", hint) from error
 
 
 def _experiment(name: str, folders: Sequence[Path]) -> Path:

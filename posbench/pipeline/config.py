@@ -297,6 +297,9 @@ def _stages(
             field_ = "stages" if "stages" in typed else "search"
             raise UserError(field_, list(stages) if field_ == "stages" else name, allowed, hint)
         stages = tuple(stage for stage in stages if stage != "search")
+    if stages == ("report",):
+        hint = "posbench report DIR redraws a run"
+        raise UserError("stages", ["report"], "report after another stage", hint)
     return stages, target  # type: ignore[return-value]
 
 

@@ -20,8 +20,9 @@ from posbench.methods.unmodified import Unmodified
 from posbench.model.lm import batches
 from posbench.model.load import Reader
 from posbench.pipeline.config import Config, trial
-from posbench.pipeline.execute import prepared
+from posbench.pipeline.ready import prepared
 from posbench.report.terminal import text_table
+from posbench.run.progress import duration
 from posbench.tasks import Example
 from posbench.tasks.items import placed
 
@@ -48,7 +49,7 @@ def show(config: Config, reader: Reader, measure: bool, console: Console) -> Non
     spent = [w.tokens * token + w.steps * step for w in works]
     header = ["stage", "prompts", "tokens read", "steps of generation"] + ["about"] * measure
     rows = [
-        [w.stage, f"{w.prompts:,}", f"{w.tokens:,}", f"{w.steps:,}", *[_about(seconds)] * measure]
+        [w.stage, f"{w.prompts:,}", f"{w.tokens:,}", f"{w.steps:,}", *[duration(seconds)] * measure]
         for w, seconds in zip(works, spent, strict=True)
     ]
     if works:
@@ -59,21 +60,16 @@ def show(config: Config, reader: Reader, measure: bool, console: Console) -> Non
     console.print(
         f"{parameters:,} parameters, {decimal(weights)} in memory; KV cache of a batch {decimal(cache)}"
     )
-    untold = [stage for stage in stages if stage not in {w.stage for w in works}]
-    if untold:
-        console.print(f"not estimated: {', '.join(untold)}")
+    untold = " and ".join(f"the {stage}" for stage in stages if stage not in {w.stage for w in works})
     if measure and works:
-        console.print(f"time: about {_about(sum(spent))}, from {BATCHES} batches on this machine")
-    elif works:
+        without = untold and f" without {untold}, which cannot be told before"
+        told = f"at most about {duration(sum(spent))}{without}, from {BATCHES} batches on this machine"
+        console.print(f"time: {told}", soft_wrap=True)
+        return
+    if untold:
+        console.print(f"not estimated: {untold}")
+    if works:
         console.print("time: posbench validate --measure runs a few batches")
-
-
-def _about(seconds: float) -> str:
-    """A time in the unit that suits it."""
-    for unit, length in (("h", 3600), ("min", 60)):
-        if seconds >= length:
-            return f"{seconds / length:.1f} {unit}"
-    return f"{seconds:.2g} s"
 
 
 def work(config: Config, reader: Reader) -> list[Work]:
@@ -86,7 +82,8 @@ def work(config: Config, reader: Reader) -> list[Work]:
         told = config.search.asks(len(asked), answer, text.num_hidden_layers, text.hidden_size)
         if told:
             length = _lengths(config, reader, asked)[0] / len(asked)
-            found.append(Work("search", told[0], round(told[0] * length + told[1])))
+            steps = told[2] * task.max_new_tokens
+            found.append(Work("search", told[0], round(told[0] * length + told[1]), steps))
     for stage in ("intervene", "evaluate"):
         examples = task.evaluation() if stage in stages else []
         examples = placed(examples, config.runtime.intervene_examples) if stage == "intervene" else examples

@@ -12,16 +12,14 @@ from rich.console import Console
 from rich.text import Text
 
 from posbench.errors import UserError
-from posbench.files.digests import Content, changed, in_place
+from posbench.files.digests import Content, changed
 from posbench.files.sources import Source, cached
 from posbench.late import torch
-from posbench.measure import served
-from posbench.measure.replies import encode_longest
 from posbench.model import families
 from posbench.model.guard import probe
 from posbench.pipeline.config import Config
 from posbench.pipeline.identity import files, identity, provenance, reads, run_name, threads, version_key
-from posbench.pipeline.ready import need_words, quiet
+from posbench.pipeline.ready import longest, need_words, prepared, quiet
 from posbench.pipeline.stages import evaluate, intervene, report, search, study
 from posbench.run.base import IncompleteRun, Run
 from posbench.run.claim import claim, find
@@ -56,7 +54,7 @@ def execute(config: Config, *, command: str, console: Console) -> Path:
     """
     started = time.monotonic()
     # First of all: weights to download, with the hub's own progress bars.
-    read = _read(config, console)
+    read = reads(config)
     who = identity(config, read)
     quiet()
     if threads(config):
@@ -133,39 +131,14 @@ def _ended(out: RunDir, config: Config) -> bool:
     return out.done and all(out.stage(stage).get("done") for stage in config.stages)
 
 
-def _read(config: Config, console: Console) -> list[Content]:
-    """See :func:`posbench.pipeline.identity.reads`."""
-    try:
-        return reads(config)
-    except UserError:
-        # Whoever reads a file says best what is wrong with it, or with what asks for it.
-        quiet()
-        preflight(config, prepared(config, {}, (), console))
-        raise
-
-
-def prepared(config: Config, who: Mapping[str, Any], read: Sequence[Content], console: Console) -> Run:
-    """The run that stages receive, without its folder."""
-    same = ("model", "task", "choice", "target", "runtime", "raw", "stages", "missing", "standins", "every")
-    given: dict[str, Any] = {name: getattr(config, name) for name in same}
-    given["raw"] = in_place(config.raw, read)
-    return Run(**given, reference=config.reference()[0], console=console, identity=who)
-
-
 def preflight(config: Config, run: Run) -> None:
-    """Load the model and refuse what does not fit it, so that bad input leaves no folder behind.
-
-    Of each split only the longest prompt (in characters) is tokenised here; the stages check every one.
+    """Load the model and refuse what its weights alone tell, so that bad input leaves no folder behind; all
+    else :func:`posbench.pipeline.ready.ready` has refused.
 
     Raises:
-        UserError: The checkpoint, a channel, layers, a file or a prompt does not fit, or NaN comes out.
+        UserError: The weights are not the checkpoint's, or NaN comes out.
     """
-    if config.stages == ("report",):
-        hint = "posbench report DIR redraws a run"
-        raise UserError("stages", ["report"], "report after another stage", hint)
     if config.model.base_url:
-        served.check(config.model, run.task, run.evaluation)
-        encode_longest(run.encoder, run.task)
         run.endpoint.check(any(e.choices for e in run.evaluation))
         models = run.endpoint.models()
         if models and config.model.server_name not in models:
@@ -174,24 +147,10 @@ def preflight(config: Config, run: Run) -> None:
             run.console.print(said, soft_wrap=True, markup=False)
         return
     if config.uses_model:
-        run.trial().check(run.lm)
-        _probe(run, range(min(64, run.lm.context_window, families.text_config(run.lm.model).vocab_size)))
-    if config.study:
-        config.study.check(run)
-    if "search" in config.stages:
-        config.search.check(run)
-        config.search.further(run, config.search.held_back)
-        longest_asked = max(run.task.examples("calibration"), key=lambda e: len(e.prompt))
-        _probe(run, run.lm.encode(longest_asked.prompt).ids)
-    if {"intervene", "evaluate"} & set(config.stages):
-        longest, encoded = encode_longest(run.lm, run.task)
-        _probe(run, encoded.ids)
-        told = {tuple(run.lm.continuation_ids(encoded, choice)) for choice in longest.choices}
-        if len(told) < len(longest.choices):
-            shown = ", ".join(map(repr, longest.choices))
-            allowed = f"a tokenizer that tells the choices of {run.task.name} apart: {shown}"
-            hint = "take a model that reads this text; the embedded ones know the words of kv_retrieval only"
-            raise UserError("model", run.lm.name, allowed, hint)
+        few = min(64, run.lm.context_window, families.text_config(run.lm.model).vocab_size)
+        for ids in (range(few), *longest(run, config.stages)):
+            with suppress(torch.OutOfMemoryError), run.trial().applied(run.lm) as lm:
+                probe(lm, ids)
 
 
 def _need_unchanged(read: Sequence[Content], out: RunDir) -> None:
@@ -201,9 +160,3 @@ def _need_unchanged(read: Sequence[Content], out: RunDir) -> None:
         allowed = "a file that stays as it is while a run reads it; it changed"
         hint = f"remove {out.path}, whose rows may stem from either, and run the same command again"
         raise UserError(other.source.field, str(other.file), allowed, hint)
-
-
-def _probe(run: Run, ids: Sequence[int]) -> None:
-    """Look for NaN under the method before there is a folder; the stages make batches that fit the memory."""
-    with suppress(torch.OutOfMemoryError), run.trial().applied(run.lm) as lm:
-        probe(lm, ids)

@@ -8,22 +8,26 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from rich.console import Console
+
 from posbench import paths
 from posbench.errors import Faults, UserError
+from posbench.files.digests import Content, in_place
 from posbench.files.sources import cached, listing
 from posbench.late import transformers
 from posbench.measure import served
 from posbench.measure.replies import encode_longest, encode_whole, room
 from posbench.model.encode import Encoder
 from posbench.model.endpoint import text_encoder
-from posbench.model.load import Reader, reader
+from posbench.model.load import Reader, outline, reader
 from posbench.pipeline.compose import Composed
 from posbench.pipeline.config import Config, check
 from posbench.pipeline.identity import files
+from posbench.run.base import Run
 from posbench.tasks import Example, Task
 from posbench.tasks.base import EvaluationOnly
 from posbench.tasks.items import Placed
@@ -65,7 +69,7 @@ def ready(composed: Composed, download: bool = True) -> Ready:
     assert config is not None, "check gives a config or a fault"
     with faults.collecting():
         need_words(config)
-    taken = tuple(fault.field.partition(".")[0] for fault in faults.found)
+    taken = {fault.field.partition(".")[0] for fault in faults.found}
     for source in files(config):
         if source.kind != "path" and source.field.partition(".")[0] not in taken and cached(source) is None:
             with faults.collecting():
@@ -75,13 +79,14 @@ def ready(composed: Composed, download: bool = True) -> Ready:
                     hint = f"posbench fetch {' '.join(composed.overrides)}"
                     allowed = f"what is on this machine; this is not{source.about and f' ({source.about})'}"
                     raise UserError(source.field, source.id, allowed, hint)
-    if faults.found or not config.uses_model:
-        # Whatever is missing makes prompts or tokens that cannot be counted.
-        faults.raise_any()
+    # Whatever is missing makes prompts or tokens that cannot be counted.
+    faults.raise_any()
+    if not config.uses_model:
+        _compare(config, None, faults)
         return Ready(config)
     quiet()
-    read = text_encoder(config.model) if config.model.base_url else reader(config.model)
-    fit = _Fit(config, read)
+    read: Any = text_encoder(config.model) if config.model.base_url else reader(config.model)
+    fit, told = _Fit(config, read), tuple[str, ...]()
     asked = composed.raw["method"]["name"]
     if config.choice.name == "none" != asked and config.study is None and not config.model.base_url:
         why = (
@@ -91,10 +96,10 @@ def ready(composed: Composed, download: bool = True) -> Ready:
     for group in ("task", "search") if read.tokenizer else ("whole",):
         with faults.collecting():
             getattr(fit, group)()
-    told: tuple[str, ...] = ()
+    if not config.model.base_url:
+        _compare(fit.config, read, faults)
     with faults.collecting():
-        if config.model.base_url:
-            told = served.check(config.model, config.task, config.task.evaluation())
+        told = served.check(config.model, fit.config.task, read)
     faults.raise_any()
     said = (f"{key}: {was} -> {now}, {why}" for key, (was, now, why) in fit.said.items())
     return Ready(fit.config, (*said, *told), read if isinstance(read, Reader) else None)
@@ -104,6 +109,55 @@ def quiet() -> None:
     """Let transformers keep its bars and warnings to itself: what matters is told in our own words."""
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
+
+
+def prepared(config: Config, who: Mapping[str, Any], read: Sequence[Content], console: Console) -> Run:
+    """The run that stages receive, without its folder."""
+    same = ("model", "task", "choice", "target", "runtime", "raw", "stages", "missing", "standins", "every")
+    given: dict[str, Any] = {name: getattr(config, name) for name in same}
+    given["raw"] = in_place(config.raw, read)
+    return Run(**given, reference=config.reference()[0], console=console, identity=who)
+
+
+def _compare(config: Config, read: Reader | None, faults: Faults) -> None:
+    """Raise UserError for all that was found and all that does not fit the model: a channel, layers, a search
+    or study, the longest prompts."""
+    run = prepared(config, {}, (), Console(quiet=True))
+    wrong = {fault.field.partition(".")[0] for fault in faults.found}
+    if read:
+        with faults.collecting():
+            run.lm = outline(config.model, read, config.runtime.device)
+            run.trial().check(run.lm)
+        if "lm" not in vars(run):
+            faults.raise_any()  # what follows would load the weights
+    if config.study and "task" not in wrong:
+        with faults.collecting():
+            config.study.check(run)
+    if "search" in config.stages and not {"task", "search"} & wrong:
+        with faults.collecting():
+            config.search.check(run)
+            config.search.further(run, config.search.held_back)
+    if "task" not in wrong:
+        with faults.collecting():
+            list(longest(run, config.stages))
+    faults.raise_any()
+
+
+def longest(run: Run, stages: Sequence[str]) -> Iterator[list[int]]:
+    """The longest prompts (in characters) of each split that the stages ask, as tokens; UserError for one
+    that does not fit the window, or whose choices the tokenizer does not tell apart; the stages see all."""
+    if "search" in stages:
+        asked = max(run.task.examples("calibration"), key=lambda e: len(e.prompt))
+        yield run.lm.encode(asked.prompt).ids
+    if {"intervene", "evaluate"} & set(stages):
+        example, encoded = encode_longest(run.lm, run.task)
+        told = {tuple(run.lm.continuation_ids(encoded, choice)) for choice in example.choices}
+        if len(told) < len(example.choices):
+            shown = ", ".join(map(repr, example.choices))
+            allowed = f"a tokenizer that tells the choices of {run.task.name} apart: {shown}"
+            hint = "take a model that reads this text; the embedded ones know the words of kv_retrieval only"
+            raise UserError("model", run.lm.name, allowed, hint)
+        yield encoded.ids
 
 
 def need_words(config: Config) -> None:
@@ -123,7 +177,7 @@ class _Fit:
     """A config on its way to fit a model; ``said`` has each change by its key."""
 
     config: Config
-    reader: Encoder
+    reader: Reader
     said: dict[str, tuple[Any, Any, str]] = field(default_factory=dict)
 
     @property
@@ -155,11 +209,13 @@ class _Fit:
     def search(self) -> None:
         """Shorter random strings, of tokens where letters cannot be spelt."""
         if "search" in self.config.stages:
+            model, layers = self.reader.name, self.reader.facts.get_text_config().num_hidden_layers
             spells = _unknown(self.reader, "The quick brown fox 0123456789") < UNKNOWN
-            wanted = self.config.search.fitted(self.reader.context_window, spells)
+            why = {"alphabet": f"the tokenizer of {model} does not spell letters and digits"}
+            why["points"] = f"{model} has {layers} layers, and they lie search.step_x apart"
+            wanted = self.config.search.fitted(self.reader.context_window, spells, layers)
             for name, value in wanted.items():
-                letters = f"the tokenizer of {self.reader.name} does not spell letters and digits"
-                self._change("search", {name: value}, letters if name == "alphabet" else self._window)
+                self._change("search", {name: value}, why.get(name, self._window))
 
     def task(self) -> None:
         """Shorter replies, and fewer items in a prompt."""
@@ -183,7 +239,6 @@ class _Fit:
             self._spell_and_fit(examples)
         elif {"intervene", "evaluate"} & stages:
             self._need_spelt(examples)
-            encode_longest(self.reader, self.config.task)
 
     def whole(self) -> None:
         """Prompts that cannot be counted go as they are."""
@@ -195,13 +250,13 @@ class _Fit:
         return len(encode_whole(self.reader, example).ids)
 
     def _need_spelt(self, examples: Sequence[Example]) -> None:
-        share = _unknown(self.reader, examples[-1].prompt)
+        share = max(_unknown(self.reader, example.prompt) for example in examples)
         if share >= UNKNOWN:
             name, task = self.reader.name, self.config.task.name
             allowed = (
                 f"text that the tokenizer of {name} spells; {share:.0%} of these tokens are unknown to it"
             )
-            hint = "take a model that reads text, or task=kv_retrieval task.records=words task.prompt=compact"
+            hint = "take a model that reads text; docs/own_data.md lists the words of the embedded ones"
             raise UserError("task", task, allowed, hint)
 
     def _spell_and_fit(self, examples: Sequence[Example]) -> None:

@@ -85,9 +85,7 @@ class Entry:
         """What the experiment says of itself: title, paper, covers, claims; empty where there is none."""
         file = paths.EXPERIMENTS / f"{self.name}.yaml"
         known = yaml.safe_load(file.read_text()) if file.is_file() and not self.runs else {}
-        return next(
-            (run.config().get("experiment") or {} for run in self.runs), known.get("experiment") or {}
-        )
+        return next((run.config() for run in self.runs), known).get("experiment") or {}
 
     @property
     def command(self) -> str:

@@ -10,15 +10,15 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from posbench.errors import UserError
+from posbench.errors import UserError, renamed
 from posbench.files.atomic import Row, digest, new_folder, write_csv
 from posbench.late import Figure, pd
 from posbench.plots.base import save, sign
 from posbench.plots.scores import accuracy_by_position, by_subset
+from posbench.report.console import Record
 from posbench.report.failures import FILE
 from posbench.report.folder import need_place, read_csv
-from posbench.report.index import Listed, differing
-from posbench.report.tables import Table, cell
+from posbench.report.index import Listed, differing, number
 from posbench.run.folder import RunDir, checked
 from posbench.schema import instantiate
 from posbench.stats.bootstrap import Estimate, combined
@@ -45,7 +45,8 @@ class Compared:
     @classmethod
     def of(cls, folder: Path) -> Compared:
         """Open a run; `UserError` where it is damaged, unfinished or has no scores."""
-        run = checked(folder)
+        with renamed("DIR", "RUN"):
+            run = checked(folder)
         metrics = read_csv(run.path / "metrics.csv")
         if not run.done or metrics is None:
             hint = "choose another: posbench ls runs state=done"
@@ -67,9 +68,11 @@ class Compared:
         return {(r["id"], r["gold_position"], r.get("prompt") or every): r for r in rows}
 
 
-def write_comparison(folders: Sequence[Path], out: Path | None = None) -> tuple[Path, Table, list[str]]:
+def write_comparison(
+    folders: Sequence[Path], out: Path | None = None
+) -> tuple[list[Path], list[Record], list[str]]:
     """Compare runs with the first one: a table and a figure in ``out``, else in ``compare/`` of the outputs;
-    the folder, the table for a reader, and what must be said of it.
+    these files, the table's rows, and what must be said of it.
 
     Raises:
         UserError: Fewer than two runs, runs of several tasks, one that cannot be compared, or ``out`` is
@@ -89,14 +92,14 @@ def write_comparison(folders: Sequence[Path], out: Path | None = None) -> tuple[
     need_place(out, (out / NAME).is_file(), "comparison")
     found = [differences(first, run) if run is not first else {} for run in runs]
     figure = _figure(runs)
-    lines, cells = zip(*(_row(run, more) for run, more in zip(runs, found, strict=True)), strict=True)
+    lines = [_row(run, more) for run, more in zip(runs, found, strict=True)]
     with new_folder(out) as made:
         write_csv(made / NAME, pd.DataFrame(lines))
         if figure:
             save(figure, made / "accuracy")
     said = [said_of(first, run, more) for run, more in zip(runs, found, strict=True) if more]
-    header = ["run", "", "score", f"minus {first.label}", "position bias", f"minus {first.label}"]
-    return out, ([*header, "pairs", "n"], list(cells)), [*filter(None, said)]
+    files = [out / NAME, *([out / "accuracy.png"] if figure else [])]
+    return files, list(lines), [*filter(None, said)]
 
 
 def _place(runs: Sequence[Compared]) -> Path:
@@ -164,19 +167,27 @@ def said_of(first: Compared, run: Compared, found: Row) -> str:
     return f"{run.label}: the differences are over the {shared} prompts that both runs asked."
 
 
-def _row(run: Compared, found: Row) -> tuple[Row, list[str]]:
-    """A run's row of the file, and of the table for a reader: scores in %, all else in points."""
+def _row(run: Compared, found: Row) -> Row:
+    """A run's row of the file."""
     model, method = run.names
     front = {"run": run.listed.hash, "label": run.label, "model": model, "method": method}
     line: Row = {**front, "folder": str(run.run.path), "n": len(run.prompts), "pairs": found.get("pairs")}
-    cells = []
     for part, (metric, _) in PARTS.items():
-        change = f"{part}_difference", found.get(part), "{:+.1f}"
-        for name, at, form in ((part, _estimate(run.metrics, metric), "{:.1f}"), change):
+        for name, at in ((part, _estimate(run.metrics, metric)), (f"{part}_difference", found.get(part))):
             line |= dict.fromkeys(columns(name)) | (ends(at, name) if at else {})
-            cells.append(cell(at, form))
-    pairs = {None: "", 0: "none"}.get(line["pairs"], str(line["pairs"]))
-    return line, [run.listed.hash, run.label, *cells, pairs, str(line["n"])]
+    return line
+
+
+def look(lines: Sequence[Record]) -> list[dict[str, str]]:
+    """The table as a terminal shows it: scores in %, all else in points."""
+
+    def seen(at: Any) -> dict[str, str]:
+        names = [name for part in PARTS for name in (part, f"{part}_difference")]
+        told = {name.replace("_", " "): number(at, name, "+" * ("difference" in name)) for name in names}
+        label = f" {at['label']}".removesuffix(f" {at['run']}").strip().replace(", ", "\n")
+        return {"run": f"{at['run']}\n{label}".strip(), **told, "n": str(at["n"])}
+
+    return [seen(line) for line in lines]
 
 
 def _figure(runs: Sequence[Compared]) -> Figure | None:

@@ -12,6 +12,9 @@ from rich.text import Text
 Record = Mapping[str, object]
 """One row of a list, by column; a column that holds a mapping shows as ``key=value`` pairs."""
 
+NARROW = 16
+"""Letters up to which the lines of a column are not broken, where there is room for that."""
+
 
 def terminal(width: int | None = None) -> Console:
     """The terminal, where paths and names such as ``[a/b]`` and ``:x:`` are no markup."""
@@ -43,7 +46,8 @@ def show_lists(
         print(json.dumps(data if len(data) > 1 else next(iter(data.values())), indent=2, default=str))
     elif console.is_terminal:
         for title, records in lists.items():
-            console.print(_table(title, look(records) if look else [*map(_cells, records)]))
+            seen = look(records) if look else [*map(_cells, records)]
+            console.print(_table(title, seen, console.width))
     else:
         parts = []
         for title, records in lists.items():
@@ -63,11 +67,15 @@ def _text(value: object) -> str:
     return "" if value is None else f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
-def _table(title: str, rows: Sequence[Mapping[str, str]]) -> Table:
+def _table(title: str, rows: Sequence[Mapping[str, str]], width: int) -> Table:
     table = Table(title=Text(title), title_justify="left", box=None, pad_edge=False)
     told = [name for name in (rows[0] if rows else ()) if any(row[name] for row in rows)]
+    most = {name: max(len(line) for row in rows for line in row[name].split("\n")) for name in told}
+    fits = sum(min(letters, NARROW) + 2 for letters in most.values()) <= width + 2
     for name in told:
-        table.add_column(Text(name), no_wrap=name == told[0], overflow="fold")
+        whole = most[name] <= NARROW if fits else name == told[0]
+        header = name if len(name) <= most[name] else name.replace(" ", "\n")
+        table.add_column(Text(header), no_wrap=whole, overflow="fold")
     for row in rows:
         table.add_row(*(Text(row[name]) for name in told))
     return table

@@ -87,19 +87,11 @@ def _write(entry: Entry, root: Path) -> dict[str, Any]:
     """Write an entry's tables, figures and pages below a folder; what the page says of it."""
     title, covers = heading(entry)
     shows, seen = told(entry)
-    facts: dict[str, Any] = {"name": entry.name, "title": title, "covers": covers}
-    facts |= {
-        "shows": shows,
-        "seen": seen,
-        "command": entry.command,
-        "made": entry.made,
-        "faults": entry.faults,
-    }
-    pages = [
-        (part.label, copied(part.folder / "report.html", root, entry, part.label)) for part in entry.parts
-    ]
+    facts = {"name": entry.name, "title": title, "covers": covers, "shows": shows, "seen": seen}
+    told_of = {"command": entry.command, "made": entry.made, "faults": entry.faults}
+    pages = [(p.label, copied(p.folder / "report.html", root, entry, p.label)) for p in entry.parts]
     figures = [_figure(entry, part, name, root) for part in entry.parts for name in part.figures]
-    return {**facts, "pages": pages, "figures": figures, "tables": _tables(entry, root)}
+    return {**facts, **told_of, "pages": pages, "figures": figures, "tables": _tables(entry, root)}
 
 
 def _tables(entry: Entry, root: Path) -> list[tuple[str, list[str]]]:

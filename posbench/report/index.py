@@ -18,12 +18,13 @@ from posbench.files.atomic import canonical
 from posbench.late import pd
 from posbench.report.console import Record
 from posbench.report.tables import cell
-from posbench.report.text import short, tally
+from posbench.report.text import tally
 from posbench.run.folder import CONFIG, MANIFEST, PROVENANCE, STATUS, in_use, opened, runs_in
+from posbench.run.progress import duration
 from posbench.stats.findings import columns
 from posbench.stats.frames import UNMODIFIED, overall, shown
 
-METRICS, FINDINGS = "metrics.csv", "findings.csv"
+METRICS, FINDINGS, METHOD = "metrics.csv", "findings.csv", "method.json"
 GROUPS = ("model", "task", "method", "search", "study", "runtime")
 NAMES = GROUPS[:5]
 ASIDE = ("runtime.outputs", "runtime.log_every", "model.concurrency", "model.retries", "model.timeout")
@@ -50,7 +51,8 @@ class Listed:
         run, config = opened(folder), dict[str, Any]()
         status, started = run.facts(STATUS), str(run.facts(PROVENANCE).get("started", ""))
         try:
-            whole, config = not run.damaged((CONFIG, METRICS, FINDINGS)), run.config()
+            whole, config = not run.damaged((CONFIG, METRICS, FINDINGS, METHOD)), run.config()
+            ran = {"method": run.read_json(METHOD)}
         except UserError:
             whole = False
         state = str(status.get("state", "damaged")) if whole else "damaged"
@@ -59,7 +61,9 @@ class Listed:
         if whole and run.done:
             state = "done" if (folder / MANIFEST).is_file() else "done, unchecked"  # of an older version
         seen = cls(folder, state, started, status.get("seconds"), config)
-        return replace(seen, **_measured(folder)) if state.startswith("done") else seen
+        if not state.startswith("done"):
+            return seen
+        return replace(seen, config=_found(config, ran), **_measured(folder))
 
     @property
     def hash(self) -> str:
@@ -73,9 +77,15 @@ class Listed:
 
     @property
     def settings(self) -> dict[str, str]:
-        """Every setting as one types it, by its dotted key."""
+        """Every setting as one types it, by its dotted key; what a search found stands where it was null."""
         asked = {group: self.config.get(group) for group in GROUPS}
         return {key: value for key, value in _leaves(asked, "") if key not in ASIDE}
+
+
+def _found(config: Mapping[str, Any], ran: Mapping[str, Any]) -> dict[str, Any]:
+    """A config with the values of what ran where it has none."""
+    deeper = {k: _found(v, ran.get(k) or {}) for k, v in config.items() if isinstance(v, Mapping)}
+    return {k: ran.get(k) if v is None else v for k, v in config.items()} | deeper
 
 
 def _measured(folder: Path) -> dict[str, Any]:
@@ -145,6 +155,13 @@ def records(outputs: Path, filters: Sequence[str] = ()) -> list[Record]:
     ]
 
 
+def nearest(filters: Sequence[str], runs: Sequence[Record]) -> str:
+    """`; did you mean tiny?` of the first filter that nothing passes, but nearly does; else empty."""
+    known = sorted({str(run.get(name) or "") for run in runs for name in (*NAMES, "state")} - {""})
+    hints = (near(want, known, "") for text in filters if (want := text.rpartition("=")[2]) not in known)
+    return next((f"; {hint}" for hint in hints if hint), "")
+
+
 Rows = list[tuple[Listed, dict[str, str]]]
 
 
@@ -187,9 +204,12 @@ def _numbers(runs: Sequence[Listed]) -> dict[str, dict[str, Any]]:
 
 
 def look(records: Sequence[Record]) -> list[dict[str, str]]:
-    """The list as a terminal shows it; what all runs share is left to :func:`title`."""
-    same = shared(records)
-    return [{k: v for k, v in _seen(record).items() if k not in same} for record in records]
+    """The list as a terminal shows it; what all runs share is left to :func:`title`. Settings stand below the
+    method or study where that has a column."""
+    same, rows = shared(records), [_seen(record) for record in records]
+    for row in rows if RAN not in same else ():
+        row[RAN] = f"{row[RAN]}\n{row.pop(SETTINGS)}".strip()
+    return [{k: v for k, v in row.items() if k not in same} for row in rows]
 
 
 def title(records: Sequence[Record]) -> str:
@@ -205,18 +225,12 @@ def shared(records: Sequence[Record]) -> dict[str, str]:
     return {n: rows[0][n] for n in names if len(rows) > 1 and rows[0][n] and len({r[n] for r in rows}) == 1}
 
 
-RAN, LONG = "method / study", 24  # a column of the terminal's list; letters of a setting in it
+RAN, SETTINGS, LONG = "method / study", "settings", 24  # columns of the terminal's list; letters of a setting
 
 
 def _seen(record: Record) -> dict[str, str]:
     at: Any = record
     suite, version = Path(at["folder"]).absolute().parts[-3:-1]
-
-    def number(name: str, form: str, note: str = "") -> str:
-        value, low, high = (float("nan") if at[c] is None else at[c] for c in columns(name))
-        made = SimpleNamespace(value=value, ci_low=low, ci_high=high, note=note)
-        return short(cell(made, form)).replace(" [", "\n[")
-
     ran = [name for name in (at["study"], at["method"]) if name]
     parts = [f"{key.partition('.')[2]}={value}" for key, value in at["settings"].items()]
     return {
@@ -224,22 +238,29 @@ def _seen(record: Record) -> dict[str, str]:
         "in": version if suite in (at["task"], at["study"]) else f"{suite}/{version}",
         **{name: at[name] for name in ("model", "task")},
         RAN: ", ".join(map(shown, ran[:1] if ran[1:] == [UNMODIFIED] else ran)),
-        "settings": "\n".join(p if len(p) <= LONG else f"{p[: LONG - 3]}..." for p in parts),
-        "score": at["verdicts"] or number("score", "{:.1f}"),
-        "difference": number("difference", "{:+.1f}"),
-        "position bias": number("position_bias", "{:.1f}", at["note"]),
+        SETTINGS: "\n".join(p if len(p) <= LONG else f"{p[: LONG - 3]}..." for p in parts),
+        "score": at["verdicts"].replace(", ", "\n") or number(at, "score"),
+        "difference": number(at, "difference", "+"),
+        "position bias": number(at, "position_bias"),
         **{"age": age(at["started"]), "state": at["state"]},
     }
 
 
+def number(record: Record, name: str, sign: str = "") -> str:
+    """An estimate of a record in points, its interval below it; where there is none the record's note."""
+    at: Any = record
+    value, low, high = (float("nan") if at[c] is None else at[c] for c in columns(name))
+    note = at.get("note", "") if name == "position_bias" else ""
+    made = SimpleNamespace(value=value, ci_low=low, ci_high=high, note=note)
+    return cell(made, f"{sign}z.1f").replace(" [", "\n[")
+
+
 def age(started: str, now: datetime | None = None) -> str:
-    """How long ago a time was, in the largest unit that fits."""
+    """How long ago a time was; empty where none is told."""
     try:
-        seconds = ((now or datetime.now(UTC)) - datetime.fromisoformat(started)).total_seconds()
+        return duration(((now or datetime.now(UTC)) - datetime.fromisoformat(started)).total_seconds())
     except (ValueError, TypeError):
         return ""
-    units = (("d", 86400), ("h", 3600), ("min", 60), ("s", 1))
-    return next((f"{seconds // size:.0f} {unit}" for unit, size in units if seconds >= size), "0 s")
 
 
 def run_named(name: str, outputs: Path) -> Path:

@@ -57,13 +57,7 @@ def render_run(folder: Path) -> Path:
     model = config.get("model")
     study = read_json(folder / "study.json") or {}
     # Where there is no model the study says what it is.
-    models = [
-        str(
-            (model if isinstance(model, dict) and "name" in model else {"name": study.get("study", "")})[
-                "name"
-            ]
-        )
-    ]
+    models = [str(model["name"] if isinstance(model, dict) and "name" in model else study.get("study", ""))]
     facts = {name: read_json(folder / f"{name}.json") or {} for name in ("prompts", "provenance", "status")}
     facts["provenance"].pop("sum", None)
     facts["provenance"] = spent(facts["status"]) | facts["provenance"]
@@ -160,7 +154,8 @@ def _scores(folder: Path, metrics: pd.DataFrame, subsets: pd.DataFrame | None) -
     """Scores by gold position, position bias, the paper's numbers, and other scores."""
     ran, what = read_json(folder / "method.json") or {}, metric_name(metrics).capitalize()
     front = f"As applied: {applied(ran)}. " if len(ran) > 1 else ""
-    text = f"{front}{what} in % and paired difference in points, each with its 95 % interval."
+    text = f"{front}{what} in % and paired difference in points, each with its 95 % interval"
+    text = "; ".join(filter(None, [text, tables.position_words(metrics)])) + "."
     section = Section(what, f"{text} {cut_prompts(folder)}".strip(), *tables.position_table(metrics))
     if len(at_positions(metrics)):
         section.title = f"{what} by gold position"

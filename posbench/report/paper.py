@@ -77,12 +77,8 @@ def counted(table: pd.DataFrame) -> str:
     verdicts = groups["verdict"].agg(lambda each: each.iloc[0] if each.nunique() == 1 else MIXED)
     near = groups["near_zero"].first()
     text = f"Cells of the paper: {tally(verdicts[~near], AGREEMENT) or 'none away from zero'}."
-    apart = "within the margin of zero, where a model that always fails agrees, too"
-    return (
-        f"{text} Apart from these {near.sum()} {apart}: {tally(verdicts[near], AGREEMENT)}."
-        if near.any()
-        else text
-    )
+    apart = f"{near.sum()} within the margin of zero, where a model that always fails agrees, too"
+    return text + f" Apart from these {apart}: {tally(verdicts[near], AGREEMENT)}." * bool(near.any())
 
 
 def cells(metrics: pd.DataFrame, reference: Sequence[Row]) -> tuple[pd.DataFrame, str]:
@@ -100,7 +96,7 @@ def reference_table(table: pd.DataFrame, label: str = "") -> Table:
     found = dict[tuple[str, ...], dict[str, None]]()
     for row in table.rename(columns={"ours": "value"}).itertuples():
         missing, paper = pd.isna(row.value), f"{100 * row.paper:.1f}"
-        numbers = (paper, *(("", "") if missing else (cell(row, "{:.1f}"), points(row.difference))))
+        numbers = (paper, *(("", "") if missing else (cell(row, "z.1f"), points(row.difference))))
         verdict = f"{row.verdict}{' (near zero)' if row.near_zero else ''}"
         key = (row.task, verdict, row.model, row.method, row.gold_position, *numbers)
         found.setdefault(key, {})[row.setting] = None
@@ -122,7 +118,7 @@ def paper_table(table: pd.DataFrame) -> Table:
         at = {row.gold_position: row for row in part.itertuples()}
         lines = {
             "paper %": lambda row: f"{100 * row.paper:.1f}",
-            "ours %": lambda row: cell(row, "{:.1f}"),
+            "ours %": lambda row: cell(row, "z.1f"),
             "difference": lambda row: "" if pd.isna(row.difference) else points(row.difference),
             "verdict": lambda row: row.verdict,
         }

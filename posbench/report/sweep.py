@@ -95,16 +95,17 @@ def _show(folder: Path, console: Console) -> None:
     summary = read_csv(folder / "summary.csv")
     if summary is not None:
         header, rows, sentence = sweep_table(summary, swept_columns(summary))
-        console.print(text_table(header[:-1], [row[:-1] for row in rows]))
+        console.print(text_table(header[:-1], [row[:-1] for row in rows], console.width))
         console.print("average over gold positions in %, difference in points, [95 % interval]")
         console.print(sentence)
         show_findings(folder, console)
         show_reference(folder, summary, read_csv(folder / "subsets_summary.csv"), console)
-        console.print(f"sweep: {render_sweep(folder)}", soft_wrap=True)
     elif (findings := read_csv(folder / "findings_summary.csv")) is not None:
-        console.print(text_table(*verdict_table(_by_setting(findings))))
+        console.print(text_table(*verdict_table(_by_setting(findings)), console.width))
         console.print(answer(findings))
-        console.print(f"sweep: {render_sweep(folder)}", soft_wrap=True)
+    else:
+        return
+    console.print(f"sweep: {render_sweep(folder)}", soft_wrap=True)
 
 
 def _share_experiment(folder: Path, runs: Sequence[Path]) -> None:
@@ -274,7 +275,7 @@ def sweep_table(summary: pd.DataFrame, axes: list[str]) -> tuple[list[str], list
             lower = "lower it" if difference.ci_high < 0 else "cannot be told apart"
             tally["raise it" if difference.ci_low > 0 else lower] += 1
         run = ", ".join(dict.fromkeys(map(str, runs[setting]))) if "run" in rows else ""
-        texts = map(tables.cell, cells, ("{:.1f}", "{:.1f}", "{:+.1f}", "{:.1f}"))
+        texts = map(tables.cell, cells, ("z.1f", "z.1f", "+z.1f", "z.1f"))
         table.append([setting, *texts, "" if point is None else str(point.n), run])
     if not averages:
         return [], [], "Nothing was scored in this sweep."

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from posbench.late import pd
+from posbench.stats.bootstrap import with_interval
 from posbench.stats.frames import UNMODIFIED, at_positions, of_metric, own_metric, shown
 from posbench.stats.position_bias import STATISTICS
 
@@ -24,22 +25,18 @@ BIAS_WORDS = {
 
 
 def cell(row: Any, form: str, scale: float = 100) -> str:
-    """A share as `76.6 [72.1, 80.5]` in %; empty where there is none, or `at the floor` by its note."""
+    """A share as `76.6 [72.1, 80.5]` in %; where there is none its note, in short."""
     if row is None or pd.isna(row.value):
         note = getattr(row, "note", "")
-        return f"at the {note}" if isinstance(note, str) and note else ""
-    return form.format(scale * row.value) + interval(row, form.replace("+", ""), scale)
-
-
-def interval(row: Any, form: str, scale: float = 1) -> str:
-    """` [72.1, 80.5]`, empty without an interval."""
-    low, high = row.ci_low, row.ci_high
-    return "" if pd.isna(low) else f" [{form.format(scale * low)}, {form.format(scale * high)}]"
+        return note.partition(":")[0] if isinstance(note, str) else ""
+    value, low, high = (scale * each for each in (row.value, row.ci_low, row.ci_high))
+    return with_interval(value, low, high, form)
 
 
 def number(finding: Any) -> str:
     """The value of a finding with its interval; empty where it has none."""
-    return "" if pd.isna(finding.value) else f"{finding.value:.3g}" + interval(finding, "{:.3g}")
+    at = finding.value, finding.ci_low, finding.ci_high
+    return "" if pd.isna(finding.value) else with_interval(*at)
 
 
 def latex(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -68,12 +65,12 @@ def pct(share: float) -> str:
 
 def points(share: float) -> str:
     """A difference of shares in percentage points, with its sign."""
-    return f"{100 * share:+.1f}"
+    return f"{100 * share:+z.1f}"
 
 
 def findings_table(findings: pd.DataFrame, models: bool = False) -> Table:
     """Verdicts, claims, and the statistics they are held against: one row for each finding, ours last; with
-    a column of ``models`` where asked for."""
+    a column of ``models`` where asked for, and one of notes where there are any."""
     rows = []
     table = findings.fillna({"note": "", "model": ""})
     for row in table.sort_values("kind", key=lambda kind: kind != "paper", kind="stable").itertuples():
@@ -83,7 +80,9 @@ def findings_table(findings: pd.DataFrame, models: bool = False) -> Table:
         rows.append(
             [row.verdict, *model, front + row.claim, number(row), row.statistic, p, str(row.n), str(row.note)]
         )
-    return ["verdict", *["model"] * models, "claim", "value", "statistic", "p (Holm)", "n", "note"], rows
+    header = ["verdict", *["model"] * models, "claim", "value", "statistic", "p (Holm)", "n", "note"]
+    kept = len(header) - (not table["note"].any())
+    return header[:kept], [row[:kept] for row in rows]
 
 
 class _Columns:
@@ -98,11 +97,10 @@ class _Columns:
 
     def line(self, rows: pd.DataFrame, name: str, scale: float = 100) -> list[str]:
         """The cells of one metric, from rows in which it occurs once for each method."""
-        form = "{:.1f}" if scale == 100 else "{:.3f}"
+        form = "z.1f" if scale == 100 else "z.3f"
         cells: dict[Any, Any] = {(r.method, r.metric): r for r in rows.itertuples()}
         values = [cell(cells.get((m, name)), form, scale) for m in self.methods]
-        plus = form.replace(":", ":+")
-        return values + [cell(cells.get((m, f"{name}_difference")), plus, scale) for m in self.changed]
+        return values + [cell(cells.get((m, f"{name}_difference")), f"+{form}", scale) for m in self.changed]
 
 
 def position_table(metrics: pd.DataFrame) -> Table:
@@ -113,12 +111,20 @@ def position_table(metrics: pd.DataFrame) -> Table:
     columns, table = _Columns(rows), []
     placed = at_positions(rows).sort_values("depth")
     depths = zip(placed["gold_position"].astype(str), placed["depth"], strict=True)
-    names = {place: f"{100 * depth:.3g} %" for place, depth in depths} | {"all": "all"}
+    names = {place: f"{round(100 * depth, 1):g} %" for place, depth in depths} | {"all": "all"}
     for place, name in names.items():
         here = rows[rows["gold_position"].astype(str) == place]
         n = "/".join(dict.fromkeys(map(str, here["n"])))
         table.append([name, *columns.line(here, "score"), n])
     return ["gold position", *columns.header, "n"], table
+
+
+def position_words(metrics: pd.DataFrame) -> str:
+    """What the gold positions are, from metrics.csv rows of a run; empty where there are none."""
+    # A depth that the task does not tell tells of no items.
+    place = pd.to_numeric(metrics["gold_position"], errors="coerce")
+    items = (1 + place / pd.to_numeric(metrics["depth"])).max()
+    return "" if pd.isna(items) else f"gold position: of {items:.0f} items, 0 % the first, 100 % the last"
 
 
 def bias_table(metrics: pd.DataFrame) -> Table:
@@ -130,11 +136,10 @@ def bias_table(metrics: pd.DataFrame) -> Table:
     return ["statistic", *columns.header], table
 
 
-def limits(metrics: pd.DataFrame) -> str:
-    """Which methods are at the floor or the ceiling, where no bias can be seen; empty where none is."""
+def limits(metrics: pd.DataFrame) -> dict[str, str]:
+    """Why no position bias can be measured, by method, from metrics.csv rows of a run."""
     rows = metrics[metrics["metric"] == "position_bias"] if "note" in metrics else metrics.iloc[:0]
-    at = {shown(row.method): cell(row, "") for row in rows[rows["value"].isna()].itertuples()}
-    return "; ".join(f"{name} {note}: position bias cannot be measured" for name, note in at.items() if note)
+    return {row.method: row.note for row in rows[rows["value"].isna()].itertuples() if cell(row, "")}
 
 
 def other_scores(metrics: pd.DataFrame) -> pd.DataFrame:

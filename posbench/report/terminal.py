@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -14,11 +16,13 @@ from posbench.report import tables
 from posbench.report.folder import read_csv, read_json
 from posbench.report.page import cut_prompts
 from posbench.report.paper import beside
-from posbench.report.text import applied, headline, short, spent, verdicts
+from posbench.report.text import applied, headline, spent, verdicts
 from posbench.run.folder import opened
 from posbench.search import held_back
 from posbench.stats.frames import metric_name
 
+INTERVAL = r"(?<=\d) (\[[^\[\]]+\])$"
+"""Of a cell; a list, such as a swept setting, is none."""
 FEW = 24  # subsets and averages up to which the terminal shows them all, as the report does
 
 
@@ -26,13 +30,13 @@ def show(folder: Path, console: Console) -> None:
     """Print what a run folder says: the table, the result in words, and where the page is."""
     metrics, subsets = read_csv(folder / "metrics.csv"), read_csv(folder / "subsets.csv")
     if metrics is not None:
-        console.print(summary_table(metrics))
+        console.print(summary_table(metrics, console.width))
         if subsets is not None:
             few = subsets["subset"].nunique() <= FEW
-            console.print(text_table(*tables.subset_table(subsets, "" if few else "average")))
+            console.print(text_table(*tables.subset_table(subsets, "" if few else "average"), console.width))
         others = tables.other_scores(metrics)
         if len(others):
-            console.print(text_table(*tables.subset_table(others, own="")))
+            console.print(text_table(*tables.subset_table(others, own=""), console.width))
         console.print(headline(metrics))
         method, cut = read_json(folder / "method.json") or {}, cut_prompts(folder)
         if len(method) > 1:
@@ -51,16 +55,14 @@ def show(folder: Path, console: Console) -> None:
         console.print(held_back.words(gained.iloc[0]), soft_wrap=True)
 
 
-def summary_table(metrics: pd.DataFrame) -> Table:
-    """The table a run ends with, at most 100 columns wide for up to two methods: scores by position."""
-    header, rows = tables.position_table(metrics)
-    title = ", ".join(str(metrics[c].iloc[0]) for c in ("model", "task") if metrics[c].nunique() == 1)
-    caption = f"{metric_name(metrics)} in %, difference in points, [95 % interval]"
-    # Of several methods the interval goes below its number.
-    gap = "\n[" if len(header) > 5 else " ["
-    cells = [[short(cell).replace(" [", gap) for cell in row] for row in rows]
-    table = text_table(header, cells)
-    table.title, table.caption = Text(title), caption
+def summary_table(metrics: pd.DataFrame, width: int = 80) -> Table:
+    """The table a run ends with: scores by gold position."""
+    table = text_table(*tables.position_table(metrics), width)
+    table.title = Text(
+        ", ".join(str(metrics[c].iloc[0]) for c in ("model", "task") if metrics[c].nunique() == 1)
+    )
+    units = f"{metric_name(metrics)} in %, difference in points, [95 % interval]"
+    table.caption = f"{units}\n{tables.position_words(metrics)}".strip()
     for column in table.columns:
         column.justify = "right"
     for line in table.rows[-2:-1]:
@@ -76,7 +78,7 @@ def show_findings(folder: Path, console: Console) -> None:
         # The notes stand in findings.csv and in the report; a narrow terminal holds less.
         lines = [[verdict, f"{claim}: {what}", value, p] for verdict, claim, value, what, p, *_ in rows]
         told = ["verdict", "claim: what was measured", "value", header[4]]
-        console.print(text_table(told, lines, shorten=False))
+        console.print(text_table(told, lines, console.width))
         console.print(verdicts(findings))
 
 
@@ -87,14 +89,17 @@ def show_reference(
     for section in beside(folder, metrics, subsets):
         console.print(f"{section.title}. {section.text}".strip())
         if section.rows:
-            console.print(text_table(section.header, section.rows))
+            console.print(text_table(section.header, section.rows, console.width))
 
 
-def text_table(header: Sequence[str], rows: Sequence[Sequence[str]], shorten: bool = True) -> Table:
-    """A table; names and settings such as `[a,b]` are no markup."""
-    table = Table()
-    for name in header:
-        table.add_column(Text(name), overflow="fold")
+def text_table(header: Sequence[str], rows: Sequence[Sequence[str]], width: int = 80) -> Table:
+    """A table; intervals stand below their numbers where it is wider than so many letters. Names and settings
+    such as `[a,b]` are no markup."""
+    table = Table(box=box.HORIZONTALS, show_edge=False, pad_edge=False)
+    longest = [max(map(len, [*column[0].split(), *column[1:]])) for column in zip(header, *rows, strict=True)]
+    fits = sum(longest) + 3 * (len(header) - 1) <= width
+    for name, most in zip(header, longest, strict=True):
+        table.add_column(Text(name if len(name) <= most else name.replace(" ", "\n")), overflow="fold")
     for row in rows:
-        table.add_row(*(Text(short(cell) if shorten else cell) for cell in row))
+        table.add_row(*(Text(cell if fits else re.sub(INTERVAL, r"\n\1", cell)) for cell in row))
     return table

@@ -5,26 +5,19 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from datetime import timedelta
 from typing import Any
 
 import numpy as np
 
 from posbench.late import pd
 from posbench.report.tables import Table, bias_table, findings_table, limits, number, pct, points
+from posbench.run.progress import duration
 from posbench.stats.findings import VERDICTS
 from posbench.stats.frames import UNMODIFIED, at_positions, metric_name, overall, shown
 
 FEW = 4  # claims of one verdict, or names, that a sentence lists
 SOURCE = r" \([^()]*\d[^()]*\)$"
 """The source at the end of a claim, as ``(Yu et al. 2025, Figure 3)``."""
-
-
-def short(text: str) -> str:
-    """A cell with its interval in whole points, for 80 columns."""
-    # A list of numbers, such as a swept setting, is no interval.
-    pattern = r"(?<=\d) \[(-?[\d.]+), (-?[\d.]+)\]$"
-    return re.sub(pattern, lambda m: f" [{float(m[1]):.0f}, {float(m[2]):.0f}]", text)
 
 
 def spent(status: Mapping[str, Any]) -> dict[str, str]:
@@ -42,11 +35,6 @@ def spent(status: Mapping[str, Any]) -> dict[str, str]:
         "peak memory": ", ".join(f"{peak / 1e9:.2f} GB {name}" for name, peak in peaks.items() if peak),
     }
     return {name: words for name, words in told.items() if words}
-
-
-def duration(seconds: float) -> str:
-    """`4.2 s`, from 100 seconds on `0:01:40`."""
-    return f"{seconds:.1f} s" if seconds < 100 else str(timedelta(seconds=round(seconds)))
 
 
 def title(what: Iterable[str], models: Iterable[str], tasks: Iterable[str], swept: Iterable[str] = ()) -> str:
@@ -80,24 +68,33 @@ def headline(metrics: pd.DataFrame | None) -> str:
     if metrics is None or overall(metrics).empty:
         return "Nothing was scored in this run."
     average: Any = overall(metrics).drop_duplicates("method").set_index("method")
-    verb = "answers" if metric_name(metrics) == "accuracy" else "scores"
-    said = [_unmodified(metrics, average, verb)] if UNMODIFIED in average.index else []
+    verb, limited = "answers" if metric_name(metrics) == "accuracy" else "scores", limits(metrics)
+    front, said = [_limited(note, limited) for note in dict.fromkeys(limited.values())], list[str]()
+    if UNMODIFIED in average.index and (len(average) == 1 or UNMODIFIED not in limited):
+        said += [_unmodified(metrics, average, verb, UNMODIFIED not in limited)]
     said += [_verdict(metrics, average, str(name), verb) for name in average.index if name != UNMODIFIED]
     header, bias = bias_table(metrics)
     if bias:
         cells = zip(header[1:], bias[0][1:], strict=True)
-        listed = [f"{name} {cell}" for name, cell in cells if cell and not cell.startswith("at the ")]
+        listed = [f"{name} {cell}" for name, cell in cells if "[" in cell]
         said += [f"position bias in points: {', '.join(listed)}"] if listed else []
-        said += filter(None, [limits(metrics)])
-    return "; ".join(said) + "."
+    return " ".join(f"{sentence}." for sentence in (*front, "; ".join(said)))
 
 
-def _unmodified(rows: pd.DataFrame, average: Any, verb: str) -> str:
+def _limited(note: str, limited: Mapping[str, str]) -> str:
+    """Of which methods no position bias can be measured, and why."""
+    who = " and ".join(shown(method) for method, own in limited.items() if own == note)
+    head, _, why = note.partition(": ")
+    told = f" ({why})" if why else ""  # older versions do not say
+    return f"{head.capitalize()}: position bias of {who} cannot be measured{told}"
+
+
+def _unmodified(rows: pd.DataFrame, average: Any, verb: str, curved: bool) -> str:
     """How the unmodified model does: at the ends and inside, and on average where it is alone."""
     base = at_positions(rows)
     base = base[base["method"] == UNMODIFIED].sort_values("depth")
     mean = f"{pct(average.at[UNMODIFIED, 'value'])} on average (n = {average.at[UNMODIFIED, 'n']})"
-    if len(base) > 2:
+    if curved and len(base) > 2:
         ends, worst = (base["value"].iloc[0] + base["value"].iloc[-1]) / 2, base["value"].iloc[1:-1].min()
         curve = f"{pct(ends)} at the ends and {pct(worst)} at its worst inner position"
         mean = f"{curve}, {mean}" if len(average) == 1 else curve

@@ -140,8 +140,8 @@ class _Trend:
     @staticmethod
     def _limited(part: pd.DataFrame) -> bool:
         """Whether a setting answers almost nothing or everything, so that it has no bias to be seen."""
-        places = [here for _, here in part.groupby("gold_position")]
-        return bool(limit((mean(here["score"].to_numpy(), list(here["cluster"])) for here in places), 0.0))
+        at = [mean(h["score"].to_numpy(), list(h["cluster"])) for _, h in part.groupby("gold_position")]
+        return bool(limit(at, 0.0, part["cluster"].nunique()))
 
     def _peak(self, claims: SweepClaims, found: Mapping[Any, Array], n: int) -> Finding:
         """Whether the number with the best average score lies where it is claimed to."""

@@ -1,4 +1,4 @@
-"""How far work is: a bar on a terminal, elsewhere a line at its start, every few seconds, and at its end."""
+"""How far work is, and how long things take: a bar on a terminal, elsewhere a line now and then."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from datetime import timedelta
 
 from rich.console import Console
 from rich.live import Live
@@ -50,10 +49,10 @@ class Work:
         told = [f"{self.label} {self.done}/{self.total} ({100 * self.done // self.total} %)"]
         known = self._weighed and spent > 0
         told += [_rate(self._made / spent)] if known else []
-        told.append(f"{_time(now - self.began)} elapsed")
+        told.append(f"{duration(now - self.began)} elapsed")
         if known and self.done < self.total:
             left = spent * (self.weight / self._weighed - 1) - (now - self._last)
-            told.append(f"{_time(max(left, 0))} left")
+            told.append(f"{duration(max(left, 0))} left")
         return ", ".join(told) + (f": {self.note}" if self.note else "")
 
 
@@ -64,7 +63,8 @@ def progress(
     """Show work of ``total`` parts, ``done`` before, while the block runs; yields what is told of more. Where
     nothing is left to do nothing is shown.
 
-    Where the console is no terminal there is a line every so many seconds, and none if ``every`` is 0.
+    Where the console is no terminal there is a line every so many seconds, at the end, and at the start where
+    something was done before; none if ``every`` is 0.
     """
     work = Work(label, total, total if weight is None else weight)
     work(done, before=True)
@@ -82,7 +82,8 @@ def progress(
         def tell() -> None:
             console.print(Text(str(work)), soft_wrap=True, highlight=False)
 
-        tell()
+        if done:
+            tell()
         try:
             with repeated(tell, every):
                 yield work
@@ -121,5 +122,8 @@ def _rate(each: float) -> str:
     return f"{scaled:,.{0 if scaled >= 10 else 1}f}/{unit}"
 
 
-def _time(seconds: float) -> str:
-    return str(timedelta(seconds=round(seconds)))
+def duration(seconds: float) -> str:
+    """`4.2 s`, `1.7 min`, `12 h`: a time in the largest unit that it fills."""
+    units = (("d", 86400), ("h", 3600), ("min", 60))
+    unit, size = next(((unit, size) for unit, size in units if seconds >= size), ("s", 1))
+    return f"{round(seconds / size, 1 if seconds < 10 * size else None)} {unit}".replace(".0 ", " ")

@@ -63,14 +63,15 @@ class Search(ABC):
             hint = "leave the search out: stages=[evaluate,report]"
             raise UserError(f"{run.target.where}.{name}", run.target.values[name], allowed, hint)
 
-    def fitted(self, window: int, spells: bool) -> Mapping[str, Any]:
-        """The fields that must change for a model that reads ``window`` tokens, and whose tokenizer may not
-        spell letters and digits."""
+    def fitted(self, window: int, spells: bool, layers: int) -> Mapping[str, Any]:
+        """The fields that must change for a model of ``layers`` that reads ``window`` tokens, and whose
+        tokenizer may not spell letters and digits."""
         return {}
 
-    def asks(self, prompts: int, answer: int, layers: int, channels: int) -> tuple[int, int] | None:
-        """Prompts that it reads whole, and further tokens, of so many calibration prompts with answers of so
-        many tokens; None where that cannot be told before."""
+    def asks(self, prompts: int, answer: int, layers: int, channels: int) -> tuple[int, int, int] | None:
+        """Prompts that it reads whole, further tokens that it reads, and batches of prompts that it answers,
+        at most, of so many calibration prompts with answers of so many tokens; None where that cannot be
+        told before."""
         return None
 
     def files(self) -> tuple[Source, ...]:

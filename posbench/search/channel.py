@@ -86,7 +86,7 @@ class ChannelSearch(Search):
         several = any(part.cls.rows_per_prompt for part in parts)
         return parts[-1] if issubclass(parts[-1].cls, self.serves) and not several else None
 
-    def fitted(self, window: int, spells: bool) -> Mapping[str, Any]:
+    def fitted(self, window: int, spells: bool, layers: int) -> Mapping[str, Any]:
         """Shorter strings, with the paper's tenth and thirtieth of a thousand tokens as window and skip where
         those would take more than half of a string; token ids where letters cannot be spelt."""
         length = min(self.length, window)
@@ -96,11 +96,11 @@ class ChannelSearch(Search):
             found |= {"window": max(length // 10, 1), "skip": 3 * length // 100}
         return {name: value for name, value in found.items() if value != getattr(self, name)}
 
-    def asks(self, prompts: int, answer: int, layers: int, channels: int) -> tuple[int, int]:
+    def asks(self, prompts: int, answer: int, layers: int, channels: int) -> tuple[int, int, int]:
         """Calibration prompts, then the check of the winner; strings, and answers of every candidate."""
         tried = self.top_k if self.candidates == "monotone" else channels
         tried *= len(self.factors) * len(self.layer_ranges(layers, None))
-        return 3 * prompts, self.strings * self.length + prompts * (1 + tried) * answer
+        return 3 * prompts, self.strings * self.length + prompts * (1 + tried) * answer, 0
 
     def check(self, run: Run) -> None:
         """Refuse strings and layers that do not fit the model, and several channels typed at once."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Annotated, Any, ClassVar, Literal
@@ -103,14 +103,19 @@ class GeneticSearch(ScaleSearch):
             allowed, hint = f"true with curve={self.curve}", "set search.curve=bezier"
             raise UserError("search.constrained", False, allowed, hint)
 
-    def check(self, run: Run) -> None:
-        """Refuse more points than the grid has places, too."""
-        super().check(run)
-        places = self._places(run.lm.layers) + 1
-        if self.curve != "free" and self.constrained and self.points > places:
-            allowed = f"at most {places} ({run.lm.layers} layers in steps of {self.step_x:g})"
-            hint = f"set search.step_x={self.step_x / 2:g}, or search.points={places}"
-            raise UserError("search.points", self.points, allowed, hint)
+    def fitted(self, window: int, spells: bool, layers: int) -> Mapping[str, Any]:
+        """No more points than the grid has places, where x rises strictly."""
+        places = self._places(layers) + 1
+        few = self.curve != "free" and self.constrained and self.points > places
+        return {"points": places} if few else {}
+
+    def asks(self, prompts: int, answer: int, layers: int, channels: int) -> tuple[int, int, int]:
+        """All candidates, every child and the unmodified model among them, then both methods of the check, on
+        questions with the answer at three places."""
+        tried = 1 + self.population + self.generations * (self.mutations + 2 * self.crossovers)
+        asked = [(tried, len(POSITIONS) * prompts), (2, len(POSITIONS) * (self.held_back or prompts))]
+        batches = sum(n * -(-count // self.batch_size) for n, count in asked)
+        return sum(n * count for n, count in asked), 0, batches
 
     def decode(self, genome: Genome, layers: int) -> Scales:
         """The scale of each of the L layers."""

@@ -7,7 +7,7 @@ from typing import Any
 
 from posbench.late import pd
 from posbench.plots.section import Section
-from posbench.stats.bootstrap import paired
+from posbench.stats.bootstrap import paired, with_interval
 
 ROWS, TABLE = "held_back.jsonl", "held_back.csv"
 LEAST = 6
@@ -47,9 +47,9 @@ def words(facts: Mapping[str, Any]) -> str:
         few = f"{facts['n']} are left, and {LEAST} questions are needed"
         return f"what was found is not checked on held-back prompts: {few}"
     both = f"{facts['measure']} {facts['found']:.4g}, unmodified {facts['unmodified']:.4g}"
-    interval = f"[{facts['ci_low']:.3g}, {facts['ci_high']:.3g}]"
+    gained = with_interval(facts["gain"], facts["ci_low"], facts["ci_high"])
     front = "the search gains nothing beyond noise" if noise(facts) else "the search gains"
-    return f"{front}: {both} on {facts['n']} held-back prompts, gain {facts['gain']:.3g} {interval}"
+    return f"{front}: {both} on {facts['n']} held-back prompts, gain {gained}"
 
 
 def told(facts: Mapping[str, Any]) -> str:

@@ -20,6 +20,17 @@ CHUNK = 1 << 22  # resampled entries held at once
 Z95 = 1.959963984540054
 
 
+def with_interval(value: float, low: float, high: float, form: str = "") -> str:
+    """``12.3 [10.0, 14.5]``: a number and its interval with the same decimals: those of ``form``
+    (``+z.1f``), else three digits of the largest; without an interval the number alone."""
+    if np.isnan(low):
+        return format(value, form or ".3g")
+    digits = np.floor(np.log10(max(map(abs, (value, low, high))) or 1))
+    form = form or (f"z.{max(2 - int(digits), 0)}f" if -5 < digits < 6 else ".2e")
+    plain = form.removeprefix("+")
+    return f"{value:{form}} [{low:{plain}}, {high:{plain}}]"
+
+
 class Estimate(NamedTuple):
     """A number with its 95 % interval and the observations behind it."""
 
@@ -30,8 +41,8 @@ class Estimate(NamedTuple):
 
     @property
     def words(self) -> str:
-        """As notes quote it: ``0.12 [0.1, 0.14]``."""
-        return f"{self.value:.3g} [{self.ci_low:.3g}, {self.ci_high:.3g}]"
+        """As notes quote it: ``0.12 [0.10, 0.14]``."""
+        return with_interval(*self[:3])
 
 
 def chunks(resamples: int, width: int) -> Iterator[int]:

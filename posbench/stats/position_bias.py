@@ -113,16 +113,24 @@ def position_bias(curve: Array, draws: Array) -> tuple[float, Array]:
     return float(np.sqrt(np.maximum(variance - noise, 0))), np.where(left > 0, found, 0.0)
 
 
-def limit(positions: Iterable[Estimate], chance: float) -> str:
-    """Whether the scores (0..1) at the gold positions leave a bias to be seen, by their 95 % intervals.
+def limit(positions: Iterable[Estimate], chance: float, questions: int) -> str:
+    """Why the scores (0..1) at the gold positions leave no bias to be seen, by their 95 % intervals.
 
-    ``floor`` where none is surely above that of a guess, ``ceiling`` where none is surely below 1, both give
-    or take :data:`ALMOST`; else empty.
+    ``at the floor: ...`` where none is surely above that of a guess, ``at the ceiling: ...`` where none is
+    surely below 1, both give or take :data:`ALMOST`; ``too few questions: ...`` where so many at each
+    position could not show that even if all were wrong, or right (Wilson's interval); else empty.
     """
-    ends = [(at.ci_low, at.ci_high) for at in positions]
+    ends, top = [(at.ci_low, at.ci_high) for at in positions], 1 - ALMOST
     if not max(low for low, _ in ends) > chance + ALMOST:
-        return "floor"
-    return "" if min(high for _, high in ends) < 1 - ALMOST else "ceiling"
+        guess = f"a guess, {100 * chance:.1f} %" if chance else "zero"
+        note, share = f"floor: no score is surely {100 * ALMOST:.0f} points above {guess}", chance + ALMOST
+    elif not min(high for _, high in ends) < top:
+        note, share = f"ceiling: no score is surely below {100 * top:.0f} %", ALMOST
+    else:
+        return ""
+    least = int(np.ceil(Z95**2 * (1 - share) / share))
+    few = f"too few questions: ask {least} or more at each gold position"
+    return few if questions < least else f"at the {note}"
 
 
 def rows(
@@ -146,7 +154,7 @@ def rows(
         sizes = np.array([len(values) for values, _ in places])
         questions = min(len(set(clusters)) for _, clusters in places)
         told = Told(*found[method], sizes, questions, part[name].isin((0, 1)).all(), (seed, number))
-        note = limit((mean(*group) for group in places), chance)
+        note = limit((mean(*group) for group in places), chance, questions)
         shuffled = _shuffled_gaps(part, name, resamples, seed)
         low, high = np.quantile(shuffled, [0.025, 0.975])
         all_of = told.estimates | {"gap_null": Estimate(float(shuffled.mean()), low, high, len(part))}

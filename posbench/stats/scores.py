@@ -19,7 +19,7 @@ COLUMNS = ("model", "method", "task", "gold_position", "depth", *_SCORE, "note")
 """Columns of ``metrics.csv``. The first metric is the task's own, in 0..1; gold_position is a 0-based index
 or ``all``; depth is index / (items - 1); n counts prompts; the interval is 95 %, over whole questions, paired
 for a difference (docs/metrics.md). :data:`posbench.stats.position_bias.STATISTICS` names the rows that sum up
-the curve over gold positions; their note is ``floor`` or ``ceiling`` where no bias can be seen."""
+the curve over gold positions; their note says why no bias can be seen, where that is so."""
 
 SUBSET_COLUMNS = ("model", "method", "task", "subset", "kind", *_SCORE)
 """Columns of ``subsets.csv``: kind is ``subset`` or ``average`` (a named mean over subsets)."""

@@ -95,9 +95,10 @@ class Task(ABC):
     def place(self) -> Path:
         """The first of :meth:`files` on this machine; UserError if it is not here nor can be downloaded."""
         first = self.files()[0]
-        if first.kind == "path" and not there(Path(first.id).expanduser()):
-            hint = f"get it from {self.source}, or set {first.field}=null"
-            raise UserError(first.field, first.id, "a file or folder on this machine", hint)
+        if first.kind == "path" and not there(path := Path(first.id).expanduser()):
+            allowed = f"a file or folder on this machine; there is no {path.absolute()}"
+            hint = f"a relative path starts where posbench is called, also in a YAML; source: {self.source}"
+            raise UserError(first.field, first.id, allowed, hint)
         return local(first)
 
     def averages(self) -> Mapping[str, tuple[str, ...]]:

@@ -241,13 +241,6 @@ class OwnData(EvaluationOnly):
         """None."""
         return ()
 
-    def place(self) -> Path:
-        """The file; UserError where there is none."""
-        file = Path(str(self.path)).expanduser()
-        if not file.is_file():
-            refuse("path", self.path, "a file on this machine", "check the path")
-        return file
-
     @cached_property
     def own(self) -> Own:
         """What the file holds; see :func:`read`."""

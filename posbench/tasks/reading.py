@@ -36,7 +36,8 @@ class Line(dict[str, Any]):
 
     def refuse(self, allowed: str) -> NoReturn:
         """Raise UserError for this line."""
-        refuse(self.field, f"{self.shown}, line {self.number}", allowed, "fix or remove that line")
+        place = f"task.{self.field}: {self.shown}, line {self.number}"
+        raise LineError(place, "", allowed, "fix or remove that line")
 
     def fault(self, wrong: str, allowed: str) -> LineError:
         """What is wrong with this line, to be raised."""
@@ -44,10 +45,11 @@ class Line(dict[str, Any]):
 
 
 class LineError(UserError):
-    """A fault of a line, which is its ``field``, and in words its ``value``."""
+    """A fault of a line, which is its ``field``, and in words, if any, its ``value``."""
 
     def __str__(self) -> str:
-        line = f"{self.field}: {self.value}; allowed: {self.allowed}; next: {self.hint}"
+        wrong = f"{self.value}; " if self.value else ""
+        line = f"{self.field}: {wrong}allowed: {self.allowed}; next: {self.hint}"
         return " ".join(line.split())
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from posbench.cli.main import main
 from posbench.pipeline.compose import composed
 from posbench.schema import instantiate
 from posbench.tasks import Example, Task
+from tests.conftest import Result, run_folders
 
 ROOT = Path(__file__).parents[2]
 DATA = ROOT / "tests" / "data" / "own"
@@ -25,7 +27,7 @@ def check(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[str, list[Exa
     """What is printed, and the examples that the printed command asks."""
     assert main(["check-data", *args]) == 0
     out = capsys.readouterr().out
-    command = out.rstrip().splitlines()[-1].replace("model=DIR_OR_HUB_ID", "model=tiny")
+    command = out.rstrip().splitlines()[-1].replace("model=DIR_OR_HUB_ID", "model=mistral7b")
     raw = composed(*shlex.split(command)[1:]).raw
     return out, instantiate(raw["task"], Task, "task").evaluation()  # type: ignore[type-abstract]
 
@@ -61,10 +63,25 @@ def test_every_kind_is_told_and_can_be_asked(
 
 
 def test_a_model_gives_the_lengths_in_tokens(capsys: pytest.CaptureFixture[str]) -> None:
-    out, examples = check(capsys, str(DATA / "items.jsonl"), "model=tiny")
+    out, examples = check(capsys, str(DATA / "words.jsonl"), "model=tiny")
     encode = Tokenizer.from_file(str(paths.MODELS / "tiny" / "tokenizer.json")).encode
     counts = [len(encode(e.prompt).ids) for e in examples]
-    assert f"tokens    {min(counts)} to {max(counts)} (median" in out and "the model reads 512" in out
+    assert set(counts) == {67} and "tokens    67 a prompt; the model reads 512\n" in out
+
+
+@pytest.mark.parametrize(
+    "given", [["items", "model=tiny"], ["words", "model=tiny", "model.context_window=60"]]
+)
+def test_a_model_that_cannot_be_asked_is_refused_as_by_the_run(
+    given: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, *rest = f"{DATA / given[0]}.jsonl", *given[1:]
+    assert main(["check-data", file, *rest]) == 2
+    told = capsys.readouterr()
+    assert "the first prompt" in told.out and "to ask it" not in told.out
+    for verb in ([], ["validate"]):
+        assert main([*verb, "task=own_data", f"task.path={file}", *rest]) == 2
+        assert capsys.readouterr().err == told.err
 
 
 def test_a_name_with_odd_signs_comes_back_quoted(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -121,3 +138,25 @@ def test_the_documentation_has_the_fields_of_the_code() -> None:
     assert docs.between_marks(page, "data", docs.data()) == text, "posbench docs data --out docs/own_data.md"
     for line in re.search(r"```json\n(.*?)\n```", text, re.DOTALL)[1].splitlines():  # type: ignore[index]
         assert json.loads(line)["question"]
+
+
+def test_the_first_own_file_of_the_documentation_works_anywhere(
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    posbench: Callable[..., Result],
+    outputs: Path,
+) -> None:
+    text = (ROOT / "docs" / "own_data.md").read_text()
+    name, lines, commands = re.findall(r"^cat > (\S+) <<'END'\n(.*?)END\n(.*?)```", text, re.M | re.S)[0]
+    monkeypatch.chdir(tmp_path)
+    Path(name).write_text(lines)
+    looked, asked = (shlex.split(line)[1:] for line in commands.splitlines())
+    assert shlex.split(check(capsys, *looked[1:])[0].splitlines()[-1])[1:] == asked
+    assert posbench(*asked, "stages=evaluate", "runtime.resamples=100").status == 0
+    (run,) = run_folders(outputs)
+    assert json.loads((run / "method.json").read_text())["channel"] == 15
+    words = re.search(r"```text\n((?:[a-z]{3}\s)+)```", text)[1].split()  # type: ignore[index]
+    for folder in (f for f in paths.MODELS.iterdir() if (f / "tokenizer.json").is_file()):
+        known = Tokenizer.from_file(str(folder / "tokenizer.json")).get_vocab()
+        assert {word for word in known if re.fullmatch("[a-z]+", word)} == set(words), folder

@@ -125,7 +125,7 @@ def test_the_page_holds_every_claim_once_in_the_overview_and_each_number_once(tm
     assert matrix[:2] == ["| claim | tiny | tiny_b |", "| C2: b | holds | not testable |"]
     assert matrix[2:] == ["| C1: a | 1 holds, 1 contradicted |  |", "| Control: c |  | holds |"]
     assert "- tiny_b: Claims of the paper: 1 not testable. Our controls: 1 holds." in page
-    for number in ("1.25", "2.5", "3.75", "4.25", "5.5"):
+    for number in ("1.25", "2.50", "3.75", "4.25", "5.50"):
         assert page.count(f"| {number} [") == 1, number
     assert page.index("## C2: b") < page.index("## C1: a") < page.index("## Control: c")
     assert "posbench study=chain" in page

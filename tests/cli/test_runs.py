@@ -35,7 +35,7 @@ def test_a_sweep_over_the_task_is_found_compared_and_scored_again(
         assert record["folder"] == str(run) and record["score"] == own["accuracy"]
         assert record["difference"] == own["accuracy_difference"]
     compared = posbench("compare", *found, "--outputs", str(outputs), verb=True)
-    assert compared.status == 0 and "unpaired, 0 of its 12 prompts" in compared.out
+    assert compared.status == 0 and "unpaired, 0 of its 12 prompts" in compared.err
     _another_score(runs[0])
     summary = pd.read_csv(sweep / "summary.csv")
     again = posbench("rescore", sweep.name.rpartition("__")[2], "--outputs", str(outputs), verb=True)

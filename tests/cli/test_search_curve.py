@@ -207,7 +207,7 @@ def test_the_gradient_is_that_of_the_method_itself() -> None:
         ([*GENETIC, "stages=[search]", "method.points=[[0,1.2]]"], ["method.points", "nothing typed"]),
         (
             [*GENETIC, "stages=[search]", "search.step_x=1", "search.points=5"],
-            ["search.points", "at most 4", "step_x=0.5"],
+            ["search.points", "at most 4", "step_x"],
         ),
         (
             [*GENETIC, "stages=[search]", "task.calibration_positions=[0,3]"],

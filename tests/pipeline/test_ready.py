@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Callable
 from copy import deepcopy
@@ -134,6 +135,16 @@ def test_what_is_typed_is_refused_with_what_would_fit(
     assert made(checkpoint, **typed)
 
 
+def test_a_genetic_search_fits_few_layers(checkpoint: Path) -> None:
+    chosen = f"model={checkpoint}", "method=layer_scaling", "search=genetic", "task.limit=2"
+    found = ready(composed(*chosen, "search.step_x=2"))
+    search: Any = found.config.search
+    # Layers 0 to 3 in steps of two: places 0 and 2.
+    assert search.points == 2 and "search.points: 4 -> 2, random has 4 layers" in found.said
+    with pytest.raises(UserError, match=r"search\.points = 5: allowed: at most 4: random has 4 layers"):
+        ready(composed(*chosen, "search.points=5"))
+
+
 def test_gold_positions_that_meet_are_told(made: Callable[..., Ready], checkpoint: Path) -> None:
     told = made(checkpoint, **WORDS, **{"task.pairs": 3}).said
     assert "task.positions: 5 -> 3 different ones, with 3 pairs" in told
@@ -193,7 +204,7 @@ def test_validate_tells_what_is_not_here_and_what_a_run_takes(
     few = ["task.limit=3", "task.calibration_examples=4", "search.strings=10"]
     told = posbench("validate", f"model={checkpoint}", *few, "--measure", verb=True)
     assert told.status == 0, told.err
-    lines = [line.strip("│").split("│") for line in told.out.splitlines() if line.startswith("│")]
+    lines = [re.split(" {2,}", line.strip()) for line in told.out.splitlines()]
     cells = {first.strip(): [cell.strip() for cell in rest] for first, *rest in lines}
     # 63 pairs of words: 255 tokens; two methods, five positions, three questions in one batch; the search
     # reads its prompts of 50 pairs thrice, ten strings, and the answer under 40 candidates and none.
@@ -204,4 +215,4 @@ def test_validate_tells_what_is_not_here_and_what_a_run_takes(
 
     count = sum(p.numel() for p in AutoModelForCausalLM.from_pretrained(checkpoint).parameters())
     assert f"{count:,} parameters, {4 * count / 1000:.1f} kB" in told.out
-    assert "time: about" in told.out and "task.pairs: 140 -> 63" in told.out
+    assert "time: at most about" in told.out and "task.pairs: 140 -> 63" in told.out

@@ -13,7 +13,7 @@ import yaml
 
 from posbench.errors import UserError
 from posbench.pipeline.stages.evaluate import write_metrics
-from posbench.report.compare import Compared, differences, labelled, said_of, write_comparison
+from posbench.report.compare import Compared, differences, labelled, look, said_of, write_comparison
 from posbench.report.compare import _figure as drawn_of
 from posbench.run.folder import RunDir
 from posbench.schema import instantiate
@@ -92,9 +92,9 @@ def compared(runs: dict[str, Path], first: str, second: str) -> tuple[dict[str, 
 
 
 def test_paired_where_the_prompts_are_the_same(runs: dict[str, Path]) -> None:
-    out, (header, rows), said = write_comparison([runs["better"], runs["best"]])
-    outputs = runs["best"].parents[2]
-    assert out == outputs / "compare/aaaa0001_aaaa0002" and said == []
+    files, told, said = write_comparison([runs["better"], runs["best"]])
+    out = runs["best"].parents[2] / "compare/aaaa0001_aaaa0002"
+    assert files == [out / "comparison.csv", out / "accuracy.png"] and said == []
     lines = pd.read_csv(out / "comparison.csv").set_index("run")
     line = lines.loc["aaaa0002"]
     ours, theirs = ([f(q, p) for q in range(QUESTIONS) for p in PLACES] for f in (best, better))
@@ -108,7 +108,10 @@ def test_paired_where_the_prompts_are_the_same(runs: dict[str, Path]) -> None:
     assert reach / 2 == pytest.approx(half, rel=0.2)
     assert line["score_difference_ci_low"] > 0, "every question gains or stays"
     assert line["position_bias_difference"] < 0 and np.isnan(lines.loc["aaaa0001", "score_difference"])
-    assert header[3] == "minus x=aaaa0001" and [row[0] for row in rows] == ["aaaa0001", "aaaa0002"]
+    first, second = look(told)
+    assert first["run"] == "aaaa0001\nx=aaaa0001" and first["score difference"] == ""
+    low, high = (100 * line[f"score_difference_ci_{end}"] for end in ("low", "high"))
+    assert second["score difference"] == f"{100 * change.mean():+.1f}\n[{low:.1f}, {high:.1f}]"
     figure = drawn_of(labelled([Compared.of(runs[name]) for name in ("better", "best")]))
     assert figure is not None and figure.get_suptitle() == "tiny, n = 30" and len(figure.axes[0].lines) == 3
     assert {file.name for file in out.iterdir()} == {"comparison.csv", "accuracy.png", "accuracy.pdf"}
@@ -172,7 +175,12 @@ def test_refusals(tmp_path: Path, posbench: Callable[..., Result]) -> None:
     for name in ("comparison.csv", "of_another_version.png"):
         (old / name).write_text("old")
     told = posbench("compare", "aaaa0001", "aaaa0003", "--outputs", str(tmp_path), verb=True)
-    assert told.status == 0 and f"comparison: {old}" in told.out
+    assert told.status == 0 and f"comparison: {old / 'comparison.csv'}" in told.err
+    header, *lines = [line.split("\t") for line in told.out.splitlines()]
+    assert header == [*pd.read_csv(old / "comparison.csv")] and [line[0] for line in lines] == [
+        *("aaaa0001", "aaaa0003")
+    ]
+    assert "RUN = 'x'" in posbench("compare", "x", "y", verb=True).err
     assert not (old / "of_another_version.png").exists(), "it takes the place of the first"
     assert len(pd.read_csv(old / "comparison.csv")) == 2
     (second / "DONE").unlink()

@@ -220,7 +220,7 @@ def test_tables_hold_the_numbers_of_the_runs(many):
     pd.testing.assert_frame_equal(found[list(COLUMNS)], pd.concat(own, ignore_index=True), check_dtype=False)
     assert found["run"].tolist() == ["tiny", "tiny", "tiny_b"]
     told = (tables / "fig3.md").read_text()
-    assert "| contradicted | tiny_b | a_claim | -1.5 [-1, 9] | s | 0.01 | 20 |" in told
+    assert "| contradicted | tiny_b | a_claim | -1.50 [-1.00, 9.00] | s | 0.01 | 20 |" in told
     sums, scores = pd.read_csv(many / "fig6/v001/sweep__f__x/summary.csv"), pd.read_csv(tables / "fig6.csv")
     pd.testing.assert_frame_equal(scores, sums, check_dtype=False)
     both = pd.read_csv(tables / "fig7.csv")
@@ -356,7 +356,7 @@ def test_what_we_see_of_a_search_and_of_a_study_of_times(tmp_path, picture):
     (folder / "study.json").write_text(json.dumps({"study": "latency", "tables": ["generation"]}))
     RunDir(folder, "r1").seal("")
     found, slow = collect(tmp_path)
-    told = "loss 0.9, unmodified 1.5 on 120 held-back prompts, gain 0.6 [0.4, 0.8]"
+    told = "loss 0.9, unmodified 1.5 on 120 held-back prompts, gain 0.600 [0.400, 0.800]"
     assert found.seen == f"The search gains: {told}."
     said = "ms_poe takes 1.25 times the time of unmodified (8 tokens; 1.20 to 1.50 over rounds)."
     assert slow.seen == said

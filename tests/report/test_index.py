@@ -27,6 +27,7 @@ def made(folder: Path, method: dict[str, Any], day: int, state: str = "done", **
     """A run folder of that state, begun on that day of May."""
     folder.mkdir(parents=True)
     task = {"name": "kv_retrieval", "pairs": 12, "positions": [0, 5], **more.pop("task", {})}
+    ran = more.pop("ran", {})
     config = {"model": {"name": "tiny", "path": "x"}, "task": task, "method": method, **more}
     run = RunDir(folder, folder.name[-8:])
     (folder / "config.yaml").write_text(yaml.safe_dump(config))
@@ -34,6 +35,7 @@ def made(folder: Path, method: dict[str, Any], day: int, state: str = "done", **
     run.write_facts("status.json", {"state": state, "stages": {}, "seconds": 2.5})
     metrics(method["name"]).to_csv(folder / "metrics.csv", index=False)
     if state == "done":
+        run.write_json("method.json", ran)
         run.seal("posbench")
     return folder
 
@@ -82,6 +84,21 @@ def test_settings_are_those_in_which_the_rows_shown_differ(outputs: Path) -> Non
     assert found["aaaa0002"]["settings"] == {"task.pairs": "24", "method.factor": "-1"}
     assert found["bbbb0001"]["settings"] == {"task.pairs": "12"}, "a method without that key"
     assert by_hash(outputs, "none")["bbbb0001"]["settings"] == {}, "alike among those shown"
+
+
+def test_what_a_search_found_stands_where_the_config_has_nothing(outputs: Path) -> None:
+    suite, open_ = (
+        outputs / "kv_retrieval/v003",
+        {"name": "a-b", "parts": {"b": {"name": "b", "channel": None}}},
+    )
+    for day, channel in enumerate((7, 9), 1):
+        ran = {"name": "a-b", "parts": {"b": {"channel": channel, "x": 1}}, "source": "a search"}
+        made(suite / f"tiny__a-b__dddd000{channel}", open_, day, ran=ran)
+    made(suite / "tiny__a-b__dddd0000", open_, 3, "failed", ran=ran)
+    found = {name: record["settings"] for name, record in by_hash(outputs, "a-b").items()}
+    key = "method.parts.b.channel"
+    assert found == {"dddd0007": {key: "7"}, "dddd0009": {key: "9"}, "dddd0000": {key: "null"}}
+    assert [*by_hash(outputs, f"{key}=9")] == ["dddd0009"]
 
 
 def test_states(outputs: Path) -> None:
@@ -139,17 +156,24 @@ def test_on_a_terminal(outputs: Path) -> None:
     )
     first, second = look(found)
     assert first["settings"] == "pairs=24\nfactor=-1" and second["run"] == "aaaa0001"
-    assert first["score"] == "92.7\n[90, 96]" and first["difference"] == "+8.7\n[5, 13]"
+    assert first["score"] == "92.7\n[89.7, 95.7]" and first["difference"] == "+8.7\n[4.7, 12.7]"
     assert look(records(outputs, ["maps"]))[0] | {"age": ""} == {
         **{"run": "cccc0001", "in": "fig9/v001", "model": "tiny", "task": "", "method / study": "maps"},
-        **{"settings": "", "score": "2 hold, 1 inconclusive", "difference": "", "position bias": ""},
+        **{"score": "2 hold\n1 inconclusive", "difference": "", "position bias": ""},
         **{"age": "", "state": "done"},
     }
 
 
 def test_age() -> None:
     now = datetime(2026, 5, 8, tzinfo=UTC)
-    for seconds, words in ((0, "0 s"), (59, "59 s"), (60, "1 min"), (7199, "1 h"), (86400 * 7, "7 d")):
+    for seconds, words in (
+        (0, "0 s"),
+        (59, "59 s"),
+        (90, "1.5 min"),
+        (7199, "2 h"),
+        (86400 * 7, "7 d"),
+        (86400 * 71.6, "72 d"),
+    ):
         assert age((now - timedelta(seconds=seconds)).isoformat(), now) == words
     assert age("", now) == age("yesterday", now) == ""
 
@@ -166,8 +190,10 @@ def test_the_command_prints_tsv_and_json(outputs: Path, posbench: Callable[..., 
     assert table.status == 0 and len(lines) == 4 and {len(line) for line in lines} == {len(header)}
     told = posbench("ls", "runs", "--json", f"--outputs={outputs}", verb=True)
     assert json.loads(told.out)[0]["run"] == "cccc0001"
-    nothing = posbench("ls", "runs", "state=none", "--outputs", str(outputs), verb=True)
-    assert nothing.status == 0 and "no run in" in nothing.err
+    for asked, hint in {"state=x": "", "model=tinny": "tiny?", "scale_chanel": "scale_channel?"}.items():
+        nothing = posbench("ls", "runs", "fig9", asked, "--outputs", str(outputs), verb=True)
+        assert nothing.status == 0 and nothing.err.count("\n") == 1 and "no run in" in nothing.err
+        assert nothing.err.strip().endswith(f"passes fig9 {asked}{f'; did you mean {hint}' if hint else ''}")
     assert main(["ls", "runs", "--outputs", str(outputs / "nowhere")]) == 2
     assert main(["ls", "runs", "--all"]) == 2
 

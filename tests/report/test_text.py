@@ -11,12 +11,11 @@ from rich.console import Console
 
 from posbench.files.atomic import write_csv
 from posbench.report.tables import bias_table, findings_table, other_scores, position_table, subset_table
-from posbench.report.terminal import show_findings, summary_table
+from posbench.report.terminal import show_findings, summary_table, text_table
 from posbench.report.text import (
     answer,
     applied,
     headline,
-    short,
     shortened,
     spent,
     subject,
@@ -68,18 +67,19 @@ def test_what_a_run_took_is_told_by_stage_and_tokens_by_the_seconds_of_the_loops
     status = {"spent": {"evaluate": evaluate | {"resident": 2_345_000_000}, "intervene": {"seconds": 3.3}}}
     status["spent"]["report"] = {"seconds": 9, "resident": 9e9}
     assert spent(status) == {
-        "time": "intervene 3.3 s, evaluate 0:01:40",
+        "time": "intervene 3.3 s, evaluate 1.7 min",
         "tokens/s": "evaluate 2,500 (prompts and replies)",
         "peak memory": "2.35 GB resident",
     }
     assert spent({"state": "done", "stages": {}}) == {}, "a run of an older version"
 
 
-def test_intervals_are_rounded_and_lists_are_not() -> None:
-    for long, wanted in (("76.6 [72.1, 80.5]", "76.6 [72, 80]"), ("+0.1 [-0.3, 2.3]", "+0.1 [-0, 2]")):
-        assert short(long) == wanted
-    for other in ("[1.0,1.585]", "[[0, 1.25], [3, 1.5]]"):
-        assert short(other) == other
+def test_intervals_go_below_where_a_table_is_too_wide_and_lists_do_not() -> None:
+    for width, broken in ((40, False), (30, True)):
+        out = StringIO()
+        table = text_table(["gold position", "score"], [["[[0, 1.25], [3, 1.5]]", "6.6 [2.1, 8.5]"]], width)
+        Console(file=out, width=60).print(table)
+        assert ("6.6 [2.1, 8.5]" in out.getvalue()) != broken and "[[0, 1.25], [3, 1.5]]" in out.getvalue()
 
 
 def test_a_shortened_prompt_counts_once_and_the_mean_is_over_the_shortened() -> None:
@@ -104,8 +104,8 @@ def test_terminal_table_is_narrow_and_ends_with_all() -> None:
         assert max(map(len, lines)) <= 100
         assert all(word in out.getvalue() for word in ("60.0", "+30.0", "50 %"))
         last = [one for one in lines if " all " in one][-1]
-        assert "84.0" in last and "300" in last
-        assert lines.index(last) > max(i for i, one in enumerate(lines) if " 100 %" in one)
+        assert "84.0" in last and "300" in last and "[57.0, 63.0]" in out.getvalue()
+        assert lines.index(last) > max(i for i, one in enumerate(lines) if one.lstrip().startswith("100 %"))
     assert "[bold]other" in out.getvalue()
 
 
@@ -174,7 +174,7 @@ def test_a_verdict_comes_first_with_the_statistic_that_it_rests_on(tmp_path: Pat
     write_csv(tmp_path / "findings.csv", _judged())
     out = StringIO()
     show_findings(tmp_path, Console(file=out, width=120))
-    told = " ".join(out.getvalue().replace("│", " ").split())
+    told = " ".join(out.getvalue().split())
     for word in ("holds", "contradicted", "inconclusive"):
         assert f"{word} A claim: statistic of {word}" in told, "equal claims are told apart"
     assert verdicts(_judged()) in told
@@ -182,11 +182,11 @@ def test_a_verdict_comes_first_with_the_statistic_that_it_rests_on(tmp_path: Pat
 
 def test_a_study_answers_with_its_numbers_and_says_where_it_cannot_tell() -> None:
     assert answer(_judged()) == (
-        f"{verdicts(_judged())} Holds: A claim (statistic of holds: 1 [0.5, 1.5]); A sum (of two: 2). "
-        "Contradicted: A claim (statistic of contradicted: -1 [-1.5, -0.5])."
+        f"{verdicts(_judged())} Holds: A claim (statistic of holds: 1.00 [0.50, 1.50]); A sum (of two: 2). "
+        "Contradicted: A claim (statistic of contradicted: -1.00 [-1.50, -0.50])."
     )
     unsure = Finding.above("B (Paper 2025)", "a share", Estimate(0.1, -1, 1, 50))
-    said = "Claims of the paper: 1 inconclusive. Inconclusive: B (a share: 0.1 [-1, 1])."
+    said = "Claims of the paper: 1 inconclusive. Inconclusive: B (a share: 0.10 [-1.00, 1.00])."
     assert answer(findings.frame([unsure], "tiny")) == said
 
 
@@ -220,13 +220,29 @@ def test_whose_claim_it_is_stands_at_its_definition() -> None:
     assert not claims["claim"].str.contains(r"\bC\d").any()
 
 
-def test_no_position_bias_is_told_at_the_floor() -> None:
+def test_what_hides_a_position_bias_is_told_first_and_once() -> None:
     """Newcomer, 3: read back from a file, the row's note stands where its number would."""
     front = ("tiny", "none", "kv", "all", None)
-    rows = [
-        (*front, "accuracy", 0.0, 60, 0.0, 0.06, 0, None),
-        (*front, "position_bias", *[None] * 4, 0, "floor"),
-    ]
-    frame = pd.read_csv(StringIO(pd.DataFrame(rows, columns=list(metrics().columns)).to_csv(index=False)))
-    assert "unmodified at the floor: position bias cannot be measured" in headline(frame)
-    assert bias_table(frame)[1][0][1:] == ["at the floor"]
+    why = "no score is surely 5 points above a guess, 3.1 %"
+    hidden = "position bias of unmodified and x cannot be measured"
+    for note, said in {
+        f"at the floor: {why}": f"At the floor: {hidden} ({why}). ",
+        "floor": f"Floor: {hidden}. ",
+        "too few questions: ask 73": f"Too few questions: {hidden} (ask 73). ",
+    }.items():
+        rows = [
+            (*front[:1], method, *front[2:], *row)
+            for method in ("none", "x")
+            for row in (
+                ("accuracy", 0.0, 60, 0.0, 0.06, 0, None),
+                ("position_bias", None, 60, None, None, 0, note),
+            )
+        ]
+        table = pd.DataFrame(rows, columns=list(metrics().columns))
+        frame = pd.read_csv(StringIO(table.to_csv(index=False)))
+        assert headline(frame).startswith(f"{said}x answers 0.0 % on average")
+        assert headline(frame[frame["method"] == "none"]).endswith(
+            "The unmodified model answers 0.0 % on average (n = 60)."
+        )
+        short = note.partition(":")[0]
+        assert bias_table(frame)[1][0][1:] == [short, short]

@@ -5,7 +5,6 @@ import itertools
 import math
 import random
 from dataclasses import replace
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,7 +16,6 @@ from posbench.methods.curves import layer_scales
 from posbench.schema import build
 from posbench.search.genetic import Evolution, GeneticSearch
 from posbench.search.scales import Scores
-from posbench.tasks import KVRetrieval
 
 LAYERS = 32
 HIDDEN = layer_scales("bezier", [(0, 1.2), (6, 1.9), (20, 1.2), (31, 1.9)], LAYERS)
@@ -84,7 +82,7 @@ def test_racing_and_memory_halve_the_work_and_change_nothing():
     ratios = []
     for seed in range(2):
         plain_search = GeneticSearch(seed=seed, racing=False, batch_size=16)
-        plain, _, plain_scales = found(plain_search, questions=200)
+        plain, every, plain_scales = found(plain_search, questions=200)
         raced, scores, scales = found(replace(plain_search, racing=True), questions=200)
         assert scales == plain_scales
         assert [(row["best"], row["mean"]) for row in raced.history] == [
@@ -93,6 +91,10 @@ def test_racing_and_memory_halve_the_work_and_change_nothing():
         # A plain program scores every member of the first population, every mutation and both children of
         # every crossover.
         ratios.append(scores.evaluations / ((32 + 20 * (16 + 2 * 4)) * 600))
+        # The estimate has the unmodified model, too, and two methods on new questions in the end.
+        most, _, batches = plain_search.asks(200, 1, LAYERS, 64)
+        assert 0.8 * (most - 3 * 600) < every.evaluations <= most - 3 * 600
+        assert batches == most / 600 * math.ceil(600 / 16)
     assert max(ratios) <= 0.5
 
 
@@ -288,10 +290,7 @@ def test_settings_that_cannot_work_are_refused(settings, field):
     assert error.value.field == field
 
 
-def test_more_points_than_places_are_refused():
-    target = SimpleNamespace(pinned={}, where="method", values={})
-    run = SimpleNamespace(lm=SimpleNamespace(layers=4), target=target, task=KVRetrieval())
-    with pytest.raises(UserError, match=r"at most 4.*search.step_x=0.5"):
-        GeneticSearch(points=5).check(run)
-    GeneticSearch(points=5, step_x=0.5).check(run)
-    GeneticSearch(points=5, constrained=False).check(run)
+def test_more_points_than_places_are_changed():
+    assert GeneticSearch(points=5).fitted(100, True, 4) == {"points": 4}
+    for other in ({"step_x": 0.5}, {"constrained": False}, {"curve": "free"}):
+        assert GeneticSearch(points=5, **other).fitted(100, True, 4) == {}

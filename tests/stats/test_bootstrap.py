@@ -22,6 +22,7 @@ from posbench.stats.bootstrap import (
     statistic,
     tail,
     wilson,
+    with_interval,
 )
 
 VALUES = {"a": [1.0, 2.0], "b": [4.0], "c": [0.0, 0.5, 7.0], "d": [3.0, -2.0]}
@@ -194,3 +195,23 @@ def test_draws_are_those_of_their_seed() -> None:
         for seed in (1, 1, 2)
     )
     assert (first == again).all() and (first != other).any()
+
+
+@pytest.mark.parametrize(
+    ("numbers", "form", "said"),
+    [
+        ((1.2, 1.0, 3.0), "", "1.20 [1.00, 3.00]"),
+        ((0.00123, 0.0004, 0.002), "", "0.00123 [0.00040, 0.00200]"),
+        ((120.4, 80.2, 160.0), "", "120 [80, 160]"),
+        ((0.0, -0.0001, 0.0), "", "0.000000 [-0.000100, 0.000000]"),
+        ((0.0, 0.0, 0.0), "", "0.00 [0.00, 0.00]"),
+        ((2e-6, -1e-6, 5e-6), "", "2.00e-06 [-1.00e-06, 5.00e-06]"),
+        ((2.0, np.nan, np.nan), "", "2"),
+        ((-0.01, -0.04, 0.3), "+z.1f", "+0.0 [0.0, 0.3]"),
+        ((8.66, 5.0, 12.04), "+z.1f", "+8.7 [5.0, 12.0]"),
+    ],
+)
+def test_a_number_and_its_interval_have_the_same_decimals(
+    numbers: tuple[float, float, float], form: str, said: str
+) -> None:
+    assert with_interval(*numbers, form) == said

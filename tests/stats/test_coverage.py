@@ -100,7 +100,8 @@ def curve_tally(
             draws = np.einsum("rkc,ck->rk", drawn, right) if own else drawn @ right
             seed = (int(rng.integers(1 << 30)), number)
             told.append(position_bias.Told(right.mean(0), draws, sizes, questions, True, seed))
-            limited = limited or bool(position_bias.limit((mean(at, range(questions)) for at in right.T), 0))
+            means = (mean(at, range(questions)) for at in right.T)
+            limited = limited or bool(position_bias.limit(means, 0, questions))
             for key, at in told[-1].estimates.items() if not limited else ():
                 tally.add(key, at, float(true[number][key]))
         for key in told[0].estimates if not limited else ():

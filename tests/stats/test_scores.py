@@ -7,9 +7,10 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pytest
+from scipy.stats import binomtest
 
 from posbench.stats.bootstrap import mean, paired, tail, wilson
-from posbench.stats.position_bias import STATISTICS
+from posbench.stats.position_bias import STATISTICS, limit
 from posbench.stats.scores import COLUMNS, SUBSET_COLUMNS, Tabulator
 from posbench.tasks import KVRetrieval, Task
 
@@ -55,7 +56,7 @@ def test_tidy_by_hand() -> None:
         assert plain[name].value == was and plain[name].note == ""
     assert 0 < plain["position_bias"].value < np.std([1, 0.25, 0.75], ddof=1)
     # 3 of 4 everywhere may be always: nothing is said of the bias, nor of its difference.
-    assert {r.note for r in scaled.values()} == {"ceiling"} and len(scaled) == 10
+    assert {r.note.split(":")[0] for r in scaled.values()} == {"too few questions"} and len(scaled) == 10
     assert all(np.isnan([r.value, r.ci_low, r.ci_high]).all() and r.n == 12 for r in scaled.values())
 
 
@@ -148,7 +149,14 @@ def test_the_average_of_questions_asked_at_every_position_is_worth_the_questions
 
 @pytest.mark.parametrize(
     ("share", "n", "items", "note"),
-    [(0.0, 60, 100, "floor"), (1.0, 60, 100, "ceiling"), (0.25, 40, 4, "floor"), (0.25, 40, 100, "")],
+    [
+        (0.0, 80, 100, "at the floor: no score is surely 5 points above a guess, 1.0 %"),
+        (1.0, 80, 100, "at the ceiling: no score is surely below 95 %"),
+        (0.25, 40, 4, "at the floor: no score is surely 5 points above a guess, 25.0 %"),
+        (0.25, 40, 100, ""),
+        (0.0, 60, 100, "too few questions: ask 61 or more at each gold position"),
+        (11 / 12, 12, 100, "too few questions: ask 73 or more at each gold position"),
+    ],
 )
 def test_no_bias_is_said_where_almost_nothing_or_everything_is_answered(
     share: float, n: int, items: int, note: str
@@ -162,6 +170,21 @@ def test_no_bias_is_said_where_almost_nothing_or_everything_is_answered(
     # A strong position is enough to see a bias.
     strong = _table(_rows("none", {0: [1.0] * n, 1: right, 2: [0.0] * n}), items=items)
     assert set(strong[strong.metric.isin(STATISTICS)].note) == {""}
+
+
+@pytest.mark.parametrize(
+    ("right", "chance", "wanted"), [(1, 0.0, 73), (0, 0.0, 73), (0, 0.01, 61), (0, 0.25, 9)]
+)
+def test_the_questions_asked_for_are_the_fewest_that_can_tell(right: int, chance: float, wanted: int) -> None:
+    def told(n: int) -> str:
+        return limit([mean([right] * n, [str(i) for i in range(n)])] * 3, chance, n)
+
+    name = f"at the {'ceiling' if right else 'floor'}"
+    assert told(wanted).startswith(name) and told(wanted - 1) == (
+        f"too few questions: ask {wanted} or more at each gold position"
+    )
+    low, high = binomtest(wanted * right, wanted).proportion_ci(method="wilson")
+    assert low >= 0.95 if right else high <= chance + 0.05
 
 
 def test_two_positions_make_no_curve() -> None:

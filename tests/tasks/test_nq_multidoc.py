@@ -177,7 +177,7 @@ def test_calibration_passes_over_questions_that_the_evaluation_asks(tmp_path: Pa
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"question": None}, r'path = .*, line 1.*"question"'),
+        ({"question": None}, r'path: .*, line 1.*"question"'),
         ({"answers": []}, r'line 1.*"answers"'),
         ({"answers": ["yes", ""]}, r'line 1.*"answers"'),
         ({"answers": "yes"}, r'line 1.*"answers"'),
