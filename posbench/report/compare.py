@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from posbench.errors import UserError, renamed
 from posbench.files.atomic import Row, digest, new_folder, write_csv
@@ -116,11 +115,11 @@ def labelled(runs: Sequence[Compared]) -> list[Compared]:
     kept = [i for i in (0, 1) if len({run.names[i] for run in runs}) > 1]
     labels = []
     for run, settings in zip(runs, differing([run.listed for run in runs]), strict=True):
-        where = settings.pop("model.base_url", None)  # tells a model from its served twin
-        settings = {key: value for key, value in settings.items() if not where or key != "model.served"}
-        varied = [f"{key.partition('.')[2]}={value}" for key, value in settings.items()]
-        if where:
-            varied.insert(0, "in process" if where == "null" else f"served by {urlsplit(where).netloc}")
+        # A name apart tells a served twin well enough.
+        told = {
+            k: v for k, v in settings.items() if 1 not in kept or k not in ("model.base_url", "model.served")
+        }
+        varied = [f"{key.partition('.')[2]}={value}" for key, value in told.items()]
         text = ", ".join([*(shown(run.names[i]) for i in kept), *varied])
         labels.append(text if len(text) <= LABEL else f"{text[: LABEL - 3]}...")
     twice = {label for label in labels if not label or labels.count(label) > 1}

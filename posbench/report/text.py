@@ -13,7 +13,7 @@ from posbench.late import pd
 from posbench.report.tables import Table, bias_table, findings_table, limits, number, pct, points
 from posbench.run.progress import duration
 from posbench.stats.findings import VERDICTS
-from posbench.stats.frames import UNMODIFIED, at_positions, metric_name, overall, shown
+from posbench.stats.frames import SERVED, UNMODIFIED, at_positions, metric_name, overall, shown
 
 FEW = 4  # claims of one verdict, or names, that a sentence lists
 SOURCE = r" \([^()]*\d[^()]*\)$"
@@ -70,9 +70,10 @@ def headline(metrics: pd.DataFrame | None) -> str:
     average: Any = overall(metrics).drop_duplicates("method").set_index("method")
     verb, limited = "answers" if metric_name(metrics) == "accuracy" else "scores", limits(metrics)
     front, said = [_limited(note, limited) for note in dict.fromkeys(limited.values())], list[str]()
-    if UNMODIFIED in average.index and (len(average) == 1 or UNMODIFIED not in limited):
-        said += [_unmodified(metrics, average, verb, UNMODIFIED not in limited)]
-    said += [_verdict(metrics, average, str(name), verb) for name in average.index if name != UNMODIFIED]
+    base = SERVED if SERVED in average.index else UNMODIFIED
+    if base in average.index and (len(average) == 1 or base not in limited):
+        said += [_alone(metrics, average, base, verb, base not in limited)]
+    said += [_verdict(metrics, average, str(name), verb) for name in average.index if name != base]
     header, bias = bias_table(metrics)
     if bias:
         cells = zip(header[1:], bias[0][1:], strict=True)
@@ -89,16 +90,16 @@ def _limited(note: str, limited: Mapping[str, str]) -> str:
     return f"{head.capitalize()}: position bias of {who} cannot be measured{told}"
 
 
-def _unmodified(rows: pd.DataFrame, average: Any, verb: str, curved: bool) -> str:
-    """How the unmodified model does: at the ends and inside, and on average where it is alone."""
+def _alone(rows: pd.DataFrame, average: Any, name: str, verb: str, curved: bool) -> str:
+    """How the unmodified or served model does: at the ends and inside, and on average where it is alone."""
     base = at_positions(rows)
-    base = base[base["method"] == UNMODIFIED].sort_values("depth")
-    mean = f"{pct(average.at[UNMODIFIED, 'value'])} on average (n = {average.at[UNMODIFIED, 'n']})"
+    base = base[base["method"] == name].sort_values("depth")
+    mean = f"{pct(average.at[name, 'value'])} on average (n = {average.at[name, 'n']})"
     if curved and len(base) > 2:
         ends, worst = (base["value"].iloc[0] + base["value"].iloc[-1]) / 2, base["value"].iloc[1:-1].min()
         curve = f"{pct(ends)} at the ends and {pct(worst)} at its worst inner position"
         mean = f"{curve}, {mean}" if len(average) == 1 else curve
-    return f"The unmodified model {verb} {mean}"
+    return f"The {shown(name)} model {verb} {mean}"
 
 
 def _verdict(rows: pd.DataFrame, average: Any, method: str, verb: str) -> str:

@@ -30,7 +30,7 @@ from posbench.model.load import ModelConfig, load
 from posbench.run.folder import RunDir
 from posbench.run.progress import Work, progress
 from posbench.run.runtime import Runtime
-from posbench.stats.frames import UNMODIFIED
+from posbench.stats.frames import SERVED, UNMODIFIED
 from posbench.tasks import Example, Task
 from posbench.tasks.base import Split
 
@@ -152,6 +152,8 @@ class Run:
         """The unmodified model and the method under test, by their names in tables; for ``method.json``."""
         method = self.method()
         self.out.write_json("method.json", {"name": self.choice.name, **asdict(method), **self._origin()})
+        if self.model.base_url:
+            return {SERVED: method}
         under_test = {} if isinstance(method, Unmodified) else {self.choice.name: method}
         return {UNMODIFIED: Unmodified(), **under_test}
 
