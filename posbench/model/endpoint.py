@@ -16,9 +16,9 @@ from posbench.model.load import ModelConfig, reader
 
 OVERFLOW, REFUSED = "context overflow", "refused"
 """Notes of a reply that has no text: the prompt is over the server's window; its content filter took it."""
-ECHO, FIRST, LETTER = "log-likelihoods", "first token", "letter"
+ECHO, FIRST, LETTER, NONE = "log-likelihoods", "first token", "letter", "none in the reply"
 """How the choice of a model is read: from the log-likelihoods of all choices, from those of the likeliest
-first tokens of a reply, or from what the reply says."""
+first tokens of a reply, or from what the reply says; it may say none."""
 SPOKEN = 32
 """Tokens of a reply in which a choice is looked for."""
 PROBE = "1 + 1 = ?\nA. 1\nB. 2\nAnswer:"
@@ -180,7 +180,8 @@ class Endpoint:
             if reply.note or any(nats is not None for nats in reply.nats):
                 return reply
         reply = self.generate(prompt, SPOKEN)
-        return reply if reply.note else replace(reply, text=spoken(reply.text, choices), by=LETTER)
+        found = spoken(reply.text, choices)
+        return reply if reply.note else replace(reply, text=found or reply.text, by=LETTER if found else NONE)
 
     # One request
 
@@ -324,11 +325,11 @@ def first_nats(top: Mapping[str, float], choices: Sequence[str]) -> list[float |
 
 
 def spoken(text: str, choices: Sequence[str]) -> str:
-    """The choice with which a reply begins, or that follows "answer is" or "answer:"; else the reply."""
+    """The choice with which a reply begins, or that follows "answer is" or "answer:"; else nothing."""
     names = sorted((choice.strip() for choice in choices), key=len, reverse=True)
     one = rf"[\s(\[*\"']*({'|'.join(map(re.escape, names))})(?!\w)"
     found = re.match(one, text) or re.search(rf"(?i:answer(?: is)?):?{one}", text)
-    return found[1] if found else text
+    return found[1] if found else ""
 
 
 def _top(answer: Mapping[str, Any]) -> dict[str, float]:
