@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import re
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -114,15 +114,11 @@ class Endpoint:
         """
         import openai
 
-        try:
+        # Not every server has a list; one that cannot be read stops nothing.
+        with suppress(openai.OpenAIError, AttributeError, TypeError, ValueError):
             client = self._client.with_options(max_retries=0, timeout=min(self._config.timeout, 5))
-            return [str(model.id) for model in client.models.list().data or ()]
-        except openai.APIConnectionError as error:
-            if _cannot_connect(error):
-                raise self._unreachable(error) from error
-        # Not every server has a list, and a list that cannot be read stops nothing.
-        except (openai.OpenAIError, AttributeError, TypeError, ValueError):
-            pass
+            with self._reached():
+                return [str(model.id) for model in client.models.list().data or ()]
         return []
 
     def check(self, choosing: bool = False) -> None:
@@ -140,10 +136,7 @@ class Endpoint:
                 self.generate(prompt, 1)
                 self._way = self._find_way(prompt) if choosing else LETTER
             except Failed as error:
-                allowed, hint = (
-                    f"a server that answers ({error})",
-                    "look at its log, or try the other model.api",
-                )
+                allowed, hint = f"a server that answers ({error})", "see its log, or try the other model.api"
                 raise UserError("model.base_url", self._config.base_url, allowed, hint) from error
 
     def prompt(self, encoder: Encoder, encoded: Encoded, system: str) -> Prompt:
@@ -189,25 +182,23 @@ class Endpoint:
         """The answer to one request as plain data."""
         import openai
 
-        client, said = self._client, self._said
         asked: Any = {"model": self._config.server_name, "temperature": 0, **body}
         try:
-            if isinstance(prompt, str):
-                raw = client.completions.with_raw_response.create(prompt=prompt, **asked)
-            else:
-                raw = client.chat.completions.with_raw_response.create(messages=prompt, **asked)  # type: ignore[arg-type]
+            with self._reached():
+                if isinstance(prompt, str):
+                    raw = self._client.completions.with_raw_response.create(prompt=prompt, **asked)
+                else:
+                    raw = self._client.chat.completions.with_raw_response.create(messages=prompt, **asked)  # type: ignore[arg-type]
             answer = raw.http_response.json()
         except openai.APIConnectionError as error:
-            if _cannot_connect(error):
-                raise self._unreachable(error) from error
-            raise Failed(said(error.__cause__ or error)) from error
+            raise Failed(self._said(error.__cause__ or error)) from error
         except openai.APIStatusError as error:
             raise self._refusal(error) from error
         except ValueError as error:
-            raise Failed(f"the answer is no JSON: {said(error)}") from error
+            raise Failed(f"the answer is no JSON: {self._said(error)}") from error
         listed = answer.get("choices") if isinstance(answer, dict) else None
         if not isinstance(listed, list) or not listed or not isinstance(listed[0], dict):
-            raise Failed(f"an answer without choices: {said(answer)}")
+            raise Failed(f"an answer without choices: {self._said(answer)}")
         usage = answer.get("usage") or {}
         with self._lock:
             self.read += usage.get("prompt_tokens") or 0
@@ -216,16 +207,19 @@ class Endpoint:
 
     def _reply(self, answer: Mapping[str, Any]) -> Reply:
         first, usage = answer["choices"][0], answer.get("usage") or {}
-        message = first.get("message") or {}
-        finish = str(first.get("finish_reason") or "")
-        facts: dict[str, Any] = {"finish": finish, "server": _server(answer)}
-        facts |= {"prompt_tokens": usage.get("prompt_tokens"), "reply_tokens": usage.get("completion_tokens")}
-        if finish == "content_filter" or message.get("refusal"):
-            return Reply(note=REFUSED, **facts)
+        message, finish = first.get("message") or {}, str(first.get("finish_reason") or "")
         text = first.get("text") if "text" in first else message.get("content")
         if not isinstance(text, str | None):
             raise TypeError(f"text is {type(text).__name__}")
-        return Reply(text=text or "", **facts)
+        refused = finish == "content_filter" or message.get("refusal")
+        return Reply(
+            text="" if refused else text or "",
+            note=REFUSED if refused else "",
+            finish=finish,
+            prompt_tokens=usage.get("prompt_tokens"),
+            reply_tokens=usage.get("completion_tokens"),
+            server=" ".join(str(n) for n in (answer.get("model"), answer.get("system_fingerprint")) if n),
+        )
 
     def _refusal(self, error: Any) -> Exception:
         """What an HTTP status of the server means."""
@@ -242,10 +236,19 @@ class Endpoint:
             return UserError("model.served", config.server_name, allowed, hint)
         return Failed(f"HTTP {status}: {said}")
 
-    def _unreachable(self, error: Exception) -> UserError:
-        allowed = f"the address of a server that runs ({self._said(error.__cause__ or error)})"
-        hint = "start it, or correct the address; then repeat the command: it goes on"
-        return UserError("model.base_url", self._config.base_url, allowed, hint)
+    @contextmanager
+    def _reached(self) -> Iterator[None]:
+        """Raise UserError where nothing takes a connection; one that breaks is another thing."""
+        import openai
+
+        try:
+            yield
+        except openai.APIConnectionError as error:
+            if type(error.__cause__).__name__ not in ("ConnectError", "ConnectTimeout"):
+                raise
+            allowed = f"the address of a server that runs ({self._said(error.__cause__)})"
+            hint = "start it, or correct the address; then repeat the command: it goes on"
+            raise UserError("model.base_url", self._config.base_url, allowed, hint) from error
 
     def _said(self, what: object) -> str:
         """What a server or a library said, short, and without the key that it may repeat."""
@@ -339,16 +342,6 @@ def _top(answer: Mapping[str, Any]) -> dict[str, float]:
         return {str(token): float(nats) for token, nats in first.items()}
     content = next(iter(told.get("content") or ()), None) or {}
     return {str(each["token"]): float(each["logprob"]) for each in content.get("top_logprobs") or ()}
-
-
-def _server(answer: Mapping[str, Any]) -> str:
-    names = (answer.get("model"), answer.get("system_fingerprint"))
-    return " ".join(str(name) for name in names if name)
-
-
-def _cannot_connect(error: Exception) -> bool:
-    """Whether nothing took the connection; a connection that broke is another thing."""
-    return type(error.__cause__).__name__ in ("ConnectError", "ConnectTimeout")
 
 
 def look(config: ModelConfig) -> str:

@@ -54,6 +54,8 @@ def subject(config: Mapping[str, Any]) -> str:
         return str(part.get("name", "")) if isinstance(part, Mapping) else ""
 
     method, stages = name("method"), config.get("stages") or ()
+    model = config.get("model")
+    method = SERVED if isinstance(model, Mapping) and model.get("base_url") else method
     what = shown(method) if method else "run"
     if name("study"):
         what = f"study {name('study')}" + f" with {method}" * (method not in ("", UNMODIFIED))

@@ -72,8 +72,7 @@ def test_transformers_serve_replies_as_the_model_in_process(
 @pytest.mark.slow
 def test_llama_cpp_serves_the_fix_as_it_is_in_process(posbench: Call, outputs: Path, tmp_path: Path) -> None:
     pytest.importorskip("xllamacpp")
-    from posbench.export.llama_cpp import serve
-
+    serve = pytest.importorskip("posbench.export.llama_cpp").serve
     fix = ["model=tiny", "method.last=all"]
     out = str(tmp_path / "fixed")
     assert posbench("export", *fix, "--to", "gguf", "--out", out, verb=True).status == 0

@@ -42,8 +42,11 @@ def run(config: Config, run: Run) -> None:
             write_text(path, text)
             run.console.print(f"for the leaderboard: {path}", soft_wrap=True)
     if not write_metrics(task, run.model.name, run.runtime.resamples, run.out, rows):
-        said = f"evaluate: {task.name} publishes no answers for these examples, so nothing is scored"
-        run.console.print(said)
+        notes = ", ".join(dict.fromkeys(row["note"] for row in rows if "note" in row))
+        why = (
+            f"the model read none of them: {notes}" if notes else f"{task.name} publishes no answers for them"
+        )
+        run.console.print(f"evaluate: no example is scored, {why}")
 
 
 def _prompts(examples: Sequence[Example], encoded: Mapping[str, Encoded]) -> dict[str, Any]:
