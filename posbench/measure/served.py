@@ -30,10 +30,11 @@ def check(model: ModelConfig, task: Task, encoder: Encoder) -> tuple[str, ...]:
         raise UserError("model.api", model.api, allowed, "set model.api=completions")
     encode_longest(encoder, task)
     template = "for a chat template set model.path=DIR_OR_HUB_ID (the tokenizer), or model.api=chat"
+    bare, least = not all(e.chat for e in examples), any(e.min_new_tokens for e in examples)
     said = {
-        f"prompts are sent as plain text; {template}": not chat and not model.path and examples[0].chat,
-        f"{task.name} asks without a chat template, model.api=chat adds one": chat and not examples[0].chat,
-        f"{task.name} asks for a token at least, and a server may reply nothing": examples[0].min_new_tokens,
+        f"prompts are sent as plain text; {template}": not (chat or model.path or bare),
+        f"{task.name} asks without a chat template, model.api=chat adds one": chat and bare,
+        f"{task.name} asks for a token at least, and a server may reply nothing": least,
     }
     return tuple(words for words, holds in said.items() if holds)
 

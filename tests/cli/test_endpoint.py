@@ -55,7 +55,7 @@ def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a run that nothing went wrong with."""
     outputs = tmp_path_factory.mktemp("whole")
-    with serving() as server:
+    with serving(lambda prompt, n: time.sleep(0.01) or "") as server:  # time for others to come
         assert main([*served(server.url, "model.concurrency=3"), f"runtime.outputs={outputs}"]) == 0
     assert 1 < server.most <= 3
     assert set(server.asked.values()) == {1} and len(server.asked) == PROMPTS + 1  # and the first look
