@@ -25,6 +25,7 @@ HELP = """posbench finds, explains and removes position bias in language models.
   posbench                                         the embedded model, all stages, under a minute
   posbench task=kv_retrieval model=mistral7b method=scale_channel
   posbench model=DIR_OR_HUB_ID                     your own checkpoint: finds its channel, then measures
+  posbench model=endpoint model.base_url=http://localhost:8000/v1 model.name=NAME     a model behind a server
   posbench method=[layer_scaling,scale_channel]    one inside the other
   posbench -m method.factor=1,0.5,0,-0.5,-1        sweep; ends with one table and one figure
   posbench study=rollout                           what happens inside the model

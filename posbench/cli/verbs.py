@@ -15,6 +15,7 @@ from posbench.cli.options import option
 from posbench.cli.runs import outputs_of
 from posbench.errors import UserError, choices, complain, near
 from posbench.files import sources
+from posbench.model.endpoint import look as at_server
 from posbench.model.families import FAMILIES
 from posbench.pipeline import estimate
 from posbench.pipeline.arguments import GROUPS, PLURALS
@@ -172,6 +173,8 @@ def validate(args: list[str]) -> int:
                 print(line)
             if one.reader:
                 estimate.show(one.config, one.reader, measure, terminal())
+            if one.config.uses_model and one.config.model.base_url:
+                terminal().print(at_server(one.config.model), soft_wrap=True, markup=False)
     return status
 
 
@@ -182,8 +185,9 @@ def _every() -> list[list[str]]:
     jobs += [[f"experiment={name}"] for name in choices(paths.EXPERIMENTS)]
     for job in jobs:
         job += ["model.path=posbench://tiny"] if job == ["model=hf"] else []
+        job += ["model.base_url=http://localhost:8000/v1"] if job == ["model=endpoint"] else []
         # A model without published constants is a model to search on.
-        job += ["stages=[search]"] if job[0].startswith("model=") else []
+        job += ["stages=[search]"] if job[0].startswith("model=") and job[0] != "model=endpoint" else []
         # The settings of a search can be checked without the method that it serves.
         job += ["stages=[evaluate]"] if job[0].startswith("search=") else []
     return jobs

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
@@ -34,6 +35,7 @@ class Encoded:
     offsets: list[tuple[int, int]]
     text: str  # what the tokens spell, as rendered for the model
     dropped: int = 0  # tokens of the prompt that were removed to fit
+    prompt: str = ""  # what is left of the task's prompt, before any chat template
 
 
 class Encoder:
@@ -149,7 +151,7 @@ class Encoder:
         for first, last in pairs:
             move = next((m for a, b, m in moves if a < last and first < b and last > first), None)
             offsets.append((0, 0) if move is None else (max(first + move, 0), max(last + move, 0)))
-        return Encoded(ids, offsets, text)
+        return Encoded(ids, offsets, text, prompt=prompt)
 
     def _bare(self, text: str, special: bool = True) -> list[int]:
         """Token ids of a text without a chat template."""
@@ -205,3 +207,10 @@ class Encoder:
             if both[: len(head)] == head and len(both) > len(head):
                 return both[len(head) :]
         return self._bare(text, False)
+
+
+def cut(reply: str, stop: Sequence[str]) -> str:
+    """A reply up to the first of the stop texts."""
+    for text in stop:
+        reply = reply.split(text, 1)[0]
+    return reply

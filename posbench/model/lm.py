@@ -19,7 +19,7 @@ from posbench.late import (
 )
 from posbench.model import families
 from posbench.model.attention import last_row
-from posbench.model.encode import Encoder
+from posbench.model.encode import Encoder, cut
 from posbench.model.guard import NotFinite, finite, guarded
 from posbench.model.hooks import Attend, attending, before_each, fork, replaced
 
@@ -114,8 +114,7 @@ class LM(Encoder):
         for batch in batches([len(row) for row in encoded], batch_size):
             texts = self._generate_batch([encoded[i] for i in batch], settings, several)
             for index, reply in zip(batch, texts, strict=True):
-                for text in several:
-                    reply = reply.split(text, 1)[0]
+                reply = cut(reply, several)
                 for text in single:
                     reply = reply.removesuffix(text)
                 replies[index] = reply

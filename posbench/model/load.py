@@ -6,9 +6,11 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
 
 import yaml
+from annotated_types import Ge, Gt, Le
 from safetensors import SafetensorError, safe_open
 
 from posbench import paths
@@ -26,6 +28,12 @@ Dtype = Literal["auto", "float64", "float32", "bfloat16", "float16"]
 ORIGIN: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
 """How transformers reads a checkpoint: from this machine, and no code of its own."""
 
+SERVER = ("served", "api", "concurrency", "retries", "timeout", "key_env")
+"""Keys of a model that mean something with a server alone."""
+
+WORDS = tuple(part for part in sources.CHECKPOINT if part != sources.WEIGHTS)
+"""Files of a checkpoint that make tokens: all but the weights."""
+
 PARTIAL = "-partial"
 """How the name of a model ends whose weights are not all those of its checkpoint."""
 
@@ -35,7 +43,9 @@ class ModelConfig:
     """One file of ``conf/model/``."""
 
     name: str  # short name used in folders and tables
-    path: str  # hub id, local directory, or ``posbench://NAME`` for an embedded model
+    # hub id, local directory, or ``posbench://NAME`` for an embedded model; empty for a served model whose
+    # tokenizer is not known
+    path: str = ""
     # hub branch, tag or commit; None takes the default branch, as cached if that is complete
     revision: str | None = None
     dtype: Dtype = "auto"  # weight type; ``auto`` is the checkpoint's own on a GPU and float32 on a CPU
@@ -56,6 +66,16 @@ class ModelConfig:
     source: str = ""  # where the facts of this file come from
     # of the published weights, about: parameters times bytes of their type
     gigabytes: Positive | None = None
+    # an OpenAI-compatible server that answers in the place of the weights, such as http://localhost:8000/v1
+    base_url: str | None = None
+    served: str | None = None  # what that server calls the model; None: ``name``
+    # ``completions`` sends the very text that the model reads in process; ``chat`` sends messages, and the
+    # server's own template surrounds them
+    api: Literal["completions", "chat"] = "completions"
+    concurrency: Annotated[int, Ge(1), Le(256)] = 8  # requests at a time
+    retries: Annotated[int, Ge(0), Le(20)] = 5  # of a request that failed, each after a longer pause
+    timeout: Annotated[float, Gt(0), Le(86400)] = 600.0  # seconds that a request may take
+    key_env: str = "OPENAI_API_KEY"  # environment variable that holds the key, where the server asks for one
     # what the file brings for methods, tasks, searches and studies, by their names: every other key of the
     # file that holds a mapping
     blocks: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -67,12 +87,46 @@ class ModelConfig:
             raise UserError("model.chat_template", self.chat_template, " | ".join(names), hint)
         if self.allow_partial and not self.name.endswith(PARTIAL):
             object.__setattr__(self, "name", self.name + PARTIAL)
+        self._check_server()
+
+    def _check_server(self) -> None:
+        """Refuse an address that is none or holds a secret, and settings of a server where there is none."""
+        if self.base_url is None:
+            for f in fields(self):
+                if f.name in SERVER and (value := getattr(self, f.name)) != f.default:
+                    allowed = f"{f.default} without a server"
+                    raise UserError(f"model.{f.name}", value, allowed, "set model.base_url=URL")
+            return
+        try:
+            url, _ = urlsplit(self.base_url), urlsplit(self.base_url).port
+        except ValueError:
+            url = urlsplit("")
+        if url.username or url.password or url.query:
+            allowed = "an address without user, password and query: run folders record it"
+            hint = f"put the key into the environment variable {self.key_env}"
+            raise UserError("model.base_url", f"{url.scheme}://***@{url.hostname}", allowed, hint)
+        if url.scheme not in ("http", "https") or not url.hostname:
+            hint = "set model.base_url=http://localhost:8000/v1"
+            raise UserError("model.base_url", self.base_url, "http://HOST:PORT/v1 or https://...", hint)
+        object.__setattr__(self, "base_url", self.base_url.rstrip("/"))
+
+    @property
+    def server_name(self) -> str:
+        """What the server calls the model."""
+        return self.served or self.name
 
     @property
     def checkpoint(self) -> sources.Source:
-        """The files that it is loaded from."""
+        """The files that it is loaded from; of a served model those of its tokenizer."""
+        if self.base_url:
+            return replace(sources.checkpoint(self.path, self.revision), files=WORDS)
         about = f"about {self.gigabytes:g} GB" if self.gigabytes else ""
         return replace(sources.checkpoint(self.path, self.revision), about=about)
+
+    @property
+    def files(self) -> tuple[sources.Source, ...]:
+        """The checkpoint; nothing for a served model whose tokenizer is not known."""
+        return (self.checkpoint,) if self.path else ()
 
 
 def load(
@@ -130,13 +184,12 @@ def reader(config: ModelConfig) -> Reader:
     Raises:
         UserError: Unknown architecture; config or tokenizer are missing or cannot be read.
     """
-    words = tuple(part for part in sources.CHECKPOINT if part != sources.WEIGHTS)
     source = config.checkpoint
-    path = str(sources.local(replace(source, files=words) if source.kind == "model" else source))
+    path = str(sources.local(replace(source, files=WORDS) if source.kind == "model" else source))
     with _explained(config, config.path):
         # Read as plain data first: transformers would not name the families for a type that it does not know.
         known, _ = transformers.PreTrainedConfig.get_config_dict(path, **ORIGIN)
-        if known:
+        if known and not config.base_url:
             families.family_of_type(known.get("model_type"))
         facts = transformers.AutoConfig.from_pretrained(path, **ORIGIN)
         tokenizer = transformers.AutoTokenizer.from_pretrained(path, **ORIGIN)

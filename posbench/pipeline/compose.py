@@ -222,6 +222,9 @@ def _filled(
             raw[group] = {**known, **raw[group]}
             if raw[group]["name"] == "hf" and isinstance(path := raw[group]["path"], str):
                 raw[group]["name"] = model_name(path)
+            if raw[group]["base_url"] and "/" in str(raw[group]["name"]):
+                raw[group]["served"] = raw[group]["served"] or raw[group]["name"]
+                raw[group]["name"] = model_name(raw[group]["served"])
         else:
             _fill(raw[group], group, blocks, kept)
     _need_taken(raw, blocks, keys)

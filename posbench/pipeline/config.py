@@ -165,12 +165,12 @@ def _look_at_files(made: Mapping[str, Any], faults: Faults) -> None:
     posbench does not know."""
     study = made.get("study")
     if "model" in made and (study is None or study.needs_model):
-        source = made["model"].checkpoint
-        with faults.collecting():
-            if source.kind == "path":
-                sources.listing(source)
-                if known := sources.facts(source):
-                    families.family_of_type(known.get("model_type"))
+        for source in made["model"].files:
+            with faults.collecting():
+                if source.kind == "path":
+                    sources.listing(source)
+                    if (known := sources.facts(source)) and not made["model"].base_url:
+                        families.family_of_type(known.get("model_type"))
     if "task" in made and (study is None or study.needs_task):
         for number, source in enumerate(made["task"].files()):
             with faults.collecting():
@@ -207,7 +207,7 @@ def needs(raw: Mapping[str, Any]) -> tuple[Source, ...]:
     """
     model, task = _model(raw.get("model")), instantiate(raw.get("task"), Task, "task")  # type: ignore[type-abstract,arg-type]
     found = _search(raw["search"]).files() if raw.get("search") else ()
-    return (model.checkpoint, *data_of(task), *found)
+    return (*model.files, *data_of(task), *found)
 
 
 def data_of(task: Task) -> list[Source]:
@@ -227,8 +227,10 @@ def _search(data: Any) -> Search:
 def _model(data: Any) -> ModelConfig:
     if not isinstance(data, Mapping):
         raise UserError("model", data, "a choice of that group", "posbench ls models shows the choices")
+    if data.get("path") is None and data.get("base_url"):
+        data = {**data, "path": ""}
     if data.get("path") is None:
-        hint = "posbench model=DIR"
+        hint = "posbench model=DIR, or for a server model.base_url=http://localhost:8000/v1 model.name=NAME"
         raise UserError("model.path", None, "a local directory or a hub id", hint)
     return build(ModelConfig, with_blocks(data), "model")
 
@@ -261,6 +263,14 @@ def _method(data: dict[str, Any], made: Mapping[str, Any], typed: Sequence[str])
     """The method of a config; none instead of the default where constants are missing that nothing can find:
     on a task without calibration questions."""
     choice = MethodChoice.of(data["method"], typed)
+    if (model := made.get("model")) and model.base_url:
+        asked = any(key.split(".")[0] == "method" for key in typed) or data.get("experiment")
+        if asked and choice.name != NONE["name"]:
+            allowed = f"none: posbench cannot reach into the server of {model.name}"
+            hint = "serve a model that has the method in it (posbench export), and leave method out"
+            raise UserError("method", choice.name, allowed, hint)
+        data["method"] = dict(NONE)
+        return MethodChoice.of(data["method"])
     searched = isinstance(made.get("task"), EvaluationOnly) and data.get("study") is None
     chosen = data.get("experiment") or any(
         key.split(".")[0] in ("method", "search", "stages") for key in typed
@@ -284,6 +294,8 @@ def _stages(
     if not stages or list(stages) != [s for s in STAGES if s in stages]:
         allowed = f"some of {', '.join(STAGES)}, each once, in this order"
         raise UserError("stages", given, allowed, "set stages=[evaluate,report]")
+    if made["model"].base_url:
+        _need_servable(data, stages, typed)
     if "search" in stages and target is None:
         if "stages" in typed or "search" in typed:
             of_part = any(issubclass(part.cls, search.serves) for part in choice.parts.values())
@@ -301,11 +313,25 @@ def _stages(
     return stages, target  # type: ignore[return-value]
 
 
+def _need_servable(data: Mapping[str, Any], stages: Sequence[str], typed: Sequence[str]) -> None:
+    """Refuse for a served model what looks inside a model."""
+    inside = [group for group in ("search", "study") if any(key.split(".")[0] == group for key in typed)]
+    inside += ["stages"] * (not set(stages) <= {"evaluate", "report"})
+    for group in inside:
+        name = data["model"]["name"]
+        value = list(stages) if group == "stages" else data[group].get("name")
+        allowed = f"evaluate and report alone: nothing can be seen inside the server of {name}"
+        hint = "set stages=[evaluate,report]" if group == "stages" else f"leave {group} out"
+        raise UserError(group, value, allowed, f"{hint}, or run the model here, without model.base_url")
+
+
 def _default_stages(
     model: ModelConfig, task: Task | None, search: Search, choice: MethodChoice, target: MethodChoice | None
 ) -> Sequence[str]:
     """The stages of the model's file; with the search first where the method lacks what it finds, and without
     it where the task has no calibration questions."""
+    if model.base_url:
+        return ["evaluate", "report"]
     rest = [stage for stage in model.stages if stage != "search"]
     if isinstance(task, EvaluationOnly):
         return rest

@@ -44,7 +44,7 @@ class Work:
 def show(config: Config, reader: Reader, measure: bool, console: Console) -> None:
     """Print what a run would take; with ``measure`` the time, too, from a few batches."""
     stages = [stage for stage in config.stages if stage != "report"]
-    works = work(config, reader)
+    works, measure = work(config, reader), measure and not config.model.base_url
     token, step = _seconds(config, console) if measure and works else (0.0, 0.0)
     spent = [w.tokens * token + w.steps * step for w in works]
     header = ["stage", "prompts", "tokens read", "steps of generation"] + ["about"] * measure
@@ -54,6 +54,8 @@ def show(config: Config, reader: Reader, measure: bool, console: Console) -> Non
     ]
     if works:
         console.print(text_table(header, rows))
+    if config.model.base_url:
+        return
     parameters, weights, cache = _memory(config, reader, works)
     console.print(
         f"{parameters:,} parameters, {decimal(weights)} in memory; KV cache of a batch {decimal(cache)}"

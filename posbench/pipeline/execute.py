@@ -138,6 +138,14 @@ def preflight(config: Config, run: Run) -> None:
     Raises:
         UserError: The weights are not the checkpoint's, or NaN comes out.
     """
+    if config.model.base_url:
+        run.endpoint.check(any(e.choices for e in run.evaluation))
+        models = run.endpoint.models()
+        if models and config.model.server_name not in models:
+            listed = ", ".join(models[:8])
+            said = f"server: it lists {listed}, not {config.model.server_name}, and answers all the same"
+            run.console.print(said, soft_wrap=True, markup=False)
+        return
     if config.uses_model:
         few = min(64, run.lm.context_window, families.text_config(run.lm.model).vocab_size)
         for ids in (range(few), *longest(run, config.stages)):

@@ -37,7 +37,7 @@ def files(config: Config) -> list[sources.Source]:
     """The files that take part in a run: checkpoint, data, and what method, search and study read."""
     asked: list[sources.Source] = []
     if config.uses_model:
-        asked = [config.model.checkpoint, *config.choice.files()]
+        asked = [*config.model.files, *config.choice.files()]
         asked += [file for choice in config.every.values() for file in choice.files()]
     asked += data_of(config.task) if config.uses_task else ()
     asked += config.search.files() if "search" in config.stages else ()
@@ -62,10 +62,15 @@ def identity(config: Config, read: Sequence[Content]) -> dict[str, Any]:
     """What, apart from method and settings of the task, can move a number: code, libraries, weights, data,
     kernel, precision, device kind; ``read`` as :func:`reads` gives it."""
     model, runtime = config.model, config.runtime
-    found: dict[str, Any] = {"code": source_digest(_own(config)), "device": torch_device(runtime.device).type}
+    found: dict[str, Any] = {"code": source_digest(_own(config)), "data": digest(keys(read, "task"), 16)}
     found |= {name: version(name) for name in ("torch", "transformers")}
+    if config.uses_model and model.base_url:
+        # What the server computes with is not known: its address and the model's name there stand for it.
+        asked = ("base_url", "server_name", "api", "chat_template", "context_window")
+        return found | {"tokenizer": fingerprint(read), **{name: getattr(model, name) for name in asked}}
+    found["device"] = torch_device(runtime.device).type
     found |= {name: getattr(runtime, name) for name in ("batch_size", "batch_tokens")}
-    found |= {"threads": threads(config), "data": digest(keys(read, "task"), 16)}
+    found["threads"] = threads(config)
     if config.uses_model:
         kept = ("dtype", "attention", "rope", "chat_template", "context_window", "allow_partial")
         found |= {"weights": fingerprint(read), **{name: getattr(model, name) for name in kept}}
@@ -152,7 +157,9 @@ def provenance(
         "files": [content.fact for content in read],
     }
     if config.uses_model:
-        facts["model"] = {name: getattr(config.model, name) for name in ("path", "revision", "source")}
+        kept = ["path", "revision", "source"]
+        kept += ["base_url", "server_name", "api"] if config.model.base_url else []
+        facts["model"] = {name: getattr(config.model, name) for name in kept}
     if config.uses_task:
         facts["task"] = {name: getattr(config.task, name) for name in ("version", "source", "licence")}
     return facts

@@ -19,8 +19,10 @@ from posbench.errors import Faults, UserError
 from posbench.files.digests import Content, in_place
 from posbench.files.sources import cached, listing
 from posbench.late import transformers
+from posbench.measure import served
 from posbench.measure.replies import encode_longest, encode_whole, room
 from posbench.model.encode import Encoder
+from posbench.model.endpoint import text_encoder
 from posbench.model.load import Reader, outline, reader
 from posbench.pipeline.compose import Composed
 from posbench.pipeline.config import Config, check
@@ -83,20 +85,24 @@ def ready(composed: Composed, download: bool = True) -> Ready:
         _compare(config, None, faults)
         return Ready(config)
     quiet()
-    read = reader(config.model)
-    fit = _Fit(config, read)
+    read: Any = text_encoder(config.model) if config.model.base_url else reader(config.model)
+    fit, told = _Fit(config, read), tuple[str, ...]()
     asked = composed.raw["method"]["name"]
-    if config.choice.name == "none" != asked and config.study is None:
+    if config.choice.name == "none" != asked and config.study is None and not config.model.base_url:
         why = (
             f"no constants of {config.model.name} are known, and {config.task.name} has nothing to search on"
         )
         fit.said["method"] = asked, "none", f"{why} (posbench model={config.model.path} finds them)"
-    for group in ("task", "search"):
+    for group in ("task", "search") if read.tokenizer else ("whole",):
         with faults.collecting():
             getattr(fit, group)()
-    _compare(fit.config, read, faults)
+    if not config.model.base_url:
+        _compare(fit.config, read, faults)
+    with faults.collecting():
+        told = served.check(config.model, fit.config.task, read)
+    faults.raise_any()
     said = (f"{key}: {was} -> {now}, {why}" for key, (was, now, why) in fit.said.items())
-    return Ready(fit.config, tuple(said), read)
+    return Ready(fit.config, (*said, *told), read if isinstance(read, Reader) else None)
 
 
 def quiet() -> None:
@@ -233,6 +239,12 @@ class _Fit:
             self._spell_and_fit(examples)
         elif {"intervene", "evaluate"} & stages:
             self._need_spelt(examples)
+
+    def whole(self) -> None:
+        """Prompts that cannot be counted go as they are."""
+        wanted = {"truncation": "refuse", "max_prompt_tokens": None}
+        task, why = self.config.task, "without a tokenizer nothing can be cut (model.path=DIR_OR_HUB_ID)"
+        self._change("task", {key: v for key, v in wanted.items() if getattr(task, key) != v}, why)
 
     def _tokens(self, example: Example) -> int:
         return len(encode_whole(self.reader, example).ids)

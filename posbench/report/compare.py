@@ -115,7 +115,11 @@ def labelled(runs: Sequence[Compared]) -> list[Compared]:
     kept = [i for i in (0, 1) if len({run.names[i] for run in runs}) > 1]
     labels = []
     for run, settings in zip(runs, differing([run.listed for run in runs]), strict=True):
-        varied = [f"{key.partition('.')[2]}={value}" for key, value in settings.items()]
+        # A name apart tells a served twin well enough.
+        told = {
+            k: v for k, v in settings.items() if 1 not in kept or k not in ("model.base_url", "model.served")
+        }
+        varied = [f"{key.partition('.')[2]}={value}" for key, value in told.items()]
         text = ", ".join([*(shown(run.names[i]) for i in kept), *varied])
         labels.append(text if len(text) <= LABEL else f"{text[: LABEL - 3]}...")
     twice = {label for label in labels if not label or labels.count(label) > 1}

@@ -83,7 +83,8 @@ class Examples:
     def _answered(self, row: Row, example: Example | None) -> str:
         if "error" in row:
             return f"{shown(row['method'])}: failed ({row['error']})"
-        scores = ", ".join(f"{name} {value:g}" for name, value in row["scores"].items()) or "not scored"
+        scores = ", ".join(f"{name} {value:g}" for name, value in row["scores"].items())
+        scores = scores or row.get("note") or "not scored"
         read = self.task.extracted(example, row["output"]) if example else None
         lines = [f"{shown(row['method'])}: {scores}", f"  reply:  {_indented(row['output'], 10).strip()}"]
         return "\n".join([*lines, *([f"  answer: {read or 'none found'}"] if read is not None else [])])

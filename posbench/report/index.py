@@ -27,7 +27,7 @@ from posbench.stats.frames import UNMODIFIED, overall, shown
 METRICS, FINDINGS, METHOD = "metrics.csv", "findings.csv", "method.json"
 GROUPS = ("model", "task", "method", "search", "study", "runtime")
 NAMES = GROUPS[:5]
-ASIDE = ("runtime.outputs", "runtime.log_every")
+ASIDE = ("runtime.outputs", "runtime.log_every", "model.concurrency", "model.retries", "model.timeout")
 """Settings that move no number."""
 MEASURED = {"": "score", "difference": "difference", "position_bias": "position_bias"}
 """Columns of a list by the metric that they hold, as :func:`posbench.stats.frames.of_metric` names it."""

@@ -24,7 +24,7 @@ from posbench.plots.section import Section
 from posbench.report import failures, tables
 from posbench.report.folder import CAPTIONS, need_folder, read_csv, read_json, read_text, study_tables
 from posbench.report.paper import beside, reference_text
-from posbench.report.text import FEW, answer, applied, headline, shortened, spent, subject
+from posbench.report.text import FEW, answer, applied, headline, served, shortened, spent, subject
 from posbench.run.folder import opened
 from posbench.schema import instantiate
 from posbench.search import held_back
@@ -121,8 +121,10 @@ def measured(folder: Path) -> str:
 
 
 def cut_prompts(folder: Path) -> str:
-    """How many prompts of a run were shortened to the context window, in words; empty where none was."""
-    return shortened(row for row in opened(folder).rows("predictions.jsonl") if "error" not in row)
+    """How many prompts of a run were shortened to the context window, and what a server did with them, in
+    words; empty where there is nothing to tell."""
+    rows = [row for row in opened(folder).rows("predictions.jsonl") if "error" not in row]
+    return " ".join(filter(None, [shortened(rows), served(rows)]))
 
 
 def _study(folder: Path, config: Mapping[str, Any]) -> list[Section]:

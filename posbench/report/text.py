@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ from posbench.late import pd
 from posbench.report.tables import Table, bias_table, findings_table, limits, number, pct, points
 from posbench.run.progress import duration
 from posbench.stats.findings import VERDICTS
-from posbench.stats.frames import UNMODIFIED, at_positions, metric_name, overall, shown
+from posbench.stats.frames import SERVED, UNMODIFIED, at_positions, metric_name, overall, shown
 
 FEW = 4  # claims of one verdict, or names, that a sentence lists
 SOURCE = r" \([^()]*\d[^()]*\)$"
@@ -53,6 +54,8 @@ def subject(config: Mapping[str, Any]) -> str:
         return str(part.get("name", "")) if isinstance(part, Mapping) else ""
 
     method, stages = name("method"), config.get("stages") or ()
+    model = config.get("model")
+    method = SERVED if isinstance(model, Mapping) and model.get("base_url") else method
     what = shown(method) if method else "run"
     if name("study"):
         what = f"study {name('study')}" + f" with {method}" * (method not in ("", UNMODIFIED))
@@ -69,9 +72,10 @@ def headline(metrics: pd.DataFrame | None) -> str:
     average: Any = overall(metrics).drop_duplicates("method").set_index("method")
     verb, limited = "answers" if metric_name(metrics) == "accuracy" else "scores", limits(metrics)
     front, said = [_limited(note, limited) for note in dict.fromkeys(limited.values())], list[str]()
-    if UNMODIFIED in average.index and (len(average) == 1 or UNMODIFIED not in limited):
-        said += [_unmodified(metrics, average, verb, UNMODIFIED not in limited)]
-    said += [_verdict(metrics, average, str(name), verb) for name in average.index if name != UNMODIFIED]
+    base = SERVED if SERVED in average.index else UNMODIFIED
+    if base in average.index and (len(average) == 1 or base not in limited):
+        said += [_alone(metrics, average, base, verb, base not in limited)]
+    said += [_verdict(metrics, average, str(name), verb) for name in average.index if name != base]
     header, bias = bias_table(metrics)
     if bias:
         cells = zip(header[1:], bias[0][1:], strict=True)
@@ -88,16 +92,16 @@ def _limited(note: str, limited: Mapping[str, str]) -> str:
     return f"{head.capitalize()}: position bias of {who} cannot be measured{told}"
 
 
-def _unmodified(rows: pd.DataFrame, average: Any, verb: str, curved: bool) -> str:
-    """How the unmodified model does: at the ends and inside, and on average where it is alone."""
+def _alone(rows: pd.DataFrame, average: Any, name: str, verb: str, curved: bool) -> str:
+    """How the unmodified or served model does: at the ends and inside, and on average where it is alone."""
     base = at_positions(rows)
-    base = base[base["method"] == UNMODIFIED].sort_values("depth")
-    mean = f"{pct(average.at[UNMODIFIED, 'value'])} on average (n = {average.at[UNMODIFIED, 'n']})"
+    base = base[base["method"] == name].sort_values("depth")
+    mean = f"{pct(average.at[name, 'value'])} on average (n = {average.at[name, 'n']})"
     if curved and len(base) > 2:
         ends, worst = (base["value"].iloc[0] + base["value"].iloc[-1]) / 2, base["value"].iloc[1:-1].min()
         curve = f"{pct(ends)} at the ends and {pct(worst)} at its worst inner position"
         mean = f"{curve}, {mean}" if len(average) == 1 else curve
-    return f"The unmodified model {verb} {mean}"
+    return f"The {shown(name)} model {verb} {mean}"
 
 
 def _verdict(rows: pd.DataFrame, average: Any, method: str, verb: str) -> str:
@@ -124,6 +128,28 @@ def shortened(rows: Iterable[Mapping[str, Any]]) -> str:
         return ""
     mean = f"mean {np.mean(cut):.0f} tokens removed"
     return f"{len(cut)} of {len(dropped)} prompts were shortened to the context window ({mean})."
+
+
+def served(rows: Iterable[Mapping[str, Any]]) -> str:
+    """What a server did with the prompts, from rows that tell so; empty for a model in process."""
+    rows = list(rows)
+    notes, ways, servers = (Counter(r[k] for r in rows if r.get(k)) for k in ("note", "by", "server"))
+    named = " and ".join(map(str, servers))
+    said = [f"The replies are those of a server, of its model {named}."] if named else []
+    empty = sum("finish" in row and not row["output"] and "note" not in row for row in rows)
+    said += [f"{empty} of {len(rows)} replies are empty."] if empty else []
+    kinds = {
+        name: ", ".join(f"{n} {at}" for at, n in of.items()) for name, of in (("note", notes), ("by", ways))
+    }
+    if notes:
+        count = f"{notes.total()} of {len(rows)} prompts"
+        said.append(f"{count} have no score, the model did not read them: {kinds['note']}.")
+    said += [f"Choices were read by: {kinds['by']}."] if ways else []
+    pairs = [(row.get("prompt_tokens"), row.get("tokens")) for row in rows if "by" not in row]
+    if other := [read - own for read, own in pairs if read and own and read != own]:
+        count = f"{len(other)} prompts, by {np.mean(other):+.1f} on average"
+        said.append(f"The server counted other tokens than the tokenizer here in {count}.")
+    return " ".join(said)
 
 
 def applied(method: Mapping[str, Any]) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from posbench.files.atomic import Row, digest
 from posbench.late import pd
+from posbench.measure import served
 from posbench.measure.replies import replies
 from posbench.methods import Method
 from posbench.model.encode import Encoded
@@ -21,22 +22,34 @@ def prompt_digest(example: Example) -> str:
 def answers(run: Run, file: str, name: str, method: Method, encoded: Mapping[str, Encoded]) -> list[Row]:
     """Scored replies to all evaluation examples (prompts by id) under a method, which rows call ``name``;
     resumed from a JSON-lines file."""
-    task = run.task
+    task, label = run.task, f"evaluate {name}"
+
+    def key(e: Example) -> Row:
+        return {"method": name, "id": e.id}
+
+    def row(e: Example, reply: Row) -> Row:
+        origin = {"subset": e.subset, "gold_position": e.gold_position, "cluster": e.cluster}
+        own = len(encoded[e.id].ids) * (run.model.api == "completions")
+        size = {"tokens": own or reply.get("prompt_tokens"), "dropped": encoded[e.id].dropped}
+        asked = {"answers": list(e.answers), "prompt": prompt_digest(e)}
+        # What the model did not get to read has no score: it is no wrong answer.
+        scores = {} if reply.get("note") else task.score(e, str(reply["output"]))
+        return {**origin, **reply, "scores": scores, **size, **asked}
+
+    if run.model.base_url:
+        endpoint, encoder, choosing = run.endpoint, run.encoder, any(e.choices for e in run.evaluation)
+
+        def ask(e: Example) -> Row:
+            endpoint.check(choosing)
+            return row(e, served.reply(endpoint, encoder, task, e, encoded[e.id]))
+
+        return run.complete_each(file, label, run.evaluation, key, ask, run.model.concurrency)
     with method.applied(run.lm) as lm:
 
         def compute(batch: Sequence[Example]) -> list[Row]:
-            rows = []
-            for e, reply in zip(batch, replies(lm, task, batch, encoded), strict=True):
-                origin = {"subset": e.subset, "gold_position": e.gold_position, "cluster": e.cluster}
-                size = {"tokens": len(encoded[e.id].ids), "dropped": encoded[e.id].dropped}
-                asked = {"answers": list(e.answers), "prompt": prompt_digest(e)}
-                rows.append(
-                    {**origin, **reply, "scores": task.score(e, str(reply["output"])), **size, **asked}
-                )
-            return rows
+            return [row(*pair) for pair in zip(batch, replies(lm, task, batch, encoded), strict=True)]
 
-        order = run.plan(run.evaluation, encoded)
-        return run.complete(file, f"evaluate {name}", order, lambda e: {"method": name, "id": e.id}, compute)
+        return run.complete(file, label, run.plan(run.evaluation, encoded), key, compute)
 
 
 def compared(run: Run, file: str, methods: Mapping[str, Method]) -> pd.DataFrame:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +23,14 @@ from posbench.measure.replies import encode, plan
 from posbench.methods import Method
 from posbench.methods.choice import MethodChoice
 from posbench.methods.unmodified import Unmodified
-from posbench.model.encode import Encoded
+from posbench.model.encode import Encoded, Encoder
+from posbench.model.endpoint import Endpoint, text_encoder
 from posbench.model.lm import LM, batches
 from posbench.model.load import ModelConfig, load
 from posbench.run.folder import RunDir
 from posbench.run.progress import Work, progress
 from posbench.run.runtime import Runtime
-from posbench.stats.frames import UNMODIFIED
+from posbench.stats.frames import SERVED, UNMODIFIED
 from posbench.tasks import Example, Task
 from posbench.tasks.base import Split
 
@@ -38,8 +40,15 @@ COUNTED = ("intervene", "evaluate")
 """Stages whose tokens a second are known: a search tries many candidates on one reading of a prompt, and a
 study may feed the model by itself."""
 
+Known = dict[tuple[Any, ...], Row]
+"""Rows by the values of the fields that identify them."""
+
 Key = Callable[[Any], Mapping[str, Any]]
 Compute = Callable[[Sequence[Any]], list[Row]]
+
+
+IN_A_ROW = 3
+"""Failures in a row, for each thread, after which no more rows are tried."""
 
 
 class IncompleteRun(Exception):
@@ -79,6 +88,16 @@ class Run:
         with self.console.status(Text(f"loading {self.model.name}")):
             return load(self.model, **where)
 
+    @cached_property
+    def endpoint(self) -> Endpoint:
+        """The served model."""
+        return Endpoint(self.model)
+
+    @cached_property
+    def encoder(self) -> Encoder:
+        """What makes prompts: the model, or of a served one its tokenizer, if it is known."""
+        return text_encoder(self.model) if self.model.base_url else self.lm
+
     # Examples
 
     @cached_property
@@ -92,7 +111,7 @@ class Run:
 
     def encode(self, examples: Sequence[Example], task: Task | None = None) -> dict[str, Encoded]:
         """Prompts as tokens, by id."""
-        return {e.id: encode(self.lm, task or self.task, e) for e in examples}
+        return {e.id: encode(self.encoder, task or self.task, e) for e in examples}
 
     def plan(
         self, examples: Sequence[Example], encoded: Mapping[str, Encoded], task: Task | None = None
@@ -133,6 +152,8 @@ class Run:
         """The unmodified model and the method under test, by their names in tables; for ``method.json``."""
         method = self.method()
         self.out.write_json("method.json", {"name": self.choice.name, **asdict(method), **self.origin()})
+        if self.model.base_url:
+            return {SERVED: method}
         under_test = {} if isinstance(method, Unmodified) else {self.choice.name: method}
         return {UNMODIFIED: Unmodified(), **under_test}
 
@@ -164,7 +185,7 @@ class Run:
 
     def _looped(self) -> dict[str, float]:
         """The clock, and what the model has read and written so far."""
-        lm = vars(self).get("lm")  # looking must not load it
+        lm = vars(self).get("lm") or vars(self).get("endpoint")  # looking must not load it
         tokens = {"prompt_tokens": lm.read if lm else 0, "reply_tokens": lm.written if lm else 0}
         return {"loop_seconds": time.monotonic(), **tokens}
 
@@ -192,9 +213,7 @@ class Run:
         Raises:
             IncompleteRun: Some batch failed; its rows carry the error and are retried next time.
         """
-        self.out.repair(file)
-        names = tuple(key(batches[0][0])) if batches else ()
-        rows = {tuple(r[n] for n in names): r for r in self.out.rows(file) if all(n in r for n in names)}
+        names, rows = self._known(file, [item for batch in batches[:1] for item in batch[:1]], key)
         failed, share, total = 0, 1, sum(map(len, batches))
         todo = [batch for batch in batches if any(tuple(key(item).values()) not in rows for item in batch)]
         with self.progress(label, total, total - sum(map(len, todo))) as advance:
@@ -220,10 +239,56 @@ class Run:
                     self.out.append(file, fresh)
                     rows |= {tuple(row[n] for n in names): row for row in fresh if "error" not in row}
                     advance(len(part))
+        return self._whole(file, rows, [key(item) for batch in batches for item in batch], failed)
+
+    def complete_each(
+        self, file: str, label: str, items: Sequence[Any], key: Key, one: Callable[[Any], Row], workers: int
+    ) -> list[Row]:
+        """As :meth:`complete`, item by item in so many threads: each row is kept as soon as it is made, so
+        that a killed run asks again for the rows under way alone.
+
+        Raises:
+            IncompleteRun: Some rows failed, or so many one after another that the others were not tried.
+        """
+        names, rows = self._known(file, items, key)
+        todo = [item for item in items if tuple(key(item).values()) not in rows]
+        failed = straight = 0
+
+        def tried(item: Any) -> Row:
+            try:
+                return {**key(item), **one(item)}
+            except RuntimeError as error:
+                log.error("%s: %s", file, error)
+                return {**key(item), "error": str(error)}
+
+        # Its threads do not keep a process that is to end.
+        with self.progress(label, len(items), len(items) - len(todo)) as advance, ThreadPool(workers) as pool:
+            for row in pool.imap_unordered(tried, todo):
+                self.out.append(file, [row])
+                advance(1)
+                if "error" not in row:
+                    rows[tuple(row[name] for name in names)], straight = row, 0
+                    continue
+                failed, straight = failed + 1, straight + 1
+                if straight == IN_A_ROW * workers and len(rows) + failed < len(items):
+                    told = f"{straight} requests failed one after another; the last: {row['error']}"
+                    raise IncompleteRun(f"{told}; run the same command again to go on")
+        return self._whole(file, rows, [key(item) for item in items], failed)
+
+    def _known(self, file: str, items: Sequence[Any], key: Key) -> tuple[tuple[str, ...], Known]:
+        """The names of the fields that identify a row, and the whole rows of a file."""
+        self.out.repair(file)
+        names = tuple(key(items[0])) if items else ()
+        found = (row for row in self.out.rows(file) if all(name in row for name in names))
+        return names, {tuple(row[name] for name in names): row for row in found}
+
+    def _whole(self, file: str, rows: Known, keys: Sequence[Mapping[str, Any]], failed: int) -> list[Row]:
+        """All rows in order; IncompleteRun where some failed."""
         if failed:
             raise IncompleteRun(f"{failed} rows of {file} failed; run the same command again to retry them")
-        self._put_in_order(file, names, [tuple(key(item).values()) for batch in batches for item in batch])
-        return [rows[tuple(key(item).values())] for batch in batches for item in batch]
+        order = [tuple(each.values()) for each in keys]
+        self._put_in_order(file, tuple(keys[0]) if keys else (), order)
+        return [rows[each] for each in order]
 
     def _put_in_order(self, file: str, names: Sequence[str], keys: Sequence[tuple[Any, ...]]) -> None:
         """Rows that were made again came last: let them stand where an undamaged run has them."""

@@ -6,8 +6,8 @@ from posbench.errors import UserError
 from posbench.late import pd
 from posbench.stats.position_bias import STATISTICS
 
-UNMODIFIED = "none"
-"""What tables call the unmodified model."""
+UNMODIFIED, SERVED = "none", "served"
+"""What tables call the unmodified model, and one behind a server, of which it is not known what it is."""
 
 
 def shown(method: object) -> str:

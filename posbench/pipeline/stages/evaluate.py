@@ -42,8 +42,11 @@ def run(config: Config, run: Run) -> None:
             write_text(path, text)
             run.console.print(f"for the leaderboard: {path}", soft_wrap=True)
     if not write_metrics(task, run.model.name, run.runtime.resamples, run.out, rows):
-        said = f"evaluate: {task.name} publishes no answers for these examples, so nothing is scored"
-        run.console.print(said)
+        notes = ", ".join(dict.fromkeys(row["note"] for row in rows if "note" in row))
+        why = (
+            f"the model read none of them: {notes}" if notes else f"{task.name} publishes no answers for them"
+        )
+        run.console.print(f"evaluate: no example is scored, {why}")
 
 
 def _prompts(examples: Sequence[Example], encoded: Mapping[str, Encoded]) -> dict[str, Any]:
@@ -54,8 +57,8 @@ def _prompts(examples: Sequence[Example], encoded: Mapping[str, Encoded]) -> dic
         code = encoded[e.id]
         total.update(f"{e.id}\0{code.text}\0".encode())
         if e.subset not in first:
-            checksum = hashlib.sha256(code.text.encode()).hexdigest()
-            first[e.subset] = {"id": e.id, "tokens": len(code.ids), "sha256": checksum, "text": code.text}
+            checksum, size = hashlib.sha256(code.text.encode()).hexdigest(), len(code.ids) or None
+            first[e.subset] = {"id": e.id, "tokens": size, "sha256": checksum, "text": code.text}
     return {"sha256": total.hexdigest(), "prompts": len(examples), "first": first}
 
 
@@ -98,7 +101,7 @@ def rescore(task: Task, model: str, resamples: int, out: RunDir) -> int:
         hint = "bring back the data or the version of posbench of that run, or run it again"
         raise UserError("task", value, f"the questions that {out.path.name} asked", hint)
     for row in told:
-        if "error" not in row:
+        if "error" not in row and not row.get("note"):
             scores = task.score(examples[row["id"]], row["output"])
             changed += scores != row["scores"]
             row = {**row, "scores": scores}

@@ -1,0 +1,128 @@
+"""What is sent to a server, and how its answers are read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from posbench.model.encode import Encoded
+from posbench.model.endpoint import Endpoint, Reply, Untokenized, first_nats, spoken, text_encoder
+from posbench.model.load import ModelConfig
+from tests.server import serving
+
+
+def endpoint(url: str, **more: Any) -> Endpoint:
+    made = Endpoint(ModelConfig(name="fake", base_url=url, retries=0, **more))
+    made.check(choosing=True)
+    return made
+
+
+def test_log_likelihoods_count_what_the_choices_do_not_share() -> None:
+    """Against the server's own formula, -(sum of the letters mod 7) - 0.5 a token."""
+
+    def nats(*tokens: str) -> float:
+        return sum(-float(sum(map(ord, token)) % 7) - 0.5 for token in tokens)
+
+    with serving(ways=("echo",)) as server:
+        reply = endpoint(server.url).choose("One or two?", [" the one", " the two of"])
+    assert reply.nats == pytest.approx((nats(" one"), nats(" two", " of")))
+    assert reply.text == ("the one" if nats(" one") > nats(" two", " of") else "the two of")
+    assert (reply.by, reply.prompt_tokens) == ("log-likelihoods", 2 * 11 + 8 + 11)
+
+
+def test_first_tokens_choose_in_completions_and_in_chat() -> None:
+    with serving(ways=("first",)) as server:
+        reply = endpoint(server.url).choose("?", [" A", " B", " C"])
+        assert (reply.text, reply.nats, reply.by) == ("C", (-1.5, None, -0.3), "first token")
+        chat = endpoint(server.url, api="chat").choose([{"role": "user", "content": "?"}], [" A", " B", " C"])
+        assert (chat.text, chat.nats) == ("B", (-1.0, -0.5, None))
+        # Both begin with the same token: the letter tells.
+        told = endpoint(server.url).choose("?", [" A one", " A two"])
+        assert (told.text, told.by) == (" B", "none in the reply")
+
+
+@pytest.mark.parametrize(
+    ("top", "choices", "wanted"),
+    [
+        ({" A": -1.0, "A": -0.1, " B": -2.0}, [" A", " B"], [-1.0, -2.0]),  # as it stands comes first
+        ({"A": -0.1, "\nB": -2.0}, [" A", " B"], [-0.1, -2.0]),
+        ({" ": -0.1, "the": -0.2}, [" A", " B"], [None, None]),
+        ({" pe": -0.4, " p": -0.3}, [" pear", " plum"], [-0.4, None]),  # " p" begins both
+    ],
+)
+def test_first_nats(top: dict[str, float], choices: list[str], wanted: list[float | None]) -> None:
+    assert first_nats(top, choices) == wanted
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        (" B", "B"),
+        ("(C) because", "C"),
+        ("**A**", "A"),
+        ("I think the answer is D.", "D"),
+        ("Answer: (B)", "B"),
+        ("Bees are insects", ""),
+        ("None of them", ""),
+    ],
+)
+def test_spoken(text: str, wanted: str) -> None:
+    assert spoken(text, [" A", " B", " C", " D"]) == wanted
+
+
+def test_a_beginning_of_sequence_is_sent_once() -> None:
+    """The tokenizer of a server adds the one that a chat template wrote."""
+
+    def tokens(text: str) -> dict[str, list[int]]:
+        return {"input_ids": [1, *map(ord, text)]}
+
+    class Tokenizer(SimpleNamespace):
+        def __call__(self, text: str) -> dict[str, list[int]]:
+            return tokens(text)
+
+    encoder: Any = SimpleNamespace(tokenizer=Tokenizer(bos_token="<s>"))
+    with serving() as server:
+        made = endpoint(server.url)
+        templated = Encoded(tokens("[INST] hi")["input_ids"], [], "<s>[INST] hi")
+        assert made.prompt(encoder, templated, "") == "[INST] hi"
+        plain = Encoded(tokens("hi")["input_ids"], [], "hi")
+        assert made.prompt(encoder, plain, "") == "hi"
+        # A task that asks about the text "<s>" itself.
+        odd = Encoded(tokens("<s>")["input_ids"], [], "<s>")
+        assert made.prompt(encoder, odd, "") == "<s>"
+
+
+def test_without_a_tokenizer_prompts_go_as_they_are(checkpoint: Path) -> None:
+    bare = text_encoder(ModelConfig(name="fake", base_url="http://h/v1"))
+    assert isinstance(bare, Untokenized)
+    code = bare.encode("Who?", system="Be short.", prefill="Answer:", reserve=3)
+    assert (code.text, code.prompt, code.ids) == ("Be short.\n\nWho?Answer:", "Who?", [])
+    known = text_encoder(ModelConfig(name="fake", base_url="http://h/v1", path=str(checkpoint)))
+    assert known.context_window == 256 and known.encode("bal", system="bel").prompt == "bal"
+
+
+def test_messages_hold_the_prompt_that_is_left() -> None:
+    with serving() as server:
+        made = endpoint(server.url, api="chat")
+        code = Encoded([1], [], "whatever", prompt="short")
+        system, user = made.prompt(Untokenized("fake"), code, "Be kind.")
+    assert system == {"role": "system", "content": "Be kind."} and user["content"] == "short"  # type: ignore[index]
+
+
+def test_what_is_no_reply_is_a_failure() -> None:
+    from posbench.model.endpoint import Failed
+
+    with serving(
+        lambda prompt, n: "cut" if prompt == "x" else "overflow" if prompt == "long" else ""
+    ) as server:
+        made = endpoint(server.url)
+        with pytest.raises(Failed, match="no JSON"):
+            made.generate("x", 1)
+        assert made.generate("long", 1) == Reply(note="context overflow")
+        assert (made.read, made.written) == (
+            sum(len(b["prompt"]) for b in server.bodies[:-2]),
+            len(server.bodies) - 2,
+        )

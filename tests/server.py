@@ -1,0 +1,153 @@
+"""An OpenAI-compatible server in a thread that answers kv_retrieval, and fails where it is told to."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from threading import Lock, Thread
+from typing import Any
+
+KEY = "sk-of-the-test-0123456789"
+Fault = Callable[[str, int], str]
+"""What goes wrong with a prompt that is asked for the n-th time (from 0); empty: nothing."""
+
+
+def value(prompt: str) -> str:
+    """The value that a compact prompt of kv_retrieval asks for; of every fourth prompt a wrong one."""
+    pairs = dict(re.findall(r'"(\w+)": "(\w+)"', prompt))
+    asked = re.search(r'key "(\w+)" is "$', prompt)
+    right = pairs.get(asked[1], "") if asked else " B"
+    return "bal" if sum(map(ord, prompt)) % 4 == 0 else right
+
+
+class Server(ThreadingHTTPServer):
+    """Answers of a model called ``fake``; ``asked`` counts every prompt, ``most`` requests at a time."""
+
+    daemon_threads, block_on_close = True, False
+
+    def __init__(self, fault: Fault, ways: tuple[str, ...], port: int = 0) -> None:
+        super().__init__(("127.0.0.1", port), Handler)
+        self.fault, self.ways, self.asked, self.lock = fault, ways, Counter[str](), Lock()
+        self.now = self.most = 0
+        self.bodies: list[Mapping[str, Any]] = []
+        self.keys = set[str]()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}/v1"
+
+
+@contextmanager
+def serving(
+    fault: Fault = lambda prompt, n: "", ways: tuple[str, ...] = (), port: int = 0
+) -> Iterator[Server]:
+    """A server that runs inside the block; ``ways`` are those of telling choices that it has."""
+    server = Server(fault, ways, port)
+    Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+    try:
+        yield server
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Server
+
+    def log_message(self, *args: object) -> None:
+        """Says nothing."""
+
+    def do_GET(self) -> None:
+        self.give({"object": "list", "data": [{"id": "fake", "object": "model"}]})
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        prompt = body.get("prompt") or body["messages"][-1]["content"]
+        with self.server.lock:
+            self.server.bodies.append(body)
+            self.server.keys.add(str(self.headers["Authorization"]))
+            count = self.server.asked[prompt]
+            self.server.asked[prompt] += 1
+            self.server.now += 1
+            self.server.most = max(self.server.most, self.server.now)
+        try:
+            self.answer(body, prompt, self.server.fault(prompt, count))
+        finally:
+            self.server.now -= 1
+
+    def answer(self, body: Mapping[str, Any], prompt: str, fault: str) -> None:
+        chat = "messages" in body
+        if fault.isdigit():
+            said = f"fault {fault} of {self.headers['Authorization']}"
+            return self.give({"error": {"message": said}}, int(fault))
+        if fault == "overflow":
+            said = "This model's maximum context length is 64 tokens. However, you requested 99 tokens."
+            return self.give({"error": {"message": said, "code": "context_length_exceeded"}}, 400)
+        if fault == "late":
+            time.sleep(0.6)
+        text, finish, logprobs = self.said(body, prompt)
+        if fault == "filter":
+            text, finish = "", "content_filter"
+        part = {"message": {"role": "assistant", "content": text}} if chat else {"text": text}
+        choice = {"index": 0, "finish_reason": finish, "logprobs": logprobs, **part}
+        usage = {"prompt_tokens": len(prompt), "completion_tokens": 1, "total_tokens": len(prompt) + 1}
+        whole = {"id": "1", "object": "text_completion", "created": 1, "model": "fake", "choices": [choice]}
+        self.give({**whole, "usage": usage, "system_fingerprint": "fp_1"}, cut=fault)
+
+    def said(self, body: Mapping[str, Any], prompt: str) -> tuple[str, str, Any]:
+        """Text, finish reason and log-likelihoods of a reply."""
+        ways = self.server.ways
+        if body.get("echo") and "echo" in ways:
+            tokens = re.findall(r"\s?\w+|\W", prompt)
+            nats = [None, *(-float(sum(map(ord, token)) % 7) - 0.5 for token in tokens[1:])]
+            return prompt, "length", {"tokens": tokens, "token_logprobs": nats}
+        if body.get("top_logprobs") and "first" in ways:
+            top = [{"token": "B", "logprob": -0.5}, {"token": "A", "logprob": -1.0}]
+            return "B", "length", {"content": [{"token": "B", "top_logprobs": top}]}
+        if body.get("logprobs") and "first" in ways:
+            return " B", "length", {"top_logprobs": [{" C": -0.3, " A": -1.5, "x": -0.1}]}
+        return value(prompt), "stop", None
+
+    def give(self, data: Any, status: int = 200, cut: str = "") -> None:
+        """A JSON body; half of it where it is ``torn`` on the way or ``cut`` short as if that were all."""
+        text = json.dumps(data).encode()
+        sent = text[: len(text) // 2] if cut in ("torn", "cut") else text
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(text if cut == "torn" else sent)))
+        if status == 429:
+            self.send_header("Retry-After", "0.01")
+        if status >= 429:
+            self.send_header("retry-after-ms", "1")
+        self.send_header("Connection", "close")
+        self.end_headers()
+        self.wfile.write(sent)
+        self.close_connection = True
+
+
+def main(port: int, most: int) -> None:
+    """Serve until so many prompts were asked, and die of SIGKILL."""
+    count = 0
+
+    def fault(prompt: str, n: int) -> str:
+        nonlocal count
+        count += 1
+        if count > most:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return ""
+
+    server = Server(fault, (), port)
+    print(server.server_address[1], flush=True)
+    server.serve_forever()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]))
