@@ -43,6 +43,8 @@ Verbs; posbench VERB --help says more:
   report        redraw a run or a sweep; of many runs write one gallery
   rescore       score saved replies of a run or a sweep again, without a model
   show          prompts, expected answers, replies and scores of a run
+  export        a run's fix as files that others load: a checkpoint, an adapter, code
+  verify        load what export wrote, and hold it against the method again
   docs          a page of the documentation from code or runs, as Markdown
   lm_eval       lm-evaluation-harness under a method
   completion    completion of verbs, names and keys for bash, zsh or fish
@@ -57,6 +59,7 @@ SIGTERM.
 VERBS = {
     **dict.fromkeys(("ls", "fetch", "validate", "report", "rescore", "show"), "verbs"),
     **{name: name for name in ("figures", "docs", "lm_eval", "completion")},
+    **{"export": "export", "verify": "export"},
     **{"ls runs": "runs", "compare": "runs", "check-data": "check_data"},
 }
 """The verbs, each a function of that name, with its module; only the one that is asked for is imported."""

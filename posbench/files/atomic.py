@@ -51,12 +51,16 @@ def write_text(path: Path, text: str) -> None:
 
 @contextmanager
 def new_folder(out: Path) -> Iterator[Path]:
-    """A folder that takes the place of ``out`` when the block ends without an error."""
+    """A folder that takes the place of ``out`` when the block ends without an error, and else is removed."""
     made, old = (out.with_name(f".{out.name}.{state}") for state in ("new", "old"))
     for left in (made, old):
         shutil.rmtree(left, ignore_errors=True)
     made.mkdir(parents=True)
-    yield made
+    try:
+        yield made
+    except BaseException:
+        shutil.rmtree(made, ignore_errors=True)
+        raise
     if out.exists():
         out.rename(old)
     made.rename(out)

@@ -11,7 +11,7 @@ from functools import wraps
 from typing import Any, ClassVar, Literal, Self
 
 from posbench.late import Tensor, torch, transformers
-from posbench.methods.base import Method, Needs
+from posbench.methods.base import Folded, Method, Needs
 from posbench.model import families, rope
 from posbench.model.hooks import listeners, replaced
 from posbench.model.lm import LM
@@ -56,6 +56,14 @@ class AttentionBuckets(Method):
     def neutral(self) -> Self:
         """The model's own base N times, logits mixed."""
         return replace(self, bases=(None,) * len(self.bases), mixture="logits")
+
+    def folded(self, lm: LM) -> Folded | None:
+        """Another base, where there is one alone."""
+        return (
+            Folded(rope={"rope_theta": self.bases[0]} if self.bases[0] else {})
+            if len(self.bases) == 1
+            else None
+        )
 
     def mix(self, logits: Tensor) -> Tensor:
         """One prediction [B, T, V] from those of the bases [B, N, T, V]: mixed logits, or

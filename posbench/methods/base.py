@@ -23,6 +23,14 @@ class Needs(NamedTuple):
     by_hand: bool = False
 
 
+class Folded(NamedTuple):
+    """A method as a change of the checkpoint: the factors of columns of the query and key projections, by
+    layer and channel, and keys of the config's ``rope_parameters``."""
+
+    columns: Mapping[int, Mapping[int, float]] = {}
+    rope: Mapping[str, Any] = {}
+
+
 class SweepClaims(NamedTuple):
     """A paper's reading of a sweep over one of a method's parameters.
 
@@ -74,6 +82,15 @@ class Method(ABC):
         if self.needs.rope:
             name = type(self).__module__.rpartition(".")[2]
             rope.check(lm, name, plain=self.needs.plain, by_hand=self.needs.by_hand)
+
+    def folded(self, lm: LM) -> Folded | None:
+        """What of the checkpoint to change so that it computes the same without the method; None where
+        nothing does."""
+        return None
+
+    def twin(self) -> Self:
+        """The nearest method that :meth:`folded` has an answer for; itself where that is not another."""
+        return self
 
     @contextmanager
     def applied(self, lm: LM) -> Iterator[LM]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Self
 
 from posbench.errors import renamed
-from posbench.methods.base import Method
+from posbench.methods.base import Folded, Method
 from posbench.model.lm import LM
 
 
@@ -35,6 +35,22 @@ class Composed(Method):
     def neutral(self) -> Self:
         """Every part neutral."""
         return replace(self, parts={name: part.neutral() for name, part in self.parts.items()})
+
+    def twin(self) -> Self:
+        """Every part's."""
+        return replace(self, parts={name: part.twin() for name, part in self.parts.items()})
+
+    def folded(self, lm: LM) -> Folded | None:
+        """What the parts change together; None where two of them change the rotary embeddings."""
+        columns, rope = dict[int, dict[int, float]](), dict[str, object]()
+        for each in [part.folded(lm) for part in self.parts.values()]:
+            if each is None or (rope and each.rope):
+                return None
+            rope |= each.rope
+            for layer, factors in each.columns.items():
+                known = columns.setdefault(layer, {})
+                known |= {channel: factor * known.get(channel, 1.0) for channel, factor in factors.items()}
+        return Folded(columns, rope)
 
     @contextmanager
     def changed(self, lm: LM) -> Iterator[None]:

@@ -4,7 +4,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import ClassVar, Self
 
-from posbench.methods.base import Method, Needs
+from posbench.methods.base import Folded, Method, Needs
 from posbench.model import rope
 from posbench.model.lm import LM
 from posbench.schema import Scale
@@ -25,6 +25,12 @@ class PositionInterpolation(Method):
     def neutral(self) -> Self:
         """Scale 1."""
         return replace(self, scale=1.0)
+
+    def folded(self, lm: LM) -> Folded | None:
+        """Rotary embeddings of type linear, where those of the model are plain."""
+        kinds = getattr(rope.rotary_module(lm.model), "rope_type", "default")
+        plain = set(kinds.values() if isinstance(kinds, dict) else [kinds]) == {"default"}
+        return Folded(rope={"rope_type": "linear", "factor": self.scale}) if plain else None
 
     def changed(self, lm: LM) -> AbstractContextManager[None]:
         """See :meth:`Method.changed`."""

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from posbench.errors import UserError
 from posbench.late import PreTrainedModel, Tensor, nn, torch, transformers
-from posbench.methods.base import Method, SweepClaims
+from posbench.methods.base import Folded, Method, SweepClaims
 from posbench.model import families
 from posbench.model.hooks import before_each, fork, replaced
 from posbench.model.lm import LM
@@ -180,6 +180,17 @@ class ScaleChannel(Method):
     def neutral(self) -> Self:
         """Factor 1."""
         return replace(self, factor=1.0)
+
+    def twin(self) -> Self:
+        """All tokens scaled, as in the paper's Table 6: earlier queries then need no other keys than later
+        ones."""
+        return replace(self, last="all") if self.tokens == "both" else self
+
+    def folded(self, lm: LM) -> Folded | None:
+        """Scaled columns of the projections of the chosen layers, where all tokens are scaled."""
+        if self.needs_prompt or self.tokens != "both":
+            return None
+        return Folded(columns=dict.fromkeys(self.layer_indices, dict.fromkeys(self.channels, self.factor)))
 
     def scale(self, hidden: Tensor) -> Tensor:
         """A copy of the attention input [B, T, D] with the channels scaled."""

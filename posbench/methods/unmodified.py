@@ -4,13 +4,17 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Self
 
-from posbench.methods.base import Method
+from posbench.methods.base import Folded, Method
 from posbench.model.lm import LM
 
 
 @dataclass(frozen=True, kw_only=True)
 class Unmodified(Method):
     """Changes nothing, and fits every model."""
+
+    def folded(self, lm: LM) -> Folded:
+        """Nothing."""
+        return Folded()
 
     def changed(self, lm: LM) -> AbstractContextManager[None]:
         """An empty block."""

@@ -212,6 +212,19 @@ def on_query_key_input(
     return [key.register_forward_hook(twice)]
 
 
+def query_key_rows(model: PreTrainedModel, layer: int) -> dict[str, Tensor | None]:
+    """The projections of a layer that make queries and keys, by their dotted names in the model, each with
+    the output rows that do; None: all of them."""
+    family, attention = family_of(model), attention_modules(model)[layer]
+    place = next(name for name, module in model.named_modules() if module is attention)
+    if family.fused is None:
+        return dict.fromkeys((f"{place}.{family.query}", f"{place}.{family.key}"))
+    # What it gives, not its weight, which may be packed.
+    zeros = torch.zeros(1, text_config(model).hidden_size, dtype=model.dtype, device=model.device)
+    width = getattr(attention, family.key)(zeros).shape[-1]
+    return {f"{place}.{family.key}": torch.cat(_fused_rows(model, layer, width))}
+
+
 def keys_are_linear(model: PreTrainedModel, layer: int) -> bool:
     """Whether cached keys depend linearly on the attention input, through a weight matrix that can be read.
 

@@ -26,6 +26,8 @@ from posbench.files import sources
 
 GROUPS = ("model", "task", "method", "search", "runtime", "study")
 PLURALS = {group: {"search": "searches", "study": "studies"}.get(group, f"{group}s") for group in GROUPS}
+CHOSEN = {"search.side_task": "task"}
+"""Keys inside a group that are choices of another."""
 TOP = (*GROUPS, "stages", "experiment")
 GIVEN = "given by the user"
 """``model.source`` of a checkpoint that no YAML describes."""
@@ -182,8 +184,9 @@ def _check(override: Override, folders: Sequence[Path], multirun: bool, given: S
         raise UserError(key, value, f"keys {', '.join(TOP)}", near(first, TOP, "remove it"))
     if override.is_sweep_override() and not multirun:
         raise UserError(key, value, "one value; a list as [a,b]", "sweep with -m (--multirun)")
-    if key in GROUPS and not override.is_delete():
-        there = choices(*(folder / key for folder in folders))
+    group = CHOSEN.get(key, key)
+    if group in GROUPS and not override.is_delete() and (group == key or override.value() is not None):
+        there = choices(*(folder / group for folder in folders))
         for name in _values(override, there):
             listed = re.fullmatch(r"\[(.*)\]", name)
             parts = [part.strip() for part in listed[1].split(",")] if listed and key == "method" else [name]
@@ -191,7 +194,7 @@ def _check(override: Override, folders: Sequence[Path], multirun: bool, given: S
                 empty = part == "null" or (part == "none" and len(parts) > 1)
                 named = part in there or (key == "model" and part in given)
                 if not named or part in parts[:number] or empty:
-                    hint = "leave it out" if empty else near(part, there, f"posbench ls {PLURALS[key]}")
+                    hint = "leave it out" if empty else near(part, there, f"posbench ls {PLURALS[group]}")
                     allowed = ("a list of different ones of: " if listed else "") + ", ".join(there)
                     allowed += ", a folder, or a hub id as ORG/NAME" if key == "model" else ""
                     raise UserError(key, name, allowed, hint)
@@ -210,6 +213,8 @@ def _rewritten(override: Override, folders: Sequence[Path]) -> str:
     """An override for Hydra: a list of methods as a stored config's name, a key as one that may be new."""
     line = str(override.input_line)
     key, _, value = line.partition("=")
+    if key in CHOSEN and override.value() is not None:
+        return f"+{CHOSEN[key]}@{key}={value}"
     if key == "method":
         return "method=" + re.sub(r"\[([^\[\]]*)\]", lambda m: _store(m[1].split(",")), value)
     bare = key.lstrip("+~")

@@ -206,7 +206,7 @@ def _filled(
     multirun: bool,
 ) -> Composed:
     """The plain data of a composed config."""
-    keys = tuple(o.split("=", 1)[0].lstrip("+~") for o in typed)
+    keys = tuple(o.split("=", 1)[0].lstrip("+~").split("@")[-1] for o in typed)
     raw: Any = OmegaConf.to_container(config, resolve=False)
     raw.pop("hydra", None)
     there = [group for group in GROUPS if isinstance(raw.get(group), dict)]

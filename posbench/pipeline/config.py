@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from posbench import paths
-from posbench.errors import Faults, UserError
+from posbench.errors import Faults, UserError, renamed
 from posbench.files import sources
 from posbench.files.sources import Source
 from posbench.methods import Method
@@ -129,7 +129,7 @@ def check(
     parts: dict[str, Callable[[], Any]] = {
         "study": lambda: _study(data, typed),
         "task": lambda: instantiate(given("task"), Task, "task"),  # type: ignore[type-abstract]
-        "search": lambda: instantiate(given("search"), Search, "search"),  # type: ignore[type-abstract]
+        "search": lambda: _search(given("search")),
         "model": lambda: _model(given("model")),
         "choice": lambda: _method(data, made, typed),
         "runtime": lambda: build(Runtime, given("runtime") or {}, "runtime"),
@@ -200,18 +200,28 @@ def trial(config: Config) -> Method:
 
 
 def needs(raw: Mapping[str, Any]) -> tuple[Source, ...]:
-    """The files that a composed config reads: the checkpoint's, then the task's.
+    """The files that a composed config reads: the checkpoint's, the task's, then the search's.
 
     Raises:
-        UserError: The model or the task is wrong.
+        UserError: The model, the task or the search is wrong.
     """
     model, task = _model(raw.get("model")), instantiate(raw.get("task"), Task, "task")  # type: ignore[type-abstract,arg-type]
-    return (*model.files, *data_of(task))
+    found = _search(raw["search"]).files() if raw.get("search") else ()
+    return (*model.files, *data_of(task), *found)
 
 
 def data_of(task: Task) -> list[Source]:
     """The files of a task, with what is known of them where their server is not reached."""
     return [replace(source, about=f"{task.size}; {task.licence}") for source in task.files()]
+
+
+def _search(data: Any) -> Search:
+    side = data.get("side_task") if isinstance(data, Mapping) else None
+    if isinstance(side, Mapping) and "_target_" not in side:
+        hint = "choose one: search.side_task=mmlu"
+        raise UserError("search.side_task", dict(side), "keys of a task that is chosen", hint)
+    with renamed("task.", "search.side_task."):
+        return instantiate(data, Search, "search")  # type: ignore[type-abstract]
 
 
 def _model(data: Any) -> ModelConfig:

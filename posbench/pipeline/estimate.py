@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +84,10 @@ def work(config: Config, reader: Reader) -> list[Work]:
             length = _lengths(config, reader, asked)[0] / len(asked)
             steps = told[2] * task.max_new_tokens
             found.append(Work("search", told[0], round(told[0] * length + told[1]), steps))
+        if beside := config.search.beside():
+            side, prompts, times = beside
+            read = times * _lengths(replace(config, task=side), reader, prompts)[0]
+            found.append(Work(f"search: {side.name}", times * len(prompts), read))
     for stage in ("intervene", "evaluate"):
         examples = task.evaluation() if stage in stages else []
         examples = placed(examples, config.runtime.intervene_examples) if stage == "intervene" else examples

@@ -151,13 +151,13 @@ class Run:
     def methods(self) -> dict[str, Method]:
         """The unmodified model and the method under test, by their names in tables; for ``method.json``."""
         method = self.method()
-        self.out.write_json("method.json", {"name": self.choice.name, **asdict(method), **self._origin()})
+        self.out.write_json("method.json", {"name": self.choice.name, **asdict(method), **self.origin()})
         if self.model.base_url:
             return {SERVED: method}
         under_test = {} if isinstance(method, Unmodified) else {self.choice.name: method}
         return {UNMODIFIED: Unmodified(), **under_test}
 
-    def _origin(self) -> dict[str, str]:
+    def origin(self) -> dict[str, str]:
         """The ``source`` of the model's block for each method that runs with the constants of that block."""
         sources = []
         for name, part in (self.choice.parts or {self.choice.name: self.choice}).items():

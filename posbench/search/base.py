@@ -26,7 +26,7 @@ from posbench.run.base import Run
 from posbench.schema import Count
 from posbench.search import held_back
 from posbench.stats.frames import UNMODIFIED
-from posbench.tasks import Example
+from posbench.tasks import Example, Task
 
 log = logging.getLogger(__name__)
 
@@ -44,6 +44,7 @@ class Search(ABC):
     finds: ClassVar[Mapping[str, Any]]  # their names, each with a value that stands for it until it is found
     # files that it leaves, beside ``found.yaml`` and ``held_back.csv``
     results: ClassVar[Sequence[str]] = ("search.csv",)
+    rows: ClassVar[Sequence[str]] = (ROWS, held_back.ROWS)  # what it resumes from
     measure: ClassVar[str] = "loss"  # what it lowers, in nats per token; any other: what it raises
 
     # calibration prompts that the search does not see, on which what it found is checked against the
@@ -72,6 +73,10 @@ class Search(ABC):
         """Prompts that it reads whole, further tokens that it reads, and batches of prompts that it answers,
         at most, of so many calibration prompts with answers of so many tokens; None where that cannot be
         told before."""
+        return None
+
+    def beside(self) -> tuple[Task, list[Example], int] | None:
+        """A second task that it asks, its prompts, and how often at most it asks each; None without one."""
         return None
 
     def files(self) -> tuple[Source, ...]:
@@ -104,6 +109,10 @@ class Search(ABC):
     def told(self, block: Mapping[str, Any]) -> str:
         """What was found, in one line."""
 
+    def remarks(self, block: Mapping[str, Any]) -> list[str]:
+        """What else is to be said of it, line by line."""
+        return []
+
     def found(self, block: Mapping[str, Any]) -> dict[str, Any]:
         """The parameters for the later stages."""
         return {name: block[name] for name in self.finds}
@@ -129,18 +138,20 @@ class Search(ABC):
                 (run.out.path / STATE).unlink(missing_ok=True)
             else:
                 for name in other.stage("search")["files"]:
-                    if name in (ROWS, held_back.ROWS):
+                    if name in self.rows:
                         run.out.write_rows(name, other.rows(name))  # they carry the id of this run
                     else:
                         write_bytes(run.out.path / name, (other.path / name).read_bytes())
             # A finished search looks at its rows no more: they are recorded as its other files are.
-            rows = run.out.sums((ROWS, held_back.ROWS))
+            rows = run.out.sums(self.rows)
             copied = other.path.name if other else None
             run.out.mark("search", key=key, copied_from=copied, files=rows)
         text = (run.out.path / FOUND).read_text()
         block = yaml.safe_load(text)[run.target.name]
         run.found = self.found(block)
         run.console.print(f"search chose {self.told(block)}", soft_wrap=True)
+        for line in self.remarks(block):
+            run.console.print(line, soft_wrap=True)
         gained, useless = held_back.words(block["held_back"]), held_back.noise(block["held_back"])
         if useless and {"intervene", "evaluate"} & set(run.stages):
             gained += "; the stages that follow run with what it found all the same"

@@ -12,6 +12,7 @@ from annotated_types import MinLen
 
 from posbench.errors import UserError
 from posbench.files.atomic import Row, write_csv
+from posbench.files.digests import contents
 from posbench.late import pd
 from posbench.measure.losses import candidate_losses
 from posbench.measure.states import Alphabet, Site, Strings, Sums, average_states
@@ -24,14 +25,15 @@ from posbench.plots.section import Section
 from posbench.run.base import Run
 from posbench.schema import Count, Seed, Whole
 from posbench.search import statistics
-from posbench.search.base import ROWS, Read, Search, save, saved
+from posbench.search.base import ROWS, Read, save, saved
+from posbench.search.deploy import DeploySearch
 from posbench.search.statistics import Array, ChannelStatistics
 from posbench.tasks import Example
 
 
 @dataclass(frozen=True, kw_only=True)
-class ChannelSearch(Search):
-    """The channel search.
+class ChannelSearch(DeploySearch):
+    """The channel search; see :class:`posbench.search.deploy.DeploySearch` for what will be shipped.
 
     Args:
         candidates: ``monotone`` filters channels by Algorithm 1; ``all`` traverses every channel.
@@ -67,7 +69,6 @@ class ChannelSearch(Search):
     window: Count = 100
     skip: Whole = 30
     over_layers: Literal["sum", "mean"] = "sum"
-    top_k: Count = 10
     factors: Annotated[tuple[float, ...], MinLen(1)] = (0.5, 0.0, -0.5, -1.0)
     layers: Literal["auto"] | tuple[int, int] | None = None
     layer_step: Count | None = None
@@ -100,7 +101,9 @@ class ChannelSearch(Search):
         """Calibration prompts, then the check of the winner; strings, and answers of every candidate."""
         tried = self.top_k if self.candidates == "monotone" else channels
         tried *= len(self.factors) * len(self.layer_ranges(layers, None))
-        return 3 * prompts, self.strings * self.length + prompts * (1 + tried) * answer, 0
+        again = min(self.asked_again, tried) if self.folds else 0  # without a prefill that all share
+        further = self.strings * self.length + prompts * (1 + tried + again) * answer
+        return (3 + again) * prompts, further, 0
 
     def check(self, run: Run) -> None:
         """Refuse strings and layers that do not fit the model, and several channels typed at once."""
@@ -117,10 +120,13 @@ class ChannelSearch(Search):
             raise UserError(f"{run.target.where}.channel", typed, "one channel, with the search stage", hint)
         if isinstance(self.layers, tuple):
             check_layers(lm, "search.layers", self.layers)
+        super().check(run)
 
     def depends(self, run: Run) -> Mapping[str, Any]:
-        """The layer ranges that are tried, and a typed channel."""
-        return {"layers": self.ranges(run), "channel": self._pinned(run).get("channel")}
+        """The layer ranges that are tried, and a typed channel; what is asked again, and of which files."""
+        values = run.target.values if run.target and self.asked_again else {}
+        again = [values.get("last"), values.get("tokens"), [c.key for c in contents(self.files())]]
+        return {"layers": self.ranges(run), "channel": self._pinned(run).get("channel"), "again": again}
 
     def _pinned(self, run: Run) -> dict[str, Any]:
         return run.target.pinned if run.target else {}
@@ -191,8 +197,13 @@ class ChannelSearch(Search):
                 run.console.print(f"search: {why}; the smoothest are tried", soft_wrap=True)
             candidates = self.ask(found, self.ranges(run), self._pinned(run).get("channel"))
             each = self.losses(run, ROWS, candidates)
-        unmodified, losses, n = float(each[0].mean()), each[1:].mean(1), each.shape[1]
-        best = self.choose(losses, unmodified)
+            unmodified, losses, n = float(each[0].mean()), each[1:].mean(1), each.shape[1]
+            best, loss, shipped = self.choose(losses, unmodified), float(losses.min()), dict[str, Any]()
+            if self.asked_again:
+                again, best = self.again(run, candidates, each, best)
+                write_csv(run.out.path / "deploy.csv", again)
+                shipped = {**({"last": "all"} if self.folds else {}), "deploy": self.facts(again)}
+                loss = shipped["deploy"]["loss"]
         order = np.argsort(losses, kind="stable")
         ranked = [candidates[i] for i in order]
         channels = [c.channels[0] for c in ranked]
@@ -206,7 +217,7 @@ class ChannelSearch(Search):
         write_csv(run.out.path / "channels.csv", self._curves(averages, winner.channels[0]))
         chosen = winner.channels[0], winner.factor, list(winner.layers)
         block = dict(zip(self.finds, [None] * 3 if best is None else chosen, strict=True))
-        block |= {"loss": round(float(losses.min()), 6), "loss_unmodified": round(unmodified, 6)}
+        block |= {"loss": round(loss, 6), "loss_unmodified": round(unmodified, 6), **shipped}
         how = f"search ({among}, variant {self.variant}, {self.site}, {self.strings}"
         how += f" strings of {self.length} tokens, {n} calibration examples, seed {self.seed})"
         self.write_found(run, block, how)
@@ -257,23 +268,26 @@ class ChannelSearch(Search):
         return pd.concat(parts, ignore_index=True)
 
     def found(self, block: Mapping[str, Any]) -> dict[str, Any]:
-        """The parameters; factor 1 where the unmodified model won."""
-        return dict(self.finds) if block["channel"] is None else super().found(block)
+        """The parameters, with what a format needs; factor 1 where the unmodified model won."""
+        found = dict(self.finds) if block["channel"] is None else super().found(block)
+        return found | ({"last": block["last"]} if "last" in block else {})
 
     def told(self, block: Mapping[str, Any]) -> str:
         """Channel, factor, layers and loss."""
         text = "the unmodified model"
         if block["channel"] is not None:
             text = f"channel {block['channel']} x {block['factor']}, layers {block['layers']}"
-        worse = block["loss"] >= block["loss_unmodified"]
+        text += ", all tokens" if "last" in block and block["channel"] is not None else ""
+        worse = block["loss"] >= block["loss_unmodified"] and "deploy" not in block
         remark = "; no candidate lowers the loss of the unmodified model" if worse else ""
         return f"{text}: loss {block['loss']:.4f}, unmodified {block['loss_unmodified']:.4f}{remark}"
 
     def sections(self, read: Read) -> list[Section]:
         """The ten best candidates, and the channel along the strings."""
-        out, table, channels = [], read("search"), read("channels")
+        out, table, channels = self.shipped(read), read("search"), read("channels")
         if table is not None:
-            text = f"The ten best of {len(table)} candidates by loss on the calibration examples."
+            alone = ", the last token alone scaled" if out else ""
+            text = f"The ten best of {len(table)} candidates by loss on the calibration examples{alone}."
             if not table["selected"].any():
                 text += " None was selected: the search kept the unmodified model."
             header = ["candidate", "loss", "unmodified", "n", "monotone layers", "smoothness", "selected"]

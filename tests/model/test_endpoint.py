@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
+from posbench.errors import UserError
 from posbench.model.encode import Encoded
-from posbench.model.endpoint import Endpoint, Reply, Untokenized, first_nats, spoken, text_encoder
-from posbench.model.load import ModelConfig
+from posbench.model.endpoint import Endpoint, Failed, Reply, Untokenized, first_nats, spoken, text_encoder
+from posbench.model.load import ModelConfig, load
 from tests.server import serving
 
 
@@ -112,9 +113,12 @@ def test_messages_hold_the_prompt_that_is_left() -> None:
     assert system == {"role": "system", "content": "Be kind."} and user["content"] == "short"  # type: ignore[index]
 
 
-def test_what_is_no_reply_is_a_failure() -> None:
-    from posbench.model.endpoint import Failed
+def test_a_served_model_is_never_loaded_in_its_place() -> None:
+    with pytest.raises(UserError, match="is not loaded here"):
+        load("tiny", base_url="http://h/v1")
 
+
+def test_what_is_no_reply_is_a_failure() -> None:
     with serving(
         lambda prompt, n: "cut" if prompt == "x" else "overflow" if prompt == "long" else ""
     ) as server:

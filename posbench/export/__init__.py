@@ -1,0 +1,1 @@
+"""From a method with its constants to files that a serving engine loads; one module a format."""

@@ -1,0 +1,72 @@
+"""A Hugging Face checkpoint with the method folded in; a config alone where the weights stay as they are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from posbench.export.base import Fix, Format, Prompts, folded, next_token
+from posbench.export.fold import rotary_config, scaled_weights
+from posbench.late import Tensor, torch, transformers
+from posbench.model.load import load
+
+
+class Export(Format):
+    """Every engine that loads the model loads this."""
+
+    name = "checkpoint"
+
+    def check(self, fix: Fix) -> None:
+        """See :class:`Format`; some configs take no other rotary embedding."""
+        super().check(fix)
+        rotary_config(fix.lm.model.config, folded(fix, self.name))
+
+    def write(self, fix: Fix, folder: Path) -> None:
+        """Weights in the type of the published ones, config and tokenizer; the config alone where it
+        suffices."""
+        lm, change = fix.lm, folded(fix, self.name)
+        config = rotary_config(lm.model.config, change)
+        if change.columns:
+            dtype = getattr(torch, fix.dtype)
+            with scaled_weights(lm, change):
+                weights = {
+                    name: value.to(dtype) if value.is_floating_point() else value
+                    for name, value in lm.model.state_dict().items()
+                }
+                lm.model.save_pretrained(folder, state_dict=weights)
+        config.dtype = fix.dtype
+        config.save_pretrained(folder)
+        if lm.tokenizer is not None:
+            lm.tokenizer.save_pretrained(folder)
+
+    def read(self, fix: Fix, folder: Path, prompts: Prompts) -> Tensor:
+        """Through transformers, from the files alone or, of a config, on the model's own weights."""
+        config = transformers.AutoConfig.from_pretrained(folder)
+        source = folder if folded(fix, self.name).columns else fix.files
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            source,
+            config=config,
+            dtype=fix.lm.model.dtype,
+            attn_implementation=fix.lm.model.config._attn_implementation,
+        )
+        return next_token(load(model.to(fix.lm.device)), prompts)
+
+    def usage(self, fix: Fix) -> str:
+        """By engine."""
+        if folded(fix, self.name).columns:
+            return WEIGHTS
+        return CONFIG.replace("BASE", fix.base)
+
+
+WEIGHTS = """A checkpoint like any other; nothing of posbench is needed.
+
+- transformers: `AutoModelForCausalLM.from_pretrained("DIR")`
+- vLLM: `vllm serve DIR`
+- llama.cpp: `python convert_hf_to_gguf.py DIR`, then as any GGUF file
+"""
+
+CONFIG = """The weights stay as they are: only `config.json` is another one.
+
+- transformers: `AutoModelForCausalLM.from_pretrained("BASE", config=AutoConfig.from_pretrained("DIR"))`
+- vLLM: `vllm serve BASE --hf-config-path DIR`
+- or copy `config.json` over that of the checkpoint
+"""

@@ -1,0 +1,126 @@
+"""``posbench export`` and ``verify`` on runs and on overrides."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from posbench.cli.main import main
+from posbench.export.write import CARD, RECORD
+from tests.conftest import Result, run_folders
+
+SMALL = ["task.limit=4", "task.calibration_examples=12"]
+
+
+def words(result: Result) -> str:
+    return " ".join(result.out.split())
+
+
+@pytest.fixture
+def run(posbench: Callable[..., Result], outputs: Path, small: list[str]) -> Path:
+    assert posbench(*small).status == 0
+    return run_folders(outputs)[0]
+
+
+def test_a_run_becomes_an_adapter(run: Path, posbench: Callable[..., Result], tmp_path: Path) -> None:
+    out = tmp_path / "fix"
+    result = posbench("export", str(run), "--to", "lora", "--out", str(out), verb=True)
+    assert result.status == 0, result.err
+    record, ran = json.loads((out / RECORD).read_text()), json.loads((run / "method.json").read_text())
+    node = record["raw"]["method"]
+    assert {key: node[key] for key in ("channel", "factor", "layers")} == {
+        key: ran[key] for key in ("channel", "factor", "layers")
+    }
+    assert ran["last"] == 1 and node["last"] == "all", "the twin is written"
+    assert "All tokens scaled instead of the last alone" in words(result)
+    card = (out / CARD).read_text()
+    assert record["price"] in card and f"channel: {ran['channel']}" in card and "PeftModel" in card
+    assert posbench("verify", str(out), verb=True).status == 0
+    # What is not as it was written is named.
+    adapter = out / "adapter_config.json"
+    adapter.write_text(adapter.read_text().replace('"r": 1', '"r": 2'))
+    again = posbench("verify", str(out), verb=True)
+    assert again.status == 2 and "adapter_config.json" in again.err and "write it again" in again.err
+
+
+def test_the_price_is_that_of_a_plain_loop(posbench: Callable[..., Result], tmp_path: Path) -> None:
+    import posbench as package
+    from posbench.methods import ScaleChannel
+    from posbench.pipeline.compose import composed
+    from posbench.schema import instantiate
+    from posbench.tasks import Task
+
+    call = ["export", "model=tiny", *SMALL, "--to", "lora", "--out", str(tmp_path / "fix")]
+    assert posbench(*call, verb=True).status == 0
+    told = json.loads((tmp_path / "fix" / RECORD).read_text())["price"]
+    lm, task = package.load("tiny"), instantiate(composed("model=tiny", *SMALL).raw["task"], Task, "task")
+    means = {}
+    for last in (1, "all"):
+        losses = []
+        for e in task.examples("calibration"):
+            with ScaleChannel(channel=15, factor=-1.0, layers=(1, 3), last=last).applied(lm):
+                (row,) = lm.continuations(
+                    [lm.encode(e.prompt).ids], [[lm.answer_ids(e.prompt, e.answers[0])[1]]]
+                )
+            losses.append(-row[0][0] / len(lm.answer_ids(e.prompt, e.answers[0])[1]))
+        means[last] = sum(losses) / len(losses)
+    assert f"loss {means['all']:.4g} instead of {means[1]:.4g} nats" in told
+    assert f"difference {means['all'] - means[1]:.3f} [" in told and told.endswith("; 12 prompts")
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (
+            ["model=tiny", "--to", "lora", "--exact"],
+            "--exact = 'lora': allowed: a format that holds the method",
+        ),
+        (["model=tiny", "--to", "nothing"], "--to = 'nothing': allowed: checkpoint, lora"),
+        (["model=tiny", "--to", "lora", "method=none"], "nothing changes here"),
+        (["nowhere", "--to", "lora"], "DIR = 'nowhere': allowed: a run folder"),
+        (["model=tiny", "--to", "lora", "method.channel=99"], "method.channel = [99]"),
+        (["model=tiny_nope", "model.rope=none", "--to", "lora"], "other engines would rotate"),
+    ],
+)
+def test_refusals_leave_nothing(
+    call: list[str], said: str, posbench: Callable[..., Result], tmp_path: Path
+) -> None:
+    result = posbench("export", *call, "--out", str(tmp_path / "fix"), verb=True)
+    assert result.status == 2 and said in result.err and result.err.count("\n") == 1
+    assert not list(tmp_path.glob("*fix*"))
+
+
+def test_what_stands_there_stays(posbench: Callable[..., Result], tmp_path: Path) -> None:
+    (tmp_path / "mine.txt").write_text("mine")
+    result = posbench("export", "model=tiny", "--to", "lora", "--out", str(tmp_path), verb=True)
+    assert result.status == 2 and "a new folder, or a folder of posbench export" in result.err
+    assert (tmp_path / "mine.txt").read_text() == "mine"
+
+
+def test_files_that_do_not_do_it_are_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from posbench.export import lora
+
+    right = lora.factors
+    wrong = lambda lm, change: {name: (a, -b) for name, (a, b) in right(lm, change).items()}  # noqa: E731
+    monkeypatch.setattr(lora, "factors", wrong)
+    assert main(["export", "model=tiny", *SMALL, "--to", "lora", "--out", str(tmp_path / "fix")]) == 2
+    assert "files that do what the method does" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_side_effects_of_the_same_constants_are_told(
+    run: Path, posbench: Callable[..., Result], outputs: Path, tmp_path: Path
+) -> None:
+    from posbench.export.write import effects_of
+
+    ran = json.loads((run / "method.json").read_text())
+    ran.pop("source", None)
+    assert effects_of(outputs, "random", "kv_retrieval", ran) == []
+    ((task, told, n),) = effects_of(outputs, "random", "another", ran)
+    assert task == "kv_retrieval" and "[" in told and int(n) == 36
+    assert effects_of(outputs, "random", "another", {**ran, "factor": 7.5}) == []

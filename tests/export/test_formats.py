@@ -1,0 +1,165 @@
+"""What a format wrote, loaded by the library that it is for, against the method in process."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+import transformers as hf
+
+from posbench.errors import UserError
+from posbench.export import base
+from posbench.export.fold import scaled_weights
+from posbench.methods import Method
+from posbench.methods.attention_buckets import AttentionBuckets
+from posbench.methods.composed import Composed
+from posbench.methods.layer_scaling import LayerScaling
+from posbench.methods.moice import MoICE
+from posbench.methods.ms_poe import MsPoE
+from posbench.methods.position_interpolation import PositionInterpolation
+from posbench.methods.scale_channel import ScaleChannel
+from posbench.model.load import load
+from tests.models import BUILDERS, VOCABULARY, build
+
+SCALED = ScaleChannel(channel=(3, 7), factor=-1.5, layers=(1, 3), last="all")
+INTERPOLATED, OTHER_BASE = PositionInterpolation(scale=1.7), AttentionBuckets(bases=(20000.0,))
+BOTH = Composed(parts={"position_interpolation": INTERPOLATED, "scale_channel": SCALED})
+RANKS = Composed(parts={"a": SCALED, "b": ScaleChannel(channel=5, factor=2.0, layers=(0, 2), last="all")})
+"""Layers with one, two and three channels."""
+FEW = ("llama-tied-llama3", "phi3-partial", "gpt_neox", "qwen3", "mpt-clip", "falcon-7b")
+"""Biases and grouped keys; fused in blocks; fused in groups; normed; clipped; one key for all queries."""
+PROMPTS = [
+    torch.randint(1, VOCABULARY - 2, (n,), generator=torch.Generator().manual_seed(n)).tolist()
+    for n in (20, 31, 40)
+]
+
+
+def fix_of(model: hf.PreTrainedModel, method: Method, folder: Path) -> base.Fix:
+    """A fix of a model whose own files are in a folder."""
+    model.save_pretrained(folder)
+    method.check(load(model))
+    again = partial(load, copy.deepcopy(model))
+    return base.Fix(load(model), method, str(folder), again, "float32", str(folder))
+
+
+def measured(to: str, fix: base.Fix, folder: Path) -> base.Measured:
+    form = base.find(to)
+    form.check(fix)
+    folder.mkdir()
+    form.write(fix, folder)
+    return base.measure(form, fix, folder, PROMPTS)
+
+
+@pytest.mark.parametrize("to", ["checkpoint", "lora"])
+@pytest.mark.parametrize(
+    "name", [n if n in FEW else pytest.param(n, marks=pytest.mark.slow) for n in BUILDERS]
+)
+def test_scaled_channels_in_every_family(name: str, to: str, tmp_path: Path) -> None:
+    found = measured(to, fix_of(build(name), SCALED, tmp_path / "model"), tmp_path / "out")
+    assert found.difference < 2e-5 and found.holds
+    assert found.unmodified > 0.01, "the unmodified model is far away"
+
+
+@pytest.mark.parametrize("method", [INTERPOLATED, OTHER_BASE, BOTH], ids=lambda m: type(m).__name__)
+@pytest.mark.parametrize("name", ["llama-gqa", *(pytest.param(n, marks=pytest.mark.slow) for n in BUILDERS)])
+def test_rotary_embeddings_are_a_config(name: str, method: Method, tmp_path: Path) -> None:
+    model = build(name)
+    try:
+        fix = fix_of(model, method, tmp_path / "model")
+        found = measured("checkpoint", fix, tmp_path / "out")
+    except UserError as error:  # no RoPE, one that is not plain, or a config that takes no other
+        assert "rope" in str(error).lower() or "rotary" in str(error) or "does not fold" in str(error)
+        assert name not in ("llama-gqa", "mistral", "qwen2", "gemma", "gpt_neox", "olmo2")
+        return
+    assert found.holds and found.unmodified > 0.01
+    weights = list((tmp_path / "out").glob("*.safetensors"))
+    assert bool(weights) == (method is BOTH), "weights that stay as they are are not written"
+
+
+def test_layers_may_differ_in_channels(tmp_path: Path) -> None:
+    found = measured("lora", fix_of(build("llama-gqa"), RANKS, tmp_path / "model"), tmp_path / "out")
+    assert found.holds and found.unmodified > 0.01
+
+
+def test_weights_are_restored_to_the_bit(tmp_path: Path) -> None:
+    lm = load(build("gpt_neox"))
+    before = {name: value.clone() for name, value in lm.model.state_dict().items()}
+    change = SCALED.folded(lm)
+    assert change is not None
+    with pytest.raises(KeyError), scaled_weights(lm, change):
+        assert any(not torch.equal(before[n], v) for n, v in lm.model.state_dict().items())
+        raise KeyError
+    assert all(torch.equal(before[name], value) for name, value in lm.model.state_dict().items())
+
+
+def test_shared_projections_are_refused(tmp_path: Path) -> None:
+    model = build("llama")
+    first, last = (model.model.layers[i].self_attn for i in (0, 3))
+    last.q_proj.weight = first.q_proj.weight
+    fix = base.Fix(load(model), SCALED, "x", lambda: load(model))
+    with pytest.raises(UserError, match=r"shares its weights with model.layers.0.self_attn.q_proj.weight"):
+        measured("checkpoint", fix, tmp_path / "out")
+
+
+def test_half_precision_stays_half(tmp_path: Path) -> None:
+    model = build("qwen2").to(torch.bfloat16)
+    model.save_pretrained(tmp_path / "model")
+    again = partial(load, str(tmp_path / "model"), dtype="float32", device="cpu")
+    lm = load(copy.deepcopy(model).float())
+    fix = base.Fix(lm, SCALED, "x", again, "bfloat16", str(tmp_path / "model"))
+    found = measured("checkpoint", fix, tmp_path / "out")
+    saved = hf.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
+    assert saved.dtype == torch.bfloat16 and saved.config.dtype == torch.bfloat16
+    # Times -1.5 a column may lose a bit.
+    assert 0 < found.difference < found.tolerance < found.unmodified
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bits", [4, 8])
+def test_quantised_weights_take_an_adapter(bits: int, tmp_path: Path) -> None:
+    pytest.importorskip("bitsandbytes")
+    shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4}
+    torch.manual_seed(0)
+    config = hf.LlamaConfig(**shape, vocab_size=VOCABULARY, initializer_range=0.3, pad_token_id=0)
+    hf.LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
+    packed = hf.BitsAndBytesConfig(**{f"load_in_{bits}bit": True}, bnb_4bit_compute_dtype=torch.float32)
+    read = partial(hf.AutoModelForCausalLM.from_pretrained, tmp_path / "model", dtype=torch.float32)
+    again = lambda: load(read(quantization_config=packed, device_map="cpu"))  # noqa: E731
+    fix = base.Fix(again(), SCALED, "x", again, "float32", str(tmp_path / "model"))
+    found = measured("lora", fix, tmp_path / "out")
+    assert found.holds and found.tolerance <= 0.1 * found.unmodified
+    with pytest.raises(UserError, match=r"has Linear\w+ weights; next: --to lora"):
+        measured("checkpoint", fix, tmp_path / "refused")
+
+
+@pytest.mark.parametrize(
+    ("to", "method", "said"),
+    [
+        ("checkpoint", lambda lm: ScaleChannel(channel=3, factor=0.0, layers=(0, 1)), "--to transformers"),
+        ("checkpoint", LayerScaling.example, "layer_scaling .* does not fold .* --to transformers"),
+        ("lora", MsPoE.example, "ms_poe .* does not fold .* --to transformers"),
+        ("lora", MoICE.example, "moice .* does not fold .* --to transformers"),
+        ("lora", lambda lm: INTERPOLATED, "rotary embeddings change here; next: --to checkpoint"),
+    ],
+)
+def test_what_does_not_fold_is_refused(
+    to: str, method: Callable[..., Method], said: str, tmp_path: Path
+) -> None:
+    model = build("llama")
+    with pytest.raises(UserError, match=said):
+        measured(to, fix_of(model, method(load(model)), tmp_path / "model"), tmp_path / "out")
+
+
+def test_a_wrong_adapter_is_far_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from posbench.export import lora
+
+    right = lora.factors
+    monkeypatch.setattr(
+        lora, "factors", lambda lm, change: {n: (a, 2 * b) for n, (a, b) in right(lm, change).items()}
+    )
+    found = measured("lora", fix_of(build("llama"), SCALED, tmp_path / "model"), tmp_path / "out")
+    assert not found.holds and found.difference > 0.01
