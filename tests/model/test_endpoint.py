@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -111,6 +112,12 @@ def test_messages_hold_the_prompt_that_is_left() -> None:
         code = Encoded([1], [], "whatever", prompt="short")
         system, user = made.prompt(Untokenized("fake"), code, "Be kind.")
     assert system == {"role": "system", "content": "Be kind."} and user["content"] == "short"  # type: ignore[index]
+
+
+def test_a_client_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "openai", None)
+    with pytest.raises(UserError, match=r"pip install 'posbench\[endpoint\]'"):
+        Endpoint(ModelConfig(name="fake", base_url="http://h/v1"))
 
 
 def test_a_served_model_is_never_loaded_in_its_place() -> None:
