@@ -220,6 +220,9 @@ def _load_checkpoint(
     device_map: str | dict[str, Any] | None,
     max_memory: dict[int | str, str] | None,
 ) -> LM:
+    if config.base_url:
+        allowed = "null: what is behind a server is not loaded here"
+        raise UserError("model.base_url", config.base_url, allowed, "leave it out, or run posbench with it")
     where = torch_device(device)
     # From here on there is a folder on this machine, and nothing touches the network.
     sources.local(config.checkpoint)

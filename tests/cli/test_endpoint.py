@@ -14,11 +14,14 @@ import pandas as pd
 import pytest
 from rich.console import Console
 
+from posbench import paths
 from posbench.cli.main import main
 from posbench.errors import UserError
 from posbench.model.lm import LM
+from posbench.pipeline.compose import composed
 from posbench.pipeline.execute import execute
 from posbench.pipeline.identity import identity
+from posbench.pipeline.ready import ready
 from posbench.pipeline.stages import evaluate
 from posbench.report.compare import Compared, differences, labelled
 from posbench.report.page import cut_prompts
@@ -131,6 +134,15 @@ def test_prompts_that_were_not_read_have_no_score(posbench: Call, outputs: Path)
     metrics = pd.read_csv(folder / "metrics.csv").query("gold_position == 'all' and metric == 'accuracy'")
     assert metrics["n"].item() == PROMPTS - 2
     assert evaluate.rescore(config_of(*served(URL)).task, "fake", 100, opened(folder)) == 0
+
+
+def test_a_run_of_which_nothing_was_read_says_so(posbench: Call, outputs: Path) -> None:
+    with serving(lambda prompt, n: "overflow" if "key" in prompt else "") as server:
+        result = posbench(*served(server.url, "task.limit=1"))
+    assert result.status == 0 and not list(outputs.rglob("metrics.csv"))
+    assert "no example is scored, the model read none of them: context overflow" in " ".join(
+        result.out.split()
+    )
 
 
 @pytest.mark.slow
@@ -248,6 +260,19 @@ def test_settings_of_a_server_want_one() -> None:
         config_of("model=tiny", "model.api=chat")
     with pytest.raises(UserError, match="or for a server"):
         config_of("model=endpoint")
+
+
+def test_what_cannot_be_cut_or_asked_is_refused_before_the_run() -> None:
+    """Without a tokenizer no prompt is cut; defaults change with a word, what was typed is refused."""
+    long = ["task=own_data", f"task.path={paths.PACKAGE.parent / 'tests/data/own/long_text.jsonl'}"]
+    for typed, said in (
+        ("task.truncation=middle", "without a tokenizer"),
+        ("task.repetition_penalty=2", "1.0:"),
+    ):
+        with pytest.raises(UserError, match=said):
+            ready(composed(*served(URL)[:3], *long, typed))
+    (line,) = ready(composed(*served(URL)[:3], *long)).said
+    assert line.startswith("prompts are sent as plain text")
 
 
 def test_what_is_served_is_the_identity_and_how_it_is_asked_is_not() -> None:

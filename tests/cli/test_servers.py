@@ -16,6 +16,7 @@ from urllib.request import ProxyHandler, build_opener
 import pytest
 
 from posbench import paths
+from posbench.export.llama_cpp import serve
 from tests.conftest import Result, run_folders
 
 Call = Callable[..., Result]
@@ -72,7 +73,6 @@ def test_transformers_serve_replies_as_the_model_in_process(
 @pytest.mark.slow
 def test_llama_cpp_serves_the_fix_as_it_is_in_process(posbench: Call, outputs: Path, tmp_path: Path) -> None:
     pytest.importorskip("xllamacpp")
-    serve = pytest.importorskip("posbench.export.llama_cpp").serve
     fix = ["model=tiny", "method.last=all"]
     out = str(tmp_path / "fixed")
     assert posbench("export", *fix, "--to", "gguf", "--out", out, verb=True).status == 0

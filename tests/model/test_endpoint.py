@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from posbench.errors import UserError
 from posbench.model.encode import Encoded
-from posbench.model.endpoint import Endpoint, Reply, Untokenized, first_nats, spoken, text_encoder
-from posbench.model.load import ModelConfig
+from posbench.model.endpoint import Endpoint, Failed, Reply, Untokenized, first_nats, spoken, text_encoder
+from posbench.model.load import ModelConfig, load
 from tests.server import serving
 
 
@@ -112,9 +114,18 @@ def test_messages_hold_the_prompt_that_is_left() -> None:
     assert system == {"role": "system", "content": "Be kind."} and user["content"] == "short"  # type: ignore[index]
 
 
-def test_what_is_no_reply_is_a_failure() -> None:
-    from posbench.model.endpoint import Failed
+def test_a_client_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "openai", None)
+    with pytest.raises(UserError, match=r"pip install 'posbench\[endpoint\]'"):
+        Endpoint(ModelConfig(name="fake", base_url="http://h/v1"))
 
+
+def test_a_served_model_is_never_loaded_in_its_place() -> None:
+    with pytest.raises(UserError, match="is not loaded here"):
+        load("tiny", base_url="http://h/v1")
+
+
+def test_what_is_no_reply_is_a_failure() -> None:
     with serving(
         lambda prompt, n: "cut" if prompt == "x" else "overflow" if prompt == "long" else ""
     ) as server:
