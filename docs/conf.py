@@ -6,7 +6,7 @@ from posbench.versions import __version__
 PAGES = {
     "Start": ["docs/first_hour", "docs/words"],
     "A checkpoint and a GPU": [
-        *("docs/own_model", "docs/endpoint", "docs/own_data", "docs/tasks", "docs/metrics", "docs/runs"),
+        *("docs/own_model", "docs/ship", "docs/endpoint", "docs/own_data", "docs/tasks", "docs/metrics", "docs/runs"),
         *("docs/families", "experiments/README"),
     ],
     "A laptop and an hour": ["docs/gallery", "docs/mechanism", "experiments/results/README", "LOG"],

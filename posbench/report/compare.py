@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from posbench.errors import UserError, renamed
 from posbench.files.atomic import Row, digest, new_folder, write_csv
@@ -201,6 +204,9 @@ def _figure(runs: Sequence[Compared]) -> Figure | None:
     frame = pd.concat(frames, ignore_index=True)
     if len(at_positions(frame)):
         figure = accuracy_by_position(frame)
+        for under, over in itertools.combinations(figure.axes[0].lines, 2):
+            if np.array_equal(under.get_ydata(), over.get_ydata()):  # else it would not be seen
+                under.set(linewidth=3, markersize=6.5)
     else:
         found = [(run, read_csv(run.run.path / "subsets.csv")) for run in runs]
         tables = [t[t["method"] == r.names[1]].assign(method=r.label) for r, t in found if t is not None]
