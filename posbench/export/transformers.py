@@ -97,8 +97,8 @@ USAGE = """- transformers: `AutoModelForCausalLM.from_pretrained("DIR", trust_re
 """
 
 
-PROMPTS = """- The last token of a prompt is treated apart: a whole prompt goes in one call, padded on the left.
-  So no `prefill_chunk_size`, no prompt that goes on from a filled cache, no `--continuous-batching`.
+PROMPTS = """- The last token of a prompt is treated apart: a whole prompt goes in one call, padded on the
+  left. So no `prefill_chunk_size`, no prompt that goes on from a filled cache, no `--continuous-batching`.
 """
 
 
