@@ -78,10 +78,18 @@ class Handler(BaseHTTPRequestHandler):
             self.server.asked[prompt] += 1
             self.server.now += 1
             self.server.most = max(self.server.most, self.server.now)
+        self.held = True
         try:
             self.answer(body, prompt, self.server.fault(prompt, count))
         finally:
-            self.server.now -= 1
+            self.leave()
+
+    def leave(self) -> None:
+        """Count a request as done, once: before the client can know, who then sends the next one."""
+        if getattr(self, "held", False):
+            self.held = False
+            with self.server.lock:
+                self.server.now -= 1
 
     def answer(self, body: Mapping[str, Any], prompt: str, fault: str) -> None:
         chat = "messages" in body
@@ -128,6 +136,7 @@ class Handler(BaseHTTPRequestHandler):
         if status >= 429:
             self.send_header("retry-after-ms", "1")
         self.send_header("Connection", "close")
+        self.leave()
         self.end_headers()
         self.wfile.write(sent)
         self.close_connection = True

@@ -14,24 +14,25 @@ from typing import Any
 import yaml
 from rich.text import Text
 
-from posbench import versions
+from posbench import paths, versions
 from posbench.cli.options import option
 from posbench.cli.runs import outputs_of
 from posbench.errors import UserError
 from posbench.export import base, write
 from posbench.export.write import Told
 from posbench.files import sources
-from posbench.files.digests import sha256
+from posbench.files.digests import contents, sha256
 from posbench.methods.base import Method
 from posbench.model.load import load, reader
 from posbench.pipeline.compose import composed
 from posbench.pipeline.config import Config, check
+from posbench.pipeline.identity import need_same
 from posbench.pipeline.ready import prepared, quiet, ready
 from posbench.report.console import terminal
-from posbench.report.folder import need_place, read_json, read_text
+from posbench.report.folder import read_json, read_text
 from posbench.report.index import run_named
 from posbench.run.base import Run
-from posbench.run.folder import checked
+from posbench.run.folder import PROVENANCE, checked
 from posbench.search import deploy, held_back
 from posbench.search.base import FOUND
 
@@ -69,8 +70,9 @@ def export(args: list[str]) -> int:
             "export", " ".join(args), "a run, --to FORMAT and --out DIR", "posbench export --help"
         )
     form, console, place = base.find(to), terminal(), Path(out).expanduser()
-    need_place(place, (place / write.RECORD).is_file(), write.KIND)
-    config, gain, known = _of_run(run_named(rest[0], outputs)) if "=" not in rest[0] else (_of(rest), "", "")
+    write.need_room(place)
+    made = _of_run(run_named(rest[0], outputs)) if "=" not in rest[0] else (_of(rest), "", "", "")
+    config, gain, known, source = made
     quiet()
     run = prepared(config, {}, (), console)
     asked = run.method()
@@ -81,13 +83,16 @@ def export(args: list[str]) -> int:
     if price := write.price_of(run, asked, method) if method != asked else known:
         console.print(Text(price), soft_wrap=True)
     raw = {**config.raw, "method": _node(config.raw["method"], asdict(method))}
+    if config.model.checkpoint.kind == "path" and not config.model.path.startswith(paths.EMBEDDED):
+        raw["model"] = {**raw["model"], "path": fix.files}  # wherever it is asked again
     told = Told(
         command=shlex.join(["posbench", "export", *args]),
         raw=raw,
-        source=run.origin().get("source", ""),
+        source=source or run.origin().get("source", ""),
         gain=gain,
         price=price,
         effects=write.effects_of(outputs, run.model.name, run.task.name, asdict(asked)),
+        base=[content.fact for content in contents([config.model.checkpoint])],
         versions={"posbench": versions.__version__, **_versions("torch", "transformers", form.package)},
     )
     measured = write.write(form, fix, told, write.prompts_of(run), place)
@@ -116,6 +121,7 @@ def verify(args: list[str]) -> int:
             hint = f"write it again: {record['command']}"
             raise UserError("DIR", str(folder / name), "the file as posbench export wrote it", hint)
     form, config = base.find(record["format"]), _checked(record["raw"])
+    need_same([config.model.checkpoint], {"files": record["base"]})
     quiet()
     run = prepared(config, {}, (), terminal())
     fix = _fix(run, run.method())
@@ -131,12 +137,16 @@ def _versions(*packages: str) -> dict[str, str]:
 
 def _of(overrides: list[str]) -> Config:
     """The config that overrides ask for, without a search; sizes fit the model's window."""
+    for key in overrides:
+        if key.split("=")[0].split(".")[0] in ("search", "stages", "study", "experiment"):
+            hint = "run that first, then posbench export RUN"
+            raise UserError("export", key, "keys of model, method, task and runtime", hint)
     return ready(composed(*overrides, "stages=[evaluate]"), download=False).config
 
 
-def _of_run(folder: Path) -> tuple[Config, str, str]:
-    """The config of a run with the constants that it applied; what its search gained, and the price of what
-    it found for a format, in words."""
+def _of_run(folder: Path) -> tuple[Config, str, str, str]:
+    """The config of a run with the constants that it applied; what its search gained, the price of what it
+    found for a format, and where that comes from, in words."""
     out = checked(folder)
     raw, found = out.config("task", "model", "method"), {}
     if (folder / FOUND).is_file():
@@ -147,7 +157,10 @@ def _of_run(folder: Path) -> tuple[Config, str, str]:
     raw = {**raw, "method": _node(raw["method"], ran)}
     block: dict[str, Any] = next((b for b in found.values()), {})
     gain = held_back.words(block["held_back"]) if "held_back" in block else ""
-    return _checked(raw), gain, deploy.told(block["deploy"]) if "deploy" in block else ""
+    config = _checked(raw)
+    need_same([config.model.checkpoint], out.facts(PROVENANCE))
+    price = deploy.told(block["deploy"]) if "deploy" in block else ""
+    return config, gain, price, str(block.get("source", ""))
 
 
 def _checked(raw: Mapping[str, Any]) -> Config:
@@ -182,7 +195,7 @@ def _fix(run: Run, method: Method) -> base.Fix:
     if config.rope == "none":
         allowed = "checkpoint: other engines would rotate what this setting leaves alone"
         raise UserError("model.rope", config.rope, allowed, "take a model whose own config says it")
-    files = str(sources.local(config.checkpoint))
+    files = str(Path(sources.local(config.checkpoint)).resolve())
     dtype = str(reader(config).facts.get_text_config().dtype or "float32").removeprefix("torch.")
     place = {name: getattr(run.runtime, name) for name in ("device", "device_map", "max_memory")}
     hub = config.checkpoint.kind == "model"

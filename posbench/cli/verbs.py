@@ -21,7 +21,7 @@ from posbench.pipeline import estimate
 from posbench.pipeline.arguments import GROUPS, PLURALS
 from posbench.pipeline.compose import Composed, compose
 from posbench.pipeline.config import check, needs
-from posbench.pipeline.identity import need_same_data
+from posbench.pipeline.identity import need_same
 from posbench.pipeline.ready import Ready, ready
 from posbench.pipeline.stages import evaluate
 from posbench.report import sweep
@@ -269,7 +269,7 @@ def _rescored(run: RunDir) -> None:
             raise UserError("DIR", str(run.path), allowed, "repeat its command, with evaluate in the stages")
         task = recorded(raw["task"])
         runtime = build(Runtime, raw["runtime"], "runtime")
-        need_same_data(task, run.facts(PROVENANCE))
+        need_same(task.files(), run.facts(PROVENANCE))
         changed = evaluate.rescore(task, raw["model"]["name"], runtime.resamples, run)
         page = render_run(run.path)
         run.renew((*again, evaluate.FILE))

@@ -86,14 +86,19 @@ class Export(Format):
 
     def usage(self, fix: Fix) -> str:
         """With transformers alone."""
-        return USAGE
+        return USAGE + (PROMPTS if isinstance(fix.method, ScaleChannel) and fix.method.needs_prompt else "")
 
 
-USAGE = """- transformers: `AutoModelForCausalLM.from_pretrained("DIR", trust_remote_code=True)`;
-  `modeling_posbench.py` is all the code that runs. Without `trust_remote_code` the folder is refused, not
-  loaded as the unmodified model.
+USAGE = """- transformers: `AutoModelForCausalLM.from_pretrained("DIR", trust_remote_code=True)`, and
+  `AutoTokenizer` alike. `modeling_posbench.py` is all the code that runs. Without `trust_remote_code` the
+  folder is refused, not loaded as the unmodified model.
 - an OpenAI-compatible server: `transformers serve DIR --trust-remote-code`
 - vLLM refuses it: it runs no code of a model's own
+"""
+
+
+PROMPTS = """- The last token of a prompt is treated apart: a whole prompt goes in one call, padded on the
+  left. So no `prefill_chunk_size`, no prompt that goes on from a filled cache, no `--continuous-batching`.
 """
 
 

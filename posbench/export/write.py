@@ -45,6 +45,7 @@ class Told:
     price: str = ""
     effects: Sequence[Sequence[str]] = ()
     versions: Mapping[str, str] = field(default_factory=dict)
+    base: Sequence[Mapping[str, str]] = ()  # the model's files, as provenance has them
 
 
 def examples_of(run: Run) -> list[Example]:
@@ -107,7 +108,7 @@ def write(form: Format, fix: Fix, told: Told, prompts: Prompts, out: Path) -> Me
         UserError: The format cannot hold it, something else stands at ``out``, or what was loaded again is
             further from the method than the tolerance.
     """
-    need_place(out, (out / RECORD).is_file(), KIND)
+    need_room(out)
     form.check(fix)
     with new_folder(out) as folder:
         form.write(fix, folder)
@@ -121,7 +122,17 @@ def write(form: Format, fix: Fix, told: Told, prompts: Prompts, out: Path) -> Me
         files = {str(f.relative_to(folder)): sha256(f) for f in sorted(folder.rglob("*")) if f.is_file()}
         record = {"format": form.name, **asdict(told), "measured": asdict(measured), "files": files}
         write_text(folder / RECORD, json.dumps(record, indent=2) + "\n")
+        for file in files:  # safetensors lets nobody else read what it writes
+            (folder / file).chmod((folder / RECORD).stat().st_mode)
     return measured
+
+
+def need_room(out: Path) -> None:
+    """Refuse a place where something stands that is not an export as it was written: it would be lost."""
+    known = (read_json(out / RECORD) or {}).get("files", {})
+    files = {str(f.relative_to(out)): f for f in out.rglob("*") if f.is_file()} if out.is_dir() else {}
+    mine = [name for name, f in files.items() if name != RECORD and known.get(name) != sha256(f)]
+    need_place(out, bool(known) and not mine and not out.is_symlink(), f"{KIND} as it was written")
 
 
 def need(measured: Measured, form: Format, fix: Fix) -> None:

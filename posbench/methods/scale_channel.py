@@ -257,7 +257,9 @@ class ScaleChannel(Method):
             kind = type(cache).__name__
             raise ValueError(f"scale_channel needs a DynamicCache, got {kind}: drop cache_implementation")
         tokens = call["input_ids"] if call.get("input_ids") is not None else call["inputs_embeds"]
-        total = tokens.shape[1]
+        total, mask = tokens.shape[1], call.get("attention_mask")
+        if self.needs_prompt and isinstance(mask, torch.Tensor) and mask.ndim == 2 and not mask[:, -1].all():
+            raise ValueError("scale_channel needs prompts that are padded on the left, not on the right")
         rows = total if self.last in (None, "all") else min(int(self.last), total)  # type: ignore[arg-type]
         head = total - rows
         outputs = []

@@ -22,7 +22,6 @@ from posbench.files.digests import Content, contents, in_place, keys
 from posbench.files.hardware import hardware
 from posbench.model.load import torch_device
 from posbench.pipeline.config import Config, data_of
-from posbench.tasks import Task
 
 NUMBERS = "tasks stats theory model methods perturbations measure run search studies embedded"
 NUMBERS += " pipeline/stages schema.py files/atomic.py"
@@ -165,15 +164,16 @@ def provenance(
     return facts
 
 
-def need_same_data(task: Task, facts: Mapping[str, Any]) -> None:
-    """Refuse data of a task that is not what a run read, by the run's provenance.
+def need_same(wanted: Sequence[sources.Source], facts: Mapping[str, Any]) -> None:
+    """Refuse files of a task or a checkpoint that do not hold what a run read, by the run's provenance.
 
     Raises:
         UserError: A file is missing or holds something else.
     """
-    entries = [entry for entry in facts.get("files", ()) if entry["field"].startswith("task.")]
+    fields = {source.field for source in wanted}
+    entries = [entry for entry in facts.get("files", ()) if entry["field"] in fields]
     was = {(e["field"], e["name"]): e.get("sha256", e.get("commit")) for e in entries}
-    for content in contents(task.files()) if entries else ():
+    for content in contents(wanted) if entries else ():
         before = was.get(content.key[:2], "not read")
         if before != content.held:
             allowed = f"what the run read ({before[:12]}; now it holds {content.held[:12]})"

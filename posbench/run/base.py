@@ -161,6 +161,8 @@ class Run:
         """The ``source`` of the model's block for each method that runs with the constants of that block."""
         sources = []
         for name, part in (self.choice.parts or {self.choice.name: self.choice}).items():
+            if part is self.target and self.found:
+                continue  # its search tells where they come from
             block = self.model.blocks.get(name, {})
             method = part.build(self.found if part is self.target else None, hint=self.missing)
             ran = json.loads(json.dumps(asdict(method)))

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from posbench.cli.main import main
 from posbench.export.write import CARD, RECORD
@@ -80,6 +82,7 @@ def test_the_price_is_that_of_a_plain_loop(posbench: Callable[..., Result], tmp_
         ),
         (["model=tiny", "--to", "nothing"], "--to = 'nothing': allowed: checkpoint, lora"),
         (["model=tiny", "--to", "lora", "method=none"], "nothing changes here"),
+        (["model=tiny", "search.deploy=lora", "--to", "lora"], "export = 'search.deploy=lora'"),
         (["nowhere", "--to", "lora"], "DIR = 'nowhere': allowed: a run folder"),
         (["model=tiny", "--to", "lora", "method.channel=99"], "method.channel = [99]"),
         (["model=tiny_nope", "model.rope=none", "--to", "lora"], "other engines would rotate"),
@@ -124,3 +127,39 @@ def test_side_effects_of_the_same_constants_are_told(
     ((task, told, n),) = effects_of(outputs, "random", "another", ran)
     assert task == "kv_retrieval" and "[" in told and int(n) == 36
     assert effects_of(outputs, "random", "another", {**ran, "factor": 7.5}) == []
+
+
+def test_other_weights_are_named(
+    small: list[str], checkpoint: Path, posbench: Callable[..., Result], outputs: Path, tmp_path: Path
+) -> None:
+    own = tmp_path / "own"
+    shutil.copytree(checkpoint, own)
+    run = [key for key in small if not key.startswith("model.path=")]
+    assert posbench(*run, f"model.path={own}").status == 0
+    call = ["export", str(run_folders(outputs)[0]), "--to", "lora", "--out", str(tmp_path / "fix")]
+    assert posbench(*call, verb=True).status == 0
+    weights = load_file(own / "model.safetensors")
+    save_file(
+        {name: value * 1.5 for name, value in weights.items()}, own / "model.safetensors", {"format": "pt"}
+    )
+    for again in (["verify", str(tmp_path / "fix")], [*call[:-1], str(tmp_path / "other")]):
+        result = posbench(*again, verb=True)
+        assert result.status == 2 and "model.path" in result.err and "what the run read" in result.err
+    assert not (tmp_path / "other").exists()
+
+
+def test_only_an_export_as_it_was_written_is_replaced(
+    posbench: Callable[..., Result], tmp_path: Path
+) -> None:
+    out = tmp_path / "fix"
+    call = ["export", "model=tiny", *SMALL, "--to", "lora", "--out", str(out)]
+    assert posbench(*call, verb=True).status == 0 == posbench(*call, verb=True).status
+    assert {file.stat().st_mode & 0o777 for file in out.iterdir()} == {
+        out.joinpath(RECORD).stat().st_mode & 0o777
+    }
+    (out / "mine.yaml").write_text("mine")
+    refused = posbench(*call, verb=True)
+    assert refused.status == 2 and "--out" in refused.err and (out / "mine.yaml").read_text() == "mine"
+    (out / "mine.yaml").unlink()
+    (out / CARD).write_text("my notes")
+    assert posbench(*call, verb=True).status == 2 and (out / CARD).read_text() == "my notes"

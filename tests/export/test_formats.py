@@ -163,3 +163,16 @@ def test_a_wrong_adapter_is_far_away(tmp_path: Path, monkeypatch: pytest.MonkeyP
     )
     found = measured("lora", fix_of(build("llama"), SCALED, tmp_path / "model"), tmp_path / "out")
     assert not found.holds and found.difference > 0.01
+
+
+def test_right_padding_has_no_last_token() -> None:
+    lm = load(build("llama-gqa"))
+    ids, mask = torch.tensor([PROMPTS[0]]), torch.ones(1, len(PROMPTS[0]), dtype=torch.long)
+    mask[:, -4:] = 0
+    last, everyone = (ScaleChannel(channel=3, factor=-1.5, layers=(1, 3), last=n) for n in (1, "all"))
+    with last.applied(lm), pytest.raises(ValueError, match="padded on the left"):
+        lm.model(input_ids=ids, attention_mask=mask)
+    with everyone.applied(lm):
+        padded = lm.model(input_ids=ids, attention_mask=mask).logits[0, -5]
+        alone = lm.model(input_ids=ids[:, :-4]).logits[0, -1]
+    torch.testing.assert_close(padded, alone, atol=1e-4, rtol=0)

@@ -120,7 +120,9 @@ class PosbenchForCausalLM(Base):
                 f"a DynamicCache is needed, not {type(cache).__name__}: drop cache_implementation"
             )
         tokens = call["input_ids"] if call.get("input_ids") is not None else call["inputs_embeds"]
-        total, keep = tokens.shape[1], call.pop("logits_to_keep", 0)
+        total, keep, mask = tokens.shape[1], call.pop("logits_to_keep", 0), call.get("attention_mask")
+        if isinstance(mask, torch.Tensor) and mask.ndim == 2 and not bool(mask[:, -1].all()):
+            raise ValueError("prompts must be padded on the left: tokenizer.padding_side = 'left'")
         some = keep if isinstance(keep, int) else 0
         last = total if cache.get_seq_length() else min(self.config.posbench["last"] or total, total)
         # No call gives fewer logits than those of one token: the spare one is dropped below.

@@ -46,7 +46,7 @@ def run(config: Config, run: Run) -> None:
         why = (
             f"the model read none of them: {notes}" if notes else f"{task.name} publishes no answers for them"
         )
-        run.console.print(f"evaluate: no example is scored, {why}")
+        run.console.print(f"evaluate: nothing is scored, {why}")
 
 
 def _prompts(examples: Sequence[Example], encoded: Mapping[str, Encoded]) -> dict[str, Any]:
