@@ -82,12 +82,9 @@ def export(args: list[str]) -> int:
     form.check(fix)
     if price := write.price_of(run, asked, method) if method != asked else known:
         console.print(Text(price), soft_wrap=True)
-    raw = {**config.raw, "method": _node(config.raw["method"], asdict(method))}
-    if config.model.checkpoint.kind == "path" and not config.model.path.startswith(paths.EMBEDDED):
-        raw["model"] = {**raw["model"], "path": fix.files}  # wherever it is asked again
     told = Told(
         command=shlex.join(["posbench", "export", *args]),
-        raw=raw,
+        raw=_recorded(config, fix),
         source=source or run.origin().get("source", ""),
         gain=gain,
         price=price,
@@ -167,6 +164,15 @@ def _checked(raw: Mapping[str, Any]) -> Config:
     """The config of a run that recorded only the groups which took part in it."""
     kept = {key: value for key, value in raw.items() if key not in ("experiment", "study")}
     return check({**composed("method=none").raw, **kept, "stages": ["evaluate"]})
+
+
+def _recorded(config: Config, fix: base.Fix) -> dict[str, Any]:
+    """The config with the constants that are written, and with the place of the model from wherever it is
+    asked again."""
+    raw = {**config.raw, "method": _node(config.raw["method"], asdict(fix.method))}
+    if config.model.checkpoint.kind == "path" and not config.model.path.startswith(paths.EMBEDDED):
+        raw["model"] = {**raw["model"], "path": fix.files}
+    return raw
 
 
 def _node(node: Mapping[str, Any], ran: Mapping[str, Any]) -> dict[str, Any]:
