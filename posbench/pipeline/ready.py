@@ -7,6 +7,7 @@ fit. Nothing here reads weights.
 from __future__ import annotations
 
 import math
+import re
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -250,14 +251,17 @@ class _Fit:
         return len(encode_whole(self.reader, example).ids)
 
     def _need_spelt(self, examples: Sequence[Example]) -> None:
-        share = max(_unknown(self.reader, example.prompt) for example in examples)
+        worst = max(examples, key=lambda example: _unknown(self.reader, example.prompt))
+        share = _unknown(self.reader, worst.prompt)
         if share >= UNKNOWN:
-            name, task = self.reader.name, self.config.task.name
+            name, words = self.reader.name, _unknown_words(self.reader, worst.prompt)
+            some = f", such as {', '.join(map(repr, words[:5]))}" if words else ""
             allowed = (
                 f"text that the tokenizer of {name} spells; {share:.0%} of these tokens are unknown to it"
             )
-            hint = "take a model that reads text; docs/own_data.md lists the words of the embedded ones"
-            raise UserError("task", task, allowed, hint)
+            hint = "write others (docs/own_data.md lists those of the embedded models), or take another model"
+            place = f"{self.config.task.name}, question {worst.id}"
+            raise UserError("task", place, f"{allowed}{some}", hint)
 
     def _spell_and_fit(self, examples: Sequence[Example]) -> None:
         """Fewer items, or simpler ones where few fit or the tokenizer does not spell them."""
@@ -327,6 +331,20 @@ def _some(task: Task) -> list[Example]:
     drawn = isinstance(task, Placed) and not task.files()
     examples = (replace(task, limit=min(task.limit or DRAWN, DRAWN)) if drawn else task).evaluation()
     return sorted(examples, key=lambda e: len(e.prompt))[-LONGEST:]
+
+
+def _unknown_words(reader: Encoder, text: str) -> list[str]:
+    """What of a text is unknown, each once; empty where the tokenizer does not tell places."""
+    tokenizer = reader.need_tokenizer()
+    if not tokenizer.is_fast:
+        return []
+    found = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    shut = [tokenizer.unk_token_id == token for token in found["input_ids"]]
+    marked = [False] * len(text)
+    for (start, end), unknown in zip(found["offset_mapping"], shut, strict=True):
+        marked[start:end] = [unknown] * (end - start)
+    spans = re.finditer("1+", "".join(str(int(mark)) for mark in marked))
+    return list(dict.fromkeys(word for s in spans if (word := text[slice(*s.span())].strip())))
 
 
 def _unknown(reader: Encoder, text: str) -> float:

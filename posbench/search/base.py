@@ -131,6 +131,8 @@ class Search(ABC):
                 file for part in run.choice.parts.values() if part is not run.target for file in part.files()
             ]
             settings["files"] = [content.key for content in contents(others)]
+            # The rest of the method takes part in the check.
+            settings["method"] = {k: v for k, v in run.target.values.items() if k not in self.finds}
             key = digest({"identity": run.identity, **settings, **self.depends(run)})
             other = run.out.sibling_with("search", key)
             if other is None:
@@ -150,6 +152,10 @@ class Search(ABC):
         block = yaml.safe_load(text)[run.target.name]
         run.found = self.found(block)
         run.console.print(f"search chose {self.told(block)}", soft_wrap=True)
+        found, own = self.found(block), run.target.pinned
+        if typed := [f"{k} {own[k]}" for k in self.finds if k in own and own[k] != found.get(k)]:
+            said = f"typed, and used in place of what was found: {', '.join(typed)}"
+            run.console.print(f"{said}; a gain is that of what was found", soft_wrap=True)
         for line in self.remarks(block):
             run.console.print(line, soft_wrap=True)
         gained, useless = held_back.words(block["held_back"]), held_back.noise(block["held_back"])
@@ -180,7 +186,10 @@ class Search(ABC):
         def compute(batch: Sequence[Example]) -> list[Row]:
             return [{"value": value} for value in self.measured(run, batch)]
 
-        for name, method in ((UNMODIFIED, run.whole(Unmodified())), ("found", run.method(self.found(block)))):
+        # What was found, also where the stages that follow use a typed value in its place.
+        target = replace(run.target, typed=frozenset())
+        found = run.whole(target.build(self.found(block), target, run.missing))
+        for name, method in ((UNMODIFIED, run.whole(Unmodified())), ("found", found)):
             with method.applied(run.lm):
                 label = f"search: check, {name}"
                 key = lambda e, name=name: {"method": name, "id": e.id}  # noqa: E731

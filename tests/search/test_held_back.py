@@ -55,6 +55,25 @@ def test_a_gain_is_that_of_a_plain_loop_over_new_prompts(
     assert held_back.words(facts) in result.out
 
 
+def test_a_gain_belongs_to_what_was_found_whatever_is_typed(
+    posbench: Callable[..., Result], outputs: Path, tiny: LM
+) -> None:
+    gains = {}
+    for typed in (["method.factor=0.5"], [], ["method.last=all"], ["method.factor=0"]):
+        assert posbench(*CHANNEL, *typed).status == 0
+        (run,) = set(run_folders(outputs)) - set(gains)
+        gains[run] = pd.read_csv(run / held_back.TABLE).to_numpy().tolist()
+    half, plain, everyone, zero = gains.values()
+    assert half == plain == zero != everyone, "found alone, and nothing copied from another method"
+    block = yaml.safe_load((run / "found.yaml").read_text())["scale_channel"]
+    task = KVRetrieval(**WORDS, pairs=32, calibration_pairs=32, calibration_examples=24)
+    found = {"channel": block["channel"], "factor": block["factor"], "layers": tuple(block["layers"])}
+    with ScaleChannel(**found, last="all").applied(tiny):
+        pairs = [([e.prompt], [e.answers[0]]) for e in task.held_back(24)]
+        losses = [tiny.answer_loss(*pair).item() for pair in pairs]
+    assert everyone[0][1] == pytest.approx(np.mean(losses), abs=1e-5)
+
+
 def test_no_gain_is_said_last_and_nothing_is_to_paste(posbench: Callable[..., Result], outputs: Path) -> None:
     neutral = [*CHANNEL, "search.factors=[1.0]"]
     result = posbench(*neutral)
