@@ -121,7 +121,13 @@ class PosbenchForCausalLM(Base):
             )
         tokens = call["input_ids"] if call.get("input_ids") is not None else call["inputs_embeds"]
         total, keep, mask = tokens.shape[1], call.pop("logits_to_keep", 0), call.get("attention_mask")
-        if isinstance(mask, torch.Tensor) and mask.ndim == 2 and not bool(mask[:, -1].all()):
+        count = self.config.posbench["last"]
+        if (
+            count
+            and isinstance(mask, torch.Tensor)
+            and mask.ndim == 2
+            and not mask[:, -count:].any(dim=1).all()
+        ):
             raise ValueError("prompts must be padded on the left: tokenizer.padding_side = 'left'")
         some = keep if isinstance(keep, int) else 0
         last = total if cache.get_seq_length() else min(self.config.posbench["last"] or total, total)
