@@ -258,9 +258,9 @@ class ScaleChannel(Method):
             raise ValueError(f"scale_channel needs a DynamicCache, got {kind}: drop cache_implementation")
         tokens = call["input_ids"] if call.get("input_ids") is not None else call["inputs_embeds"]
         total, mask = tokens.shape[1], call.get("attention_mask")
-        if isinstance(self.last, int) and isinstance(mask, torch.Tensor) and mask.ndim == 2:
-            if not mask[:, -self.last :].any(dim=1).all():
-                raise ValueError("scale_channel needs prompts that are padded on the left, not on the right")
+        end = mask[:, -self.last :] if isinstance(self.last, int) and getattr(mask, "ndim", 0) == 2 else None  # type: ignore[index]
+        if end is not None and not end.any(dim=1).all():
+            raise ValueError("scale_channel needs prompts that are padded on the left, not on the right")
         rows = total if self.last in (None, "all") else min(int(self.last), total)  # type: ignore[arg-type]
         head = total - rows
         outputs = []
