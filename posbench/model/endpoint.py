@@ -233,7 +233,7 @@ class Endpoint:
             listed = f", which lists {', '.join(there[:8])}" if (there := self.models()) else ""
             allowed = f"a model of {config.base_url}{listed} ({status}: {said})"
             hint = "set model.served=ID, or where the server lacks /completions model.api=chat"
-            if not config.base_url.rstrip("/").endswith("/v1"):
+            if not str(config.base_url).rstrip("/").endswith("/v1"):
                 hint = f"most addresses end in /v1: add it; or {hint}"
             return UserError("model.served", config.server_name, allowed, hint)
         return Failed(f"HTTP {status}: {said}")
