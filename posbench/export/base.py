@@ -110,8 +110,8 @@ def folded(fix: Fix, to: str) -> Folded:
     """
     found = fix.method.folded(fix.lm)
     if found is None:
-        name = type(fix.method).__module__.rpartition(".")[2]
-        allowed = f"a format that holds {name} with these parameters: it does not fold into a checkpoint"
+        allowed = f"a format that holds {fix.method.short_name()} with these parameters"
+        allowed += ": it does not fold into a checkpoint"
         raise UserError("--to", to, allowed, "--to transformers")
     return found
 

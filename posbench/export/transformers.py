@@ -43,8 +43,8 @@ class Export(Format):
     def check(self, fix: Fix) -> None:
         """Raise UserError for a method that no code is there for, and for weights that cannot be written."""
         if type(fix.method) not in SHIPPED:
-            known = ", ".join(map(_name, SHIPPED))
-            allowed = f"a format that holds {_name(type(fix.method))}; this one holds {known}, one at a time"
+            known = ", ".join(method.short_name() for method in SHIPPED)
+            allowed = f"a format that holds {fix.method.short_name()}; this one holds {known}, one at a time"
             raise UserError("--to", self.name, allowed, "--to checkpoint, for methods that fold")
         need_plain(fix.lm, self.name)
 
@@ -201,10 +201,6 @@ for job in json.load(sys.stdin):
 torch.save(rows, sys.argv[1])
 """
 """What that process runs, from a list of jobs in JSON to a file with a list of tensors."""
-
-
-def _name(method: type[Method]) -> str:
-    return method.__module__.rpartition(".")[2]
 
 
 def _channels(method: ScaleChannel, lm: LM) -> dict[str, Any]:

@@ -32,8 +32,7 @@ class Export(Format):
     def check(self, fix: Fix) -> None:
         """Raise UserError for other methods, and for models that vLLM does not serve in this shape."""
         if SHIPPED.get(type(fix.method), ("",))[0] != "layer_scaling":
-            method = type(fix.method).__module__.rpartition(".")[2]
-            allowed = f"a format that holds {method}; this one holds layer_scaling"
+            allowed = f"a format that holds {fix.method.short_name()}; this one holds layer_scaling"
             raise UserError("--to", self.name, allowed, "--to lora for what folds, else --to transformers")
         kind = fix.lm.model.config.model_type
         scaled = getattr(rope.rotary_module(fix.lm.model), "rope_type", None) != "default"

@@ -79,10 +79,9 @@ def price_of(run: Run, asked: Method, written: Method) -> str:
         losses[name] = np.array([found[e.id] for e in examples])
     gap = paired(losses["written"], losses["asked"], [e.cluster or e.id for e in examples])
     means = {name: f"{float(values.mean()):.4g}" for name, values in losses.items()}
-    said = "worse" if gap.ci_low > 0 else "better" if gap.ci_high < 0 else "cannot be told apart"
     return (
-        f"All tokens scaled instead of the last alone: {said}; loss {means['written']} instead of "
-        f"{means['asked']} nats per answer token, difference {gap.words}, unmodified "
+        f"All tokens scaled instead of the last alone: {gap.loss_verdict}; loss {means['written']} "
+        f"instead of {means['asked']} nats per answer token, difference {gap.words}, unmodified "
         f"{means['unmodified']}; {gap.n} prompts"
     )
 

@@ -67,6 +67,11 @@ class Method(ABC):
         return cls()
 
     @classmethod
+    def short_name(cls) -> str:
+        """That of its module, as a config chooses it."""
+        return cls.__module__.rpartition(".")[2]
+
+    @classmethod
     def files(cls, values: Mapping[str, Any]) -> tuple[Source, ...]:
         """The files that its parameters name; what they hold is part of a run's identity."""
         return ()
@@ -80,7 +85,7 @@ class Method(ABC):
         """Raise UserError, which names the parameter and what is allowed, unless all fit the model."""
         verify(self, "method")
         if self.needs.rope:
-            name = type(self).__module__.rpartition(".")[2]
+            name = self.short_name()
             rope.check(lm, name, plain=self.needs.plain, by_hand=self.needs.by_hand)
 
     def folded(self, lm: LM) -> Folded | None:
@@ -99,7 +104,7 @@ class Method(ABC):
         Blocks nest in one thread; see :func:`posbench.model.guard.alone` for others and for crossed exits.
         """
         self.check(lm)
-        with alone(lm, type(self).__module__.rpartition(".")[2], self.changed(lm)):
+        with alone(lm, self.short_name(), self.changed(lm)):
             yield lm
 
     @abstractmethod

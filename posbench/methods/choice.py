@@ -36,7 +36,7 @@ class MethodChoice:
             UserError: There is no such class, or a list of methods has no parts.
         """
         kind, values = target(data, Method, where)  # type: ignore[type-abstract]
-        name = str(values.pop("name", kind.__module__.rpartition(".")[2]))
+        name = str(values.pop("name", kind.short_name()))
         typed, parts = list(typed), dict[str, MethodChoice]()
         own = frozenset(key.removeprefix(f"{where}.") for key in typed if key.startswith(f"{where}."))
         if issubclass(kind, Composed):

@@ -299,7 +299,7 @@ def _stages(
     if "search" in stages and target is None:
         if "stages" in typed or "search" in typed:
             of_part = any(issubclass(part.cls, search.serves) for part in choice.parts.values())
-            name, serves = data["search"].get("name"), search.serves.__module__.rpartition(".")[2]
+            name, serves = data["search"].get("name"), search.serves.short_name()
             allowed = f"no search for method {choice.name} by {name}, which serves {serves} {search.place}"
             hint = f"add method={serves}, or take the search that serves the method: posbench ls searches"
             if of_part:

@@ -227,13 +227,12 @@ def words(facts: Mapping[str, Any]) -> list[str]:
     out, kept = [], facts["found"] == shown(UNMODIFIED)
     if facts["format"] in FOLDING:
         gap = estimate(facts, "price")
-        said = "worse" if gap.ci_low > 0 else "better" if gap.ci_high < 0 else "cannot be told apart"
         what = facts["found"] if kept else f"{facts['found']}, all tokens"
         out.append(
-            f"price of folding for {facts['format']}: {said}, {gap.words} nats per answer token on {gap.n} "
-            f"calibration prompts; loss {facts['loss']:.4g} ({what}) instead of {facts['loss_last_1']:.4g} "
-            f"({facts['last_1']}, last token); the {facts['tried']} best of {facts['candidates']} candidates "
-            f"were asked with all tokens"
+            f"price of folding for {facts['format']}: {gap.loss_verdict}, {gap.words} nats per answer token "
+            f"on {gap.n} calibration prompts; loss {facts['loss']:.4g} ({what}) instead of "
+            f"{facts['loss_last_1']:.4g} ({facts['last_1']}, last token); the {facts['tried']} best of "
+            f"{facts['candidates']} candidates were asked with all tokens"
         )
     if "side_task" in facts:
         rise, task = estimate(facts, "side_rise").words, facts["side_task"]

@@ -40,6 +40,11 @@ class Estimate(NamedTuple):
     n: int
 
     @property
+    def loss_verdict(self) -> str:
+        """How a change of a loss reads."""
+        return "worse" if self.ci_low > 0 else "better" if self.ci_high < 0 else "cannot be told apart"
+
+    @property
     def words(self) -> str:
         """As notes quote it: ``0.12 [0.10, 0.14]``."""
         return with_interval(*self[:3])
