@@ -58,12 +58,17 @@ class Composed:
     multirun: bool = False  # whether it is one of a sweep
 
 
-def compose(args: Sequence[str], each: Callable[[Composed], None]) -> list[dict[str, Any]]:
+def compose(
+    args: Sequence[str],
+    each: Callable[[Composed], None],
+    before: Callable[[Sequence[Composed]], None] = lambda every: None,
+) -> list[dict[str, Any]]:
     """Compose the configs that the arguments ask for and hand them on: one, or one for each job of a sweep.
 
     Args:
         args: ``key=value`` overrides and Hydra's flags.
         each: Called with every config; what it leaves by :func:`leave` is returned.
+        before: Called first with all configs of a sweep, where its jobs run in this process.
 
     Returns:
         The records of the jobs, in order.
@@ -80,20 +85,34 @@ def compose(args: Sequence[str], each: Callable[[Composed], None]) -> list[dict[
 
     problems: list[UserError] = []
 
-    def job(config: DictConfig) -> None:
+    def made(config: DictConfig) -> Composed | None:
         now = HydraConfig.get()
         typed = [str(o) for o in OmegaConf.to_container(now.overrides.task, resolve=False)]  # type: ignore[union-attr]
         number = OmegaConf.select(now, "job.num", default=0, throw_on_missing=False) or 0
         multirun = now.mode == RunMode.MULTIRUN
         try:
-            made = _filled(config, dict(now.runtime.choices), typed, request, folders, number, multirun)
+            return _filled(config, dict(now.runtime.choices), typed, request, folders, number, multirun)
         except UserError as error:
             # Hydra would print a line of its own about an exception, and a sweep goes on.
             problems.append(error)
             facts = {"overrides": typed, "multirun": multirun, "folder": None}
             leave(number, {**facts, "status": 2, "error": str(error)})
-            return
-        each(made)
+            return None
+
+    def job(config: DictConfig) -> None:
+        if composed := made(config):
+            each(composed)
+
+    def jobs(configs: Sequence[DictConfig]) -> None:
+        every = list[Composed | None]()
+        for config in configs:
+            HydraConfig.instance().cfg = config
+            every.append(made(config))
+        before([composed for composed in every if composed])
+        for config, composed in zip(configs, every, strict=True):
+            HydraConfig.instance().cfg = config
+            if composed:
+                each(composed)
 
     with tempfile.TemporaryDirectory(prefix="posbench-sweep-") as records, _hydra_at(records):
         # Its parser refuses an override that follows a flag and its value: overrides go last.
@@ -105,9 +124,8 @@ def compose(args: Sequence[str], each: Callable[[Composed], None]) -> list[dict[
             configs = _directly(known, request)
             if configs is None:
                 main(job)()
-            for config in configs or ():
-                HydraConfig.instance().cfg = config
-                job(config)
+            else:
+                jobs(configs)
         except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
             raise _complaint(error, known.overrides, folders[-1]) from error
         except SystemExit as end:
