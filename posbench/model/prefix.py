@@ -168,13 +168,17 @@ def obstacle(model: PreTrainedModel) -> str:
 @guarded
 @inference_mode
 def token_bytes(lm: LM) -> int:
-    """Bytes that a token takes in a :class:`Store`: keys, values, and attention inputs where a method may
-    need all of them."""
-    cache, config = transformers.DynamicCache(), families.text_config(lm.model)
-    lm.model(input_ids=torch.zeros(1, 2, dtype=torch.long, device=lm.device), past_key_values=cache)
-    each = sum(layer.keys[0, :, :1].nbytes + layer.values[0, :, :1].nbytes for layer in cache.layers)
-    bent = sum(not families.keys_are_linear(lm.model, layer) for layer in range(lm.layers))
-    return int(each + bent * config.hidden_size * lm.model.dtype.itemsize)
+    """Bytes that a token takes in a :class:`Store`: keys, values, rotations, and of the attention input a
+    channel or, where keys are not linear in it, all of them."""
+    here = Prefix(transformers.DynamicCache())
+    ids = torch.zeros(1, 2, dtype=torch.long, device=lm.device)
+    with recording(lm.model, here, [0], range(lm.layers)):
+        lm.model(input_ids=ids, past_key_values=here.cache, use_cache=True)
+    kept = [each[0, :, 0] for layer in here.cache.layers for each in (layer.keys, layer.values)]
+    kept += [each[0, 0] for each in here.inputs.values()]
+    rotations = {id(each[0]): each for each in here.rotary.values() if each}
+    kept += [each[0, 0] for both in rotations.values() for each in both]
+    return sum(each.nbytes for each in kept)
 
 
 @dataclass
