@@ -19,7 +19,8 @@ from posbench.late import pd
 from posbench.report.console import Record
 from posbench.report.tables import cell
 from posbench.report.text import tally
-from posbench.run.folder import CONFIG, MANIFEST, PROVENANCE, STATUS, in_use, opened, runs_in
+from posbench.run.folder import CONFIG, MANIFEST, PROVENANCE, STATUS, opened, runs_in
+from posbench.run.lease import in_use
 from posbench.run.progress import duration
 from posbench.stats.findings import columns
 from posbench.stats.frames import UNMODIFIED, overall, shown
