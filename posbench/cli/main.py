@@ -166,8 +166,8 @@ def _need_no_verb(args: Sequence[str]) -> None:
 
 def _job(composed: Any, command: str) -> None:
     """One run: everything that can go wrong ends as a status, so that a sweep goes on."""
-    from posbench.pipeline.compose import leave
     from posbench.pipeline.execute import execute
+    from posbench.pipeline.multirun import leave
     from posbench.pipeline.ready import ready
     from posbench.report.console import terminal
     from posbench.run.base import IncompleteRun
@@ -193,7 +193,7 @@ def _job(composed: Any, command: str) -> None:
             logging.exception("%s", " ".join(composed.overrides))
         record["status"] = told.status if told else 1
     finally:
-        leave(composed.number, record)
+        leave(composed.records, composed.number, record)
 
 
 def _show_config(args: list[str]) -> int:
