@@ -13,12 +13,17 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from posbench import versions
 from posbench.errors import UserError, complain, in_one_line, near
+
+if TYPE_CHECKING:
+    from posbench.model.lm import LM
+    from posbench.pipeline.compose import Composed
+    from posbench.pipeline.config import Config
 
 HELP = """posbench finds, explains and removes position bias in language models.
 
@@ -148,7 +153,12 @@ def _run(args: list[str]) -> int:
     if "--cfg" in args:
         return _show_config(args)
     command = shlex.join(["posbench", *args])
-    jobs = compose(args, lambda composed: _job(composed, command))
+    models: dict[int, LM] = {}
+    jobs = compose(
+        args,
+        lambda composed: _job(composed, command, models.get(composed.number)),
+        lambda every: models.update(_together(every, command)),
+    )
     for line in (line for job in jobs for line in job.get("error", "").splitlines()):
         print(f"posbench: {line}", file=sys.stderr)
     if len(jobs) > 1 or any(job["multirun"] for job in jobs):
@@ -164,7 +174,24 @@ def _need_no_verb(args: Sequence[str]) -> None:
         raise UserError("verb", args[0], allowed, hint)
 
 
-def _job(composed: Any, command: str) -> None:
+def _together(every: Sequence[Composed], command: str) -> dict[int, LM]:
+    """Do the work that jobs of a sweep share; gives the models of these jobs, by their number."""
+    from posbench.pipeline.execute import sharing, together
+    from posbench.pipeline.ready import ready
+    from posbench.report.console import terminal
+
+    configs: dict[int, Config] = {}
+    models: dict[int, LM] = {}
+    for composed in every if len(every) > 1 else ():
+        with suppress(UserError):  # its own run tells
+            configs[composed.number] = ready(composed).config
+    for alike in sharing(list(configs.values())):
+        if lm := together(alike, command=command, console=terminal()):
+            models |= {number: lm for number, config in configs.items() if config in alike}
+    return models
+
+
+def _job(composed: Any, command: str, lm: LM | None = None) -> None:
     """One run: everything that can go wrong ends as a status, so that a sweep goes on."""
     from posbench.pipeline.execute import execute
     from posbench.pipeline.multirun import leave
@@ -178,7 +205,7 @@ def _job(composed: Any, command: str) -> None:
         made = ready(composed)
         for line in made.said:
             terminal().print(line, soft_wrap=True, markup=False)
-        record["folder"] = str(execute(made.config, command=command, console=terminal()))
+        record["folder"] = str(execute(made.config, command=command, console=terminal(), lm=lm))
     except IncompleteRun as error:
         print(f"posbench: {error}", file=sys.stderr)
         record["status"] = 1

@@ -11,6 +11,7 @@ from posbench.late import F, Tensor, inference_mode, torch
 from posbench.model.encode import Encoded
 from posbench.model.guard import finite, guarded
 from posbench.model.lm import LM
+from posbench.model.prefix import Prefix
 from posbench.tasks import Example
 
 
@@ -30,14 +31,20 @@ def item_tokens(encoded: Encoded, example: Example) -> list[tuple[int, int]]:
 @guarded
 @inference_mode
 def attention_to_items(
-    lm: LM, encoded: Sequence[Encoded], examples: Sequence[Example], *, heads: bool = False
+    lm: LM,
+    encoded: Sequence[Encoded],
+    examples: Sequence[Example],
+    *,
+    heads: bool = False,
+    prefix: Prefix | None = None,
 ) -> Tensor:
     """Attention weight of the last token to each item, mean over heads and over the item's tokens.
 
     [B, L, N] for B prompts with N items each and L layers; with ``heads`` [B, L, H, N], the heads kept apart.
+    ``prefix`` holds all tokens of these prompts but the last.
     """
-    inputs = lm.pad([e.ids for e in encoded])
-    pool = item_pool(encoded, examples, inputs["input_ids"].shape[1])
+    inputs = lm.pad([e.ids for e in encoded], prefix)
+    pool = item_pool(encoded, examples, inputs["attention_mask"].shape[1])
     with lm.last_attention() as weights:
         finite(lm.model(**inputs, use_cache=False, logits_to_keep=1).logits)
         # A method may run a prompt as several rows next to each other, which are averaged as heads are.

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from posbench.late import inference_mode, torch
-from posbench.methods.scale_channel import ScaleChannel, prefill
+from posbench.methods.scale_channel import ScaleChannel, prefill, scaled
 from posbench.model.guard import guarded
 from posbench.model.hooks import fork
 from posbench.model.lm import LM
@@ -37,7 +37,7 @@ def candidate_losses(
         lm.answer_nats(forward(past_key_values=fork(prefix.cache), use_cache=True, **tail).logits, targets)
     ]
     for candidate in candidates:
-        cache = prefix.fork(model, candidate)
+        cache = scaled(prefix, model, candidate)
         out = candidate.continue_with(model, forward, past_key_values=cache, use_cache=True, **tail)
         losses.append(lm.answer_nats(out.logits, targets))
     return torch.stack(losses).double().cpu().numpy()

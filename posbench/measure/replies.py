@@ -8,6 +8,7 @@ from typing import Any
 
 from posbench.model.encode import Encoded, Encoder
 from posbench.model.lm import LM, batches
+from posbench.model.prefix import Prefix
 from posbench.tasks import Example, Task
 
 
@@ -65,13 +66,15 @@ def plan(
 
 
 def replies(
-    lm: LM, task: Task, batch: Sequence[Example], encoded: Mapping[str, Encoded]
+    lm: LM, task: Task, batch: Sequence[Example], encoded: Mapping[str, Encoded], prefix: Prefix | None = None
 ) -> list[dict[str, Any]]:
-    """``output`` of each example of a batch, and ``loglikelihoods`` (nats) of its choices, if any."""
+    """``output`` of each example of a batch, and ``loglikelihoods`` (nats) of its choices, if any; on a
+    prefix that holds all tokens of these prompts but the last."""
     tokens, first = [encoded[e.id].ids for e in batch], batch[0]
     if first.choices:
         asked = [[lm.continuation_ids(encoded[e.id], choice) for choice in e.choices] for e in batch]
-        nats = [[total for total, _ in row] for row in lm.continuations(tokens, asked, batch_size=len(batch))]
+        found = lm.continuations(tokens, asked, batch_size=len(batch), prefix=prefix)
+        nats = [[total for total, _ in row] for row in found]
         best = [e.choices[row.index(max(row))].strip() for e, row in zip(batch, nats, strict=True)]
         return [{"output": text, "loglikelihoods": row} for text, row in zip(best, nats, strict=True)]
     texts = lm.generate(
@@ -81,5 +84,6 @@ def replies(
         stop=first.stop,
         repetition_penalty=task.repetition_penalty,
         batch_size=len(batch),
+        prefix=prefix,
     )
     return [{"output": text} for text in texts]

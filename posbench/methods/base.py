@@ -1,7 +1,7 @@
 """What every method is: plain data plus one context manager."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, Self
@@ -87,6 +87,15 @@ class Method(ABC):
         if self.needs.rope:
             name = self.short_name()
             rope.check(lm, name, plain=self.needs.plain, by_hand=self.needs.by_hand)
+
+    def prefill(self) -> "Method | None":
+        """The method that all tokens of a prompt but the last run under, each by those before it alone, so
+        that prompts and methods may share what they have in common; None where a prompt is read as one."""
+        return None
+
+    def records(self) -> tuple[Collection[int], Collection[int]]:
+        """Channels of the attention input, and layers, that it needs of a prefill that it shares."""
+        return (), ()
 
     def folded(self, lm: LM) -> Folded | None:
         """What of the checkpoint to change so that it computes the same without the method; None where

@@ -1,12 +1,13 @@
 """Several methods at once, one inside the other."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Self
 
 from posbench.errors import renamed
 from posbench.methods.base import Folded, Method
+from posbench.methods.unmodified import Unmodified
 from posbench.model.lm import LM
 
 
@@ -35,6 +36,20 @@ class Composed(Method):
     def neutral(self) -> Self:
         """Every part neutral."""
         return replace(self, parts={name: part.neutral() for name, part in self.parts.items()})
+
+    def prefill(self) -> Method | None:
+        """What its parts are prefilled under, one inside the other."""
+        found = {name: part.prefill() for name, part in self.parts.items()}
+        if None in found.values():
+            return None
+        kept = {name: part for name, part in found.items() if part and not isinstance(part, Unmodified)}
+        return Composed(parts=kept) if kept else Unmodified()
+
+    def records(self) -> tuple[Collection[int], Collection[int]]:
+        """What all its parts need."""
+        told = [part.records() for part in self.parts.values()]
+        channels, layers = ({each for one in side for each in one} for side in zip(*told, strict=True))
+        return sorted(channels), sorted(layers)
 
     def twin(self) -> Self:
         """Every part's."""

@@ -71,6 +71,10 @@ class LayerScaling(Method):
             return replace(self, scales=(1.0,) * len(self.scales))
         return replace(self, points=tuple((x, 1.0) for x, _ in self.points or ()))
 
+    def prefill(self) -> Self:
+        """Itself: a scale is the same for every token."""
+        return self
+
     def changed(self, lm: LM) -> AbstractContextManager[None]:
         """See :meth:`Method.changed`."""
         scales = self.layer_scales(lm.layers)

@@ -32,6 +32,10 @@ class PositionInterpolation(Method):
         plain = set(kinds.values() if isinstance(kinds, dict) else [kinds]) == {"default"}
         return Folded(rope={"rope_type": "linear", "factor": self.scale}) if plain else None
 
+    def prefill(self) -> Self:
+        """Itself: the scale is the same for every token."""
+        return self
+
     def changed(self, lm: LM) -> AbstractContextManager[None]:
         """See :meth:`Method.changed`."""
         return rope.tables(lm.model, rope.scaled(dict.fromkeys(rope.rotated_layers(lm.model), self.scale)))

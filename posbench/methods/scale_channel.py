@@ -11,18 +11,20 @@ from __future__ import annotations
 import inspect
 import logging
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import wraps
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from posbench.errors import UserError
-from posbench.late import PreTrainedModel, Tensor, nn, torch, transformers
+from posbench.late import PreTrainedModel, Tensor, torch, transformers
 from posbench.methods.base import Folded, Method, SweepClaims
+from posbench.methods.unmodified import Unmodified
 from posbench.model import families
-from posbench.model.hooks import before_each, fork, replaced
+from posbench.model.hooks import fork, replaced
 from posbench.model.lm import LM
+from posbench.model.prefix import READ, Prefix, recording
 from posbench.schema import Count, Factor
 
 if TYPE_CHECKING:
@@ -37,48 +39,37 @@ DYNAMIC = (
 _MARK = "posbench_scaled_in"
 
 
-@dataclass
-class Prefix:
-    """An unmodified prefill of P tokens that serves any number of (channel, factor, layers) candidates."""
+def scaled(prefix: Prefix, model: PreTrainedModel, method: ScaleChannel) -> DynamicCache:
+    """A fork of a prefix's cache with scaled keys in the method's layers; all else is shared with it."""
+    cache = fork(prefix.cache)
+    for index in method.layer_indices if prefix.inputs and method.tokens != "last" else ():
+        layer = cache.layers[index]
+        # A sliding-window layer keeps the newest tokens only.
+        newest = slice(-layer.keys.shape[-2], None)
+        if families.keys_are_linear(model, index):
+            part = _key_part(prefix, model, index, method.channels)[..., newest, :]
+            keys = torch.add(layer.keys, _as_cached(part, layer.keys), alpha=method.factor - 1)
+        else:
+            projected = families.project_keys(model, index, method.scale(prefix.inputs[index]))
+            finished = families.finish_keys(model, index, projected, prefix.rotary[index])
+            keys = _as_cached(finished[..., newest, :], layer.keys)
+        layer.keys = keys.to(layer.keys.dtype)
+    return cache
 
-    cache: DynamicCache  # keys and values of the P tokens, never changed by :meth:`fork`
-    channels: tuple[int, ...] = ()  # the C recorded channels of the attention input
-    # per layer, the attention input at these channels, [B, P, C]; all of it, [B, P, D], where keys are not
-    # linear in it
-    inputs: dict[int, Tensor] = field(default_factory=dict)
-    # per layer, (cos, sin) of the P positions; None in models without rotary embedding
-    rotary: dict[int, tuple[Tensor, Tensor] | None] = field(default_factory=dict)
-    _parts: tuple[tuple[int, ...], dict[int, Tensor]] = field(default_factory=lambda: ((), {}), repr=False)
 
-    def fork(self, model: PreTrainedModel, method: ScaleChannel) -> DynamicCache:
-        """A cache with scaled keys in the method's layers; everything else is shared with this prefix."""
-        cache = fork(self.cache)
-        for index in method.layer_indices if self.inputs and method.tokens != "last" else ():
-            layer = cache.layers[index]
-            # A sliding-window layer keeps the newest tokens only.
-            newest = slice(-layer.keys.shape[-2], None)
-            if families.keys_are_linear(model, index):
-                part = self._key_part(model, index, method.channels)[..., newest, :]
-                keys = torch.add(layer.keys, _as_cached(part, layer.keys), alpha=method.factor - 1)
-            else:
-                projected = families.project_keys(model, index, method.scale(self.inputs[index]))
-                finished = families.finish_keys(model, index, projected, self.rotary[index])
-                keys = _as_cached(finished[..., newest, :], layer.keys)
-            layer.keys = keys.to(layer.keys.dtype)
-        return cache
-
-    def _key_part(self, model: PreTrainedModel, layer: int, channels: tuple[int, ...]) -> Tensor:
-        """What the channels add to rotated keys, ``h_p RoPE(W_K[:, p])``, [B, G, P, d], float32 or better."""
-        if self._parts[0] != channels:
-            # Candidates differ in factor and layers first: one set of channels at a time keeps memory small.
-            self._parts = (channels, {})
-        if layer not in self._parts[1]:
-            inputs = self.inputs[layer]
-            exact = torch.promote_types(inputs.dtype, torch.float32)
-            columns = families.key_columns(model, layer, channels).to(exact)
-            part = inputs[..., [self.channels.index(c) for c in channels]].to(exact) @ columns
-            self._parts[1][layer] = families.finish_keys(model, layer, part, self.rotary[layer])
-        return self._parts[1][layer]
+def _key_part(prefix: Prefix, model: PreTrainedModel, layer: int, channels: tuple[int, ...]) -> Tensor:
+    """What the channels add to rotated keys, ``h_p RoPE(W_K[:, p])``, [B, G, P, d], float32 or better."""
+    key = channels, layer
+    if key not in prefix.parts:
+        # Candidates differ in factor and layers first: one set of channels at a time keeps memory small.
+        for other in [known for known in prefix.parts if known[0] != channels]:
+            del prefix.parts[other]
+        inputs = prefix.inputs[layer]
+        exact = torch.promote_types(inputs.dtype, torch.float32)
+        columns = families.key_columns(model, layer, channels).to(exact)
+        part = inputs[..., [prefix.channels.index(c) for c in channels]].to(exact) @ columns
+        prefix.parts[key] = families.finish_keys(model, layer, part, prefix.rotary[layer])
+    return prefix.parts[key]
 
 
 def _as_cached(keys: Tensor, cached: Tensor) -> Tensor:
@@ -101,18 +92,8 @@ def prefill(
     Gives the prefix and the output.
     """
     cache = transformers.DynamicCache(config=model.config) if past_key_values is None else past_key_values
-    prefix = Prefix(cache=cache, channels=tuple(channels))
-
-    def record(layer: int) -> Callable[..., None]:
-        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            hidden = families.attention_input(args, kwargs)
-            linear = families.keys_are_linear(model, layer)
-            prefix.inputs[layer] = hidden[..., list(channels)] if linear else hidden
-            prefix.rotary[layer] = families.rotary_of(kwargs)
-
-        return hook
-
-    with before_each(families.attention_modules(model), layers, record):
+    prefix = Prefix(cache)
+    with recording(model, prefix, channels, layers):
         return prefix, forward(past_key_values=cache, use_cache=True, **inputs)
 
 
@@ -181,6 +162,14 @@ class ScaleChannel(Method):
         """Factor 1."""
         return replace(self, factor=1.0)
 
+    def prefill(self) -> Method | None:
+        """The unmodified model, where the last token alone is treated apart."""
+        return Unmodified() if self.last == 1 else None
+
+    def records(self) -> tuple[Collection[int], Collection[int]]:
+        """Its channels in its layers, where keys are scaled."""
+        return ((), ()) if self.tokens == "last" else (self.channels, self.layer_indices)
+
     def twin(self) -> Self:
         """All tokens scaled, as in the paper's Table 6: earlier queries then need no other keys than later
         ones."""
@@ -221,6 +210,10 @@ class ScaleChannel(Method):
             call = {k: v for k, v in bound.items() if k != "kwargs"} | bound.get("kwargs", {})
             cache = call.pop("past_key_values", None)
             if cache is not None and cache.get_seq_length() > 0:
+                shared = vars(cache).pop(READ, None)
+                if shared is not None:
+                    cache.layers = scaled(shared, model, self).layers
+                    setattr(cache, _MARK, block)
                 if getattr(cache, _MARK, None) != block:
                     outside = "this cache was filled outside the scale_channel block"
                     raise ValueError(f"{outside}: run the prompt inside")
@@ -270,7 +263,7 @@ class ScaleChannel(Method):
             part["logits_to_keep"] = max(keep - rows, 1) if isinstance(keep, int) and keep else 0
             layers = self.layer_indices
             prefix, out = prefill(model, forward, self.channels, layers, past_key_values=cache, **part)
-            cache.layers = prefix.fork(model, self).layers
+            cache.layers = scaled(prefix, model, self).layers
             outputs.append(out)
         part = {k: _rows(k, v, slice(head, total), total) for k, v in call.items()}
         part |= {"use_cache": True, "logits_to_keep": min(keep, rows) if isinstance(keep, int) else 0}

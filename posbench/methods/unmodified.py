@@ -12,6 +12,10 @@ from posbench.model.lm import LM
 class Unmodified(Method):
     """Changes nothing, and fits every model."""
 
+    def prefill(self) -> Self:
+        """Itself."""
+        return self
+
     def folded(self, lm: LM) -> Folded:
         """Nothing."""
         return Folded()

@@ -26,6 +26,8 @@ from posbench.model.hooks import Attend, attending, before_each, fork, replaced
 if TYPE_CHECKING:
     from transformers import GenerationConfig, LogitsProcessorList
 
+    from posbench.model.prefix import Prefix
+
 
 @dataclass
 class LM(Encoder):
@@ -58,14 +60,23 @@ class LM(Encoder):
         """Number of decoder layers."""
         return int(families.text_config(self.model).num_hidden_layers)
 
-    def pad(self, rows: Sequence[Sequence[int]]) -> dict[str, Tensor]:
-        """Left-pad rows to one batch: ``input_ids``, ``attention_mask`` and ``position_ids``, each [B, T]."""
+    def pad(self, rows: Sequence[Sequence[int]], prefix: Prefix | None = None) -> dict[str, Any]:
+        """Left-pad rows to one batch: ``input_ids``, ``attention_mask`` and ``position_ids``, each [B, T].
+
+        With a prefix, which holds all tokens of these rows but the last ones, ``input_ids`` and
+        ``position_ids`` are those of the last ones, and ``past_key_values`` is a fork of its cache.
+        """
         width, fill = max(len(row) for row in rows), self._pad_id()
-        self.read += sum(map(len, rows))
+        cut = prefix.tokens if prefix else 0
+        self.read += sum(len(row) - max(len(row) - width + cut, 0) for row in rows)
         ids = torch.tensor([[fill] * (width - len(row)) + list(row) for row in rows], device=self.device)
         mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows], device=self.device)
         # A bare forward counts positions from the first column, padding included; generate() from the mask.
-        return {"input_ids": ids, "attention_mask": mask, "position_ids": (mask.cumsum(-1) - 1).clamp(min=0)}
+        positions = (mask.cumsum(-1) - 1).clamp(min=0)
+        if prefix is None:
+            return {"input_ids": ids, "attention_mask": mask, "position_ids": positions}
+        later = {"input_ids": ids[:, cut:], "attention_mask": mask, "position_ids": positions[:, cut:]}
+        return {**later, "past_key_values": fork(prefix.cache)}
 
     @guarded
     @inference_mode
@@ -78,6 +89,7 @@ class LM(Encoder):
         stop: Sequence[str] = (),
         repetition_penalty: float = 1.0,
         batch_size: int = 8,
+        prefix: Prefix | None = None,
     ) -> list[str]:
         """Greedy continuations, in input order, from these settings alone, not the checkpoint's generation
         config.
@@ -91,6 +103,7 @@ class LM(Encoder):
                 LongBench.
             repetition_penalty: See :class:`posbench.tasks.Task`.
             batch_size: Rows per batch; see :func:`batches`.
+            prefix: All but the last tokens of the rows, which then are one batch, in their order.
         """
         if isinstance(rows, str):
             raise TypeError("generate takes a list of prompts, got one text: pass [text]")
@@ -111,8 +124,10 @@ class LM(Encoder):
             repetition_penalty=repetition_penalty if repetition_penalty != 1 else None,
         )
         replies = [""] * len(encoded)
-        for batch in batches([len(row) for row in encoded], batch_size):
-            texts = self._generate_batch([encoded[i] for i in batch], settings, several)
+        for batch in (
+            [[*range(len(encoded))]] if prefix else batches([len(row) for row in encoded], batch_size)
+        ):
+            texts = self._generate_batch([encoded[i] for i in batch], settings, several, prefix)
             for index, reply in zip(batch, texts, strict=True):
                 reply = cut(reply, several)
                 for text in single:
@@ -121,10 +136,14 @@ class LM(Encoder):
         return replies
 
     def _generate_batch(
-        self, rows: list[list[int]], settings: GenerationConfig, stop: Sequence[str]
+        self, rows: list[list[int]], settings: GenerationConfig, stop: Sequence[str], prefix: Prefix | None
     ) -> list[str]:
         tokenizer, inputs = self.need_tokenizer(), self.pad(rows)
         inputs.pop("position_ids")
+        if prefix:
+            # generate() takes whole prompts and cuts off what the cache holds.
+            self.read -= sum(map(len, rows))
+            inputs["past_key_values"] = self.pad(rows, prefix)["past_key_values"]
         width = inputs["input_ids"].shape[1]
 
         def said(ids: Tensor, scores: Tensor, **_: Any) -> Tensor:
@@ -155,15 +174,20 @@ class LM(Encoder):
         choices: Sequence[Sequence[Sequence[int]]],
         *,
         batch_size: int = 8,
+        prefix: Prefix | None = None,
     ) -> list[list[tuple[float, bool]]]:
         """Log-likelihood of every choice after its prompt; a prompt runs once for all its choices.
+
+        ``prefix`` is as in :meth:`generate`.
 
         Per prompt, ``choices`` are the token ids of each continuation, none empty. Gives per prompt and
         choice the total log-likelihood in nats, and whether greedy decoding would produce the choice.
         """
         found: list[list[tuple[float, bool]]] = [[] for _ in prompts]
-        for batch in batches([len(row) for row in prompts], batch_size):
-            inputs = self.pad([prompts[i] for i in batch])
+        for batch in (
+            [[*range(len(prompts))]] if prefix else batches([len(row) for row in prompts], batch_size)
+        ):
+            inputs = self.pad([prompts[i] for i in batch], prefix)
             out = self.model(**inputs, use_cache=True, logits_to_keep=1)
             for number in range(max(len(choices[i]) for i in batch)):
                 rows = [list(choices[i][number]) if number < len(choices[i]) else [0] for i in batch]

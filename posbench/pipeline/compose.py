@@ -12,7 +12,8 @@ import json
 import re
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -47,12 +48,17 @@ class Composed:
     records: Path = field(default=Path(), compare=False)  # folder that takes what :func:`leave` leaves
 
 
-def compose(args: Sequence[str], each: Callable[[Composed], None]) -> list[dict[str, Any]]:
+def compose(
+    args: Sequence[str],
+    each: Callable[[Composed], None],
+    before: Callable[[Sequence[Composed]], None] = lambda every: None,
+) -> list[dict[str, Any]]:
     """Compose the configs that the arguments ask for and hand them on: one, or one for each job of a sweep.
 
     Args:
         args: ``key=value`` overrides and Hydra's flags.
         each: Called with every config; what it leaves by :func:`leave` is returned.
+        before: Called first with all configs of a sweep, where its jobs run in this process.
 
     Returns:
         The records of the jobs, in order.
@@ -69,47 +75,47 @@ def compose(args: Sequence[str], each: Callable[[Composed], None]) -> list[dict[
 
     problems: list[UserError] = []
 
-    def run(folder: Path) -> None:
-        def job(config: DictConfig) -> None:
-            now = HydraConfig.get()
-            typed = [str(o) for o in OmegaConf.to_container(now.overrides.task, resolve=False)]  # type: ignore[union-attr]
-            number = OmegaConf.select(now, "job.num", default=0, throw_on_missing=False) or 0
-            multirun = now.mode == RunMode.MULTIRUN
-            try:
-                made = _filled(config, dict(now.runtime.choices), typed, request, folders, number, multirun)
-            except UserError as error:
-                # Hydra would print a line of its own about an exception, and a sweep goes on.
-                problems.append(error)
-                facts = {"overrides": typed, "multirun": multirun, "folder": None}
-                leave(folder, number, {**facts, "status": 2, "error": str(error)})
-                return
-            each(replace(made, records=folder))
+    def made(config: DictConfig, folder: Path) -> Composed | None:
+        try:
+            return _composed(config, request, folders, folder)
+        except UserError as error:
+            # Hydra would print a line of its own about an exception, and a sweep goes on.
+            problems.append(error)
+            return None
 
-        if configs is None:
-            hydra.main(version_base="1.3", config_path=str(paths.CONF), config_name=request.config)(job)()
-        for config in configs or ():
-            HydraConfig.instance().cfg = config
-            job(config)
+    def apart(folder: Path) -> None:
+        def job(config: DictConfig) -> None:
+            if composed := made(config, folder):
+                each(composed)
+
+        hydra.main(version_base="1.3", config_path=str(paths.CONF), config_name=request.config)(job)()
 
     found = list[dict[str, Any]]()
-    with hydra_at(), tempfile.TemporaryDirectory(prefix="posbench-sweep-") as here:
+    with (
+        hydra_at(),
+        tempfile.TemporaryDirectory(prefix="posbench-sweep-") as here,
+        _complaining(args, folders),
+    ):
         # Its parser refuses an override that follows a flag and its value: overrides go last.
         first, others = request.searched[:1], request.searched[1:]
         flags += [*(f"--config-dir={folder}" for folder in first), *search_path(others)]
         sys.argv = ["posbench", *flags, *request.overrides]
-        try:
-            configs = directly(known, request)
-            if configs is None and (known.multirun or request.multirun):
-                found = launched(request, run)
-            else:
-                run(Path(here))
-                found = records(Path(here))
-        except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
-            raise _complaint(error, known.overrides, folders[-1]) from error
-        except SystemExit as end:
-            # --help and the like print and leave.
-            if end.code:
-                raise UserError("flag", " ".join(args), "Hydra's flags", "posbench --help") from end
+        configs = directly(known, request)
+        if configs is None and (known.multirun or request.multirun):
+            return launched(request, apart)
+        if configs is None:
+            apart(Path(here))
+        else:
+            every = list[Composed | None]()
+            for config in configs:
+                HydraConfig.instance().cfg = config
+                every.append(made(config, Path(here)))
+            before([composed for composed in every if composed])
+            for config, composed in zip(configs, every, strict=True):
+                HydraConfig.instance().cfg = config
+                if composed:
+                    each(composed)
+        found = records(Path(here))
     if problems and not any(record["multirun"] for record in found):
         raise problems[0]
     return found
@@ -127,6 +133,33 @@ def composed(*overrides: str) -> Composed:
 
 
 # Filling in
+
+
+@contextmanager
+def _complaining(args: Sequence[str], folders: Sequence[Path]) -> Iterator[None]:
+    """What Hydra raises, as one line; its end behind ``--help`` and the like is none."""
+    try:
+        yield
+    except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
+        raise _complaint(error, read_flags(args).overrides, folders[-1]) from error
+    except SystemExit as end:
+        if end.code:
+            raise UserError("flag", " ".join(args), "Hydra's flags", "posbench --help") from end
+
+
+def _composed(config: DictConfig, request: Request, folders: Sequence[Path], folder: Path) -> Composed:
+    """A job as Hydra composed it; one that is wrong leaves a record in the folder."""
+    now = HydraConfig.get()
+    typed = [str(o) for o in OmegaConf.to_container(now.overrides.task, resolve=False)]  # type: ignore[union-attr]
+    number = OmegaConf.select(now, "job.num", default=0, throw_on_missing=False) or 0
+    multirun = now.mode == RunMode.MULTIRUN
+    try:
+        made = _filled(config, dict(now.runtime.choices), typed, request, folders, number, multirun)
+    except UserError as error:
+        facts = {"overrides": typed, "multirun": multirun, "folder": None}
+        leave(folder, number, {**facts, "status": 2, "error": str(error)})
+        raise
+    return replace(made, records=folder)
 
 
 def _filled(

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.text import Text
 
 from posbench.errors import UserError
+from posbench.files.atomic import digest
 from posbench.files.digests import Content, changed
 from posbench.files.sources import Source, cached
 from posbench.late import torch
 from posbench.model import families
 from posbench.model.guard import probe
-from posbench.pipeline.config import Config
+from posbench.model.lm import LM
+from posbench.pipeline.config import Config, trial
 from posbench.pipeline.identity import files, identity, provenance, reads, run_name, threads, version_key
 from posbench.pipeline.ready import longest, need_words, prepared, quiet
 from posbench.pipeline.stages import evaluate, intervene, report, search, study
@@ -33,17 +35,24 @@ STAGES: Mapping[str, Callable[[Config, Run], None]] = {
     "report": report.run,
 }
 
+SHARED: Mapping[str, Callable[[Sequence[Run]], None]] = {
+    "intervene": intervene.fill,
+    "evaluate": evaluate.fill,
+}
+"""Stages that read prompts once for several runs."""
+
 MIXED = "mixed"
 """State of a run that a file changed under: its rows may stem from either content, so it is never resumed."""
 
 
-def execute(config: Config, *, command: str, console: Console) -> Path:
+def execute(config: Config, *, command: str, console: Console, lm: LM | None = None) -> Path:
     """Run the stages of a config in its versioned folder; finished work is not repeated.
 
     Args:
         config: The checked config.
         command: The command line, for the record.
         console: Where progress and tables go.
+        lm: Its model, where that is loaded already.
 
     Returns:
         The run folder.
@@ -53,23 +62,8 @@ def execute(config: Config, *, command: str, console: Console) -> Path:
         IncompleteRun: Some rows failed and will be retried by the same command.
     """
     started = time.monotonic()
-    # First of all: weights to download, with the hub's own progress bars.
-    read = reads(config)
-    who = identity(config, read)
-    quiet()
-    if threads(config):
-        torch.set_num_threads(threads(config) or 1)
-    subject = config.study_name or config.task.name
-    parts = [config.model.name, subject, config.choice.name] if config.uses_model else [subject]
-    place, run = _place(config, who, read), prepared(config, who, read, console)
-    if find(*place) is None:
-        preflight(config, run)
-    console.rule(Text("  ".join(parts), style="bold"))
-    facts = provenance(config, command, who, read)
-    with claim(*place, config.raw, facts) as out:
-        run.out, damaged = out, out.damaged()
-        if out.status()["state"] == MIXED:
-            raise UserError("run folder", str(out.path), "rows from one content of each file", "remove it")
+    with opened(config, command, console, lm) as (run, read, facts):
+        out, damaged = run.out, run.out.damaged()
         if not damaged and _ended(out, config):
             console.print("finished before: nothing is computed again")
             report.show(out.path, console)
@@ -92,6 +86,88 @@ def execute(config: Config, *, command: str, console: Console) -> Path:
         if "report" not in config.stages:
             report.show(out.path, console)
         return out.path
+
+
+class Opened(NamedTuple):
+    """A run whose folder is claimed, what the files that it reads hold, and where it is made."""
+
+    run: Run
+    read: Sequence[Content]
+    facts: Mapping[str, Any]
+
+
+@contextmanager
+def opened(config: Config, command: str, console: Console, lm: LM | None = None) -> Iterator[Opened]:
+    """Claim the folder of a run.
+
+    Raises:
+        UserError: A file cannot be read, the model cannot be run, or the folder is another process's.
+    """
+    # First of all: weights to download, with the hub's own progress bars.
+    read = reads(config)
+    who = identity(config, read)
+    quiet()
+    if threads(config):
+        torch.set_num_threads(threads(config) or 1)
+    subject = config.study_name or config.task.name
+    parts = [config.model.name, subject, config.choice.name] if config.uses_model else [subject]
+    place, run = _place(config, who, read), prepared(config, who, read, console)
+    if lm:
+        run.lm = lm
+    if find(*place) is None:
+        preflight(config, run)
+    console.rule(Text("  ".join(parts), style="bold"))
+    facts = provenance(config, command, who, read)
+    with claim(*place, config.raw, facts) as out:
+        run.out = out
+        if out.status()["state"] == MIXED:
+            raise UserError("run folder", str(out.path), "rows from one content of each file", "remove it")
+        yield Opened(run, read, facts)
+
+
+def together(configs: Sequence[Config], *, command: str, console: Console) -> LM | None:
+    """Search for runs that differ in their methods alone, then make the rows of all of them in one pass over
+    the prompts; each run then finds its own. What one cannot do here is left to it. Returns the model."""
+    with ExitStack() as stack:
+        runs, lm = list[Opened](), None
+        for config in configs:
+            try:
+                one = stack.enter_context(opened(config, command, Console(quiet=True), lm))
+                if not one.run.out.damaged():
+                    one.run.out.resume(config.stages, config.raw, one.facts)
+                    lm = one.run.lm
+                    if "search" in config.stages:
+                        with one.run.out.recorded("search"), one.run.measured("search"):
+                            search.run(config, one.run)
+                    runs.append(one)
+            except (UserError, IncompleteRun):
+                continue  # its own run tells
+        if len(runs) > 1:
+            first = runs[0].run
+            first.console = console
+            console.rule(Text(f"{len(runs)} runs that differ in their methods alone", style="bold"))
+            for name, stage in SHARED.items():
+                if name in configs[0].stages:
+                    with first.measured(name):
+                        stage([one.run for one in runs])
+        for one in runs:
+            with suppress(UserError):  # its own run tells
+                _need_unchanged(one.read, one.run.out)
+        return lm
+
+
+def sharing(configs: Sequence[Config]) -> list[list[Config]]:
+    """Of the jobs of a sweep, those that :func:`together` serves: unfinished ones that differ in their
+    methods alone, where a prompt's prefill is of use to others."""
+    alike = dict[str, list[Config]]()
+    for config in configs:
+        stages, runtime = set(config.stages), config.runtime
+        here = config.uses_model and not config.model.base_url and runtime.share
+        if here and stages & SHARED.keys() and stages <= SHARED.keys() | {"search", "report"}:
+            rest = {key: part for key, part in config.raw.items() if key not in ("method", "typed")}
+            if trial(config).prefill() and not finished(config):
+                alike.setdefault(digest([rest, config.stages]), []).append(config)
+    return [each for each in alike.values() if len(each) > 1]
 
 
 def finished(config: Config) -> Path | None:

@@ -68,7 +68,7 @@ def identity(config: Config, read: Sequence[Content]) -> dict[str, Any]:
         asked = ("base_url", "server_name", "api", "chat_template", "context_window")
         return found | {"tokenizer": fingerprint(read), **{name: getattr(model, name) for name in asked}}
     found["device"] = torch_device(runtime.device).type
-    found |= {name: getattr(runtime, name) for name in ("batch_size", "batch_tokens")}
+    found |= {name: getattr(runtime, name) for name in ("batch_size", "batch_tokens", "share")}
     found["threads"] = threads(config)
     if config.uses_model:
         kept = ("dtype", "attention", "rope", "chat_template", "context_window", "allow_partial")

@@ -114,16 +114,23 @@ class Run:
         return {e.id: encode(self.encoder, task or self.task, e) for e in examples}
 
     def plan(
-        self, examples: Sequence[Example], encoded: Mapping[str, Encoded], task: Task | None = None
+        self,
+        examples: Sequence[Example],
+        encoded: Mapping[str, Encoded],
+        task: Task | None = None,
+        tokens: int | None = None,
     ) -> list[list[Example]]:
-        """Batches as the runtime wants them; see :func:`posbench.measure.replies.plan`."""
-        size, tokens = self.runtime.batch_size, self.runtime.batch_tokens
+        """Batches as the runtime wants them or of fewer tokens, :func:`posbench.measure.replies.plan`."""
+        size, tokens = self.runtime.batch_size, tokens or self.runtime.batch_tokens
         return plan(task or self.task, examples, encoded, size, tokens)
 
-    def batches(self, things: Sequence[Any], length: Callable[[Any], int]) -> list[list[Any]]:
-        """Batches of anything with a length in tokens, the longest first."""
-        runtime = self.runtime
-        found = batches([length(each) for each in things], runtime.batch_size, runtime.batch_tokens)
+    def batches(
+        self, things: Sequence[Any], length: Callable[[Any], int], tokens: int | None = None
+    ) -> list[list[Any]]:
+        """Batches of anything with a length in tokens, the longest first, as the runtime wants them or of
+        fewer tokens."""
+        size, tokens = self.runtime.batch_size, tokens or self.runtime.batch_tokens
+        found = batches([length(each) for each in things], size, tokens)
         return [[things[i] for i in group] for group in found]
 
     # Methods
@@ -203,9 +210,16 @@ class Run:
                 self.out.spend(stage, took, peak_memory())
 
     def complete(
-        self, file: str, label: str, batches: Sequence[Sequence[Any]], key: Key, compute: Compute
+        self,
+        file: str,
+        label: str,
+        batches: Sequence[Sequence[Any]],
+        key: Key,
+        compute: Compute,
+        order: Sequence[Any] | None = None,
     ) -> list[Row]:
-        """Compute every row that a file lacks, batch by batch, and return all rows.
+        """Compute every row that a file lacks, batch by batch, and return all rows, in the order of
+        ``order``, by default that of the batches.
 
         Batches depend on the plan alone, and one with a missing row is computed whole, so that a resumed run
         sees the same batches, and hence the same rounding, as an uninterrupted one. Out of memory, a batch
@@ -241,7 +255,8 @@ class Run:
                     self.out.append(file, fresh)
                     rows |= {tuple(row[n] for n in names): row for row in fresh if "error" not in row}
                     advance(len(part))
-        return self._whole(file, rows, [key(item) for batch in batches for item in batch], failed)
+        asked = [item for batch in batches for item in batch] if order is None else order
+        return self._whole(file, rows, [key(item) for item in asked], failed)
 
     def complete_each(
         self, file: str, label: str, items: Sequence[Any], key: Key, one: Callable[[Any], Row], workers: int
@@ -313,6 +328,11 @@ class Run:
         return key
 
 
+def out_of_memory(error: RuntimeError) -> bool:
+    """Whether a forward failed for want of memory, on a GPU or a CPU."""
+    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+
+
 def _cut(batch: Sequence[Any], share: int) -> list[Sequence[Any]]:
     """A batch in about ``share`` equal parts, none empty."""
     step = max(-(-len(batch) // share), 1)
@@ -328,8 +348,7 @@ def _fitting(part: Sequence[Any], key: Key, compute: Compute) -> list[Row] | Non
     try:
         return [{**key(item), **row} for item, row in zip(part, compute(part), strict=True)]
     except RuntimeError as error:
-        full = isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
-        if not full or len(part) == 1:
+        if not out_of_memory(error) or len(part) == 1:
             raise
     # Only behind the handler are the tensors of the failed forward free.
     torch.cuda.empty_cache()

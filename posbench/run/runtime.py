@@ -11,6 +11,8 @@ from annotated_types import Ge, Le
 from posbench.errors import UserError
 from posbench.schema import MOST, Count, Tokens, Whole
 
+SIZE = r"(\d+(?:\.\d+)?)([KMG])(i?)B"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Runtime:
@@ -25,6 +27,9 @@ class Runtime:
     batch_size: Count = 64  # prompts per forward at most (moves rounding, so it is part of a run's identity)
     # tokens per forward at most, padding and reply counted; None: no limit
     batch_tokens: Tokens | None = 16384
+    # memory for prefills that prompts and methods share; null: each prompt is read anew under each method
+    # (moves rounding, too)
+    share: str | None = "4GiB"
     threads: Count | None = None  # CPU threads; None takes the model's, or leaves torch's choice
     outputs: str = "outputs"  # folder that receives the runs
     log_every: Whole = 30  # seconds between lines of progress where there is no terminal; 0: no such lines
@@ -37,10 +42,20 @@ class Runtime:
             allowed = f"null with runtime.device={self.device}: it spreads over all visible GPUs"
             hint = "set runtime.device=auto, and choose GPUs with CUDA_VISIBLE_DEVICES"
             raise UserError("runtime.device_map", self.device_map, allowed, hint)
+        if self.share is not None and not re.fullmatch(SIZE, self.share):
+            hint = "set runtime.share=4GiB, or runtime.share=null"
+            raise UserError("runtime.share", self.share, "a size in KiB, MiB or GiB, or null", hint)
         memory = self.max_memory or {}
         places = all(isinstance(place, int) or place == "cpu" for place in memory)
-        sizes = all(re.fullmatch(r"\d+(\.\d+)?[KMG]i?B", size) for size in memory.values())
+        sizes = all(re.fullmatch(SIZE, size) for size in memory.values())
         if memory and not (self.device_map and places and sizes):
             allowed = "null, or with device_map: GPU numbers and cpu, each with a size in KiB, MiB or GiB"
             hint = "set runtime.device_map=auto runtime.max_memory={0:70GiB,cpu:100GiB}"
             raise UserError("runtime.max_memory", memory, allowed, hint)
+
+    @property
+    def shared_bytes(self) -> int:
+        """``share`` in bytes."""
+        found = re.fullmatch(SIZE, self.share or "0KB")
+        assert found is not None
+        return int(float(found[1]) * (1024 if found[3] else 1000) ** (" KMG".index(found[2])))

@@ -10,9 +10,10 @@ from posbench.errors import UserError
 from posbench.files.atomic import Row, write_csv, write_text
 from posbench.model.encode import Encoded
 from posbench.pipeline.config import Config
-from posbench.run.answers import answers
+from posbench.run.answers import STAGE, answers, planned
 from posbench.run.base import Run
 from posbench.run.folder import RunDir
+from posbench.run.shared import subjects
 from posbench.stats.frames import UNMODIFIED
 from posbench.stats.scores import Tabulator
 from posbench.tasks import Example, Task
@@ -29,11 +30,9 @@ def run(config: Config, run: Run) -> None:
     encoded = run.encode(run.evaluation)
     facts = _prompts(run.evaluation, encoded) | {"questions": _questions(run.evaluation)}
     run.out.write_json("prompts.json", facts)
-    rows: list[Row] = []
-    for name, method in run.methods().items():
-        done = answers(run, FILE, name, method, encoded)
-        if name == UNMODIFIED:
-            run.out.mark(FILE, key=unmodified, done=True)
+    found, rows = answers(run, FILE, run.methods(), encoded), list[Row]()
+    run.out.mark(FILE, key=unmodified, done=True)
+    for name, done in found.items():
         rows += done
         by_id = {row["id"]: str(row["output"]) for row in done}
         for file, text in task.submission([(e, by_id[e.id]) for e in run.evaluation]).items():
@@ -47,6 +46,14 @@ def run(config: Config, run: Run) -> None:
             f"the model read none of them: {notes}" if notes else f"{task.name} publishes no answers for them"
         )
         run.console.print(f"evaluate: nothing is scored, {why}")
+
+
+def fill(runs: Sequence[Run]) -> None:
+    """Make the rows of runs that differ in their methods alone, in one pass over the prompts."""
+    first = runs[0]
+    first.share_unmodified(FILE)
+    asks, compute = planned(subjects(runs), first.encode(first.evaluation))
+    asks.fill(first, FILE, STAGE, compute, lambda ask: ask.subject.run.out)
 
 
 def _prompts(examples: Sequence[Example], encoded: Mapping[str, Encoded]) -> dict[str, Any]:

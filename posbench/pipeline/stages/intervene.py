@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from posbench.files.atomic import Row, rounded, write_csv
 from posbench.late import pd
 from posbench.measure.items import attention_to_items
-from posbench.methods import Method
 from posbench.model.encode import Encoded
 from posbench.pipeline.config import Config
 from posbench.report.text import shortened
 from posbench.run.base import Run
-from posbench.stats.frames import UNMODIFIED
-from posbench.tasks import Example
+from posbench.run.shared import Ask, Asks, Compute, Subject, subjects
 from posbench.tasks.items import placed
 
 FILE = "attention.jsonl"
@@ -29,18 +27,16 @@ def run(config: Config, run: Run) -> None:
     if not examples:
         run.console.print(f"intervene: task {run.task.name} has no gold positions, nothing to measure")
         return
-    encoded = run.encode(examples)
+    encoded, frames = run.encode(examples), []
     cut = shortened({"id": name, "dropped": code.dropped} for name, code in encoded.items())
     if cut:
         run.console.print(f"intervene: {cut}")
-    plan = run.batches(examples, lambda e: len(encoded[e.id].ids))
     unmodified = run.share_unmodified(FILE, run.runtime.intervene_examples)
-    frames = []
-    for name, method in run.methods().items():
-        rows = _measured(run, name, method, plan, encoded)
-        if name == UNMODIFIED:
-            run.out.mark(FILE, key=unmodified, done=True)
-        found = {row["id"]: np.array(row["attention"]) for row in rows}
+    asks, compute = planned(subjects([run]), encoded)
+    rows = asks.complete(run, FILE, "intervene", compute)
+    run.out.mark(FILE, key=unmodified, done=True)
+    for name in dict.fromkeys(row["method"] for row in rows):
+        found = {row["id"]: np.array(row["attention"]) for row in rows if row["method"] == name}
         for position in dict.fromkeys(e.gold_position for e in examples):
             values = np.stack([found[e.id] for e in examples if e.gold_position == position])
             mean = values.mean(0)
@@ -50,14 +46,28 @@ def run(config: Config, run: Run) -> None:
     write_csv(run.out.path / "attention.csv", pd.concat(frames, ignore_index=True))
 
 
-def _measured(
-    run: Run, name: str, method: Method, plan: Sequence[Sequence[Example]], encoded: dict[str, Encoded]
-) -> list[Row]:
-    """A row with the attention [L, N] of each example."""
-    with method.applied(run.lm) as lm:
+def fill(runs: Sequence[Run]) -> None:
+    """Make the rows of runs that differ in their methods alone, in one pass over the prompts."""
+    first = runs[0]
+    examples = placed(first.evaluation, first.runtime.intervene_examples)
+    if examples:
+        first.share_unmodified(FILE, first.runtime.intervene_examples)
+        asks, compute = planned(subjects(runs), first.encode(examples))
+        asks.fill(first, FILE, "intervene", compute, lambda ask: ask.subject.run.out)
 
-        def compute(batch: Sequence[Example]) -> list[Row]:
-            found = attention_to_items(lm, [encoded[e.id] for e in batch], batch)
-            return [{"attention": rounded(weights)} for weights in found]
 
-        return run.complete(FILE, f"intervene {name}", plan, lambda e: {"method": name, "id": e.id}, compute)
+def planned(subjects: Sequence[Subject], encoded: Mapping[str, Encoded]) -> tuple[Asks, Compute]:
+    """What to run, of runs that differ in their methods alone, and what makes the rows of a batch: the
+    attention [L, N] of each example."""
+    run = subjects[0].run
+
+    def compute(batch: Sequence[Ask]) -> list[Row]:
+        given = [each.example for each in batch]
+        with asks.under(batch) as prefix:
+            found = attention_to_items(run.lm, [encoded[e.id] for e in given], given, prefix=prefix)
+        return [{"attention": rounded(weights)} for weights in found]
+
+    length = lambda e: len(encoded[e.id].ids)  # noqa: E731
+    examples = placed(run.evaluation, run.runtime.intervene_examples)
+    asks = Asks.of(subjects, examples, encoded, lambda part, most: run.batches(part, length, most))
+    return asks, compute
