@@ -106,15 +106,7 @@ def compose(
         if configs is None:
             apart(Path(here))
         else:
-            every = list[Composed | None]()
-            for config in configs:
-                HydraConfig.instance().cfg = config
-                every.append(made(config, Path(here)))
-            before([composed for composed in every if composed])
-            for config, composed in zip(configs, every, strict=True):
-                HydraConfig.instance().cfg = config
-                if composed:
-                    each(composed)
+            _in_turn(configs, lambda config: made(config, Path(here)), before, each)
         found = records(Path(here))
     if problems and not any(record["multirun"] for record in found):
         raise problems[0]
@@ -133,6 +125,24 @@ def composed(*overrides: str) -> Composed:
 
 
 # Filling in
+
+
+def _in_turn(
+    configs: Sequence[DictConfig],
+    made: Callable[[DictConfig], Composed | None],
+    before: Callable[[Sequence[Composed]], None],
+    each: Callable[[Composed], None],
+) -> None:
+    """Fill in all configs, then hand on those that are right, together and one by one."""
+    every = list[Composed | None]()
+    for config in configs:
+        HydraConfig.instance().cfg = config
+        every.append(made(config))
+    before([composed for composed in every if composed])
+    for config, composed in zip(configs, every, strict=True):
+        HydraConfig.instance().cfg = config
+        if composed:
+            each(composed)
 
 
 @contextmanager

@@ -31,7 +31,7 @@ def tables(outputs: Path) -> dict[str, bytes]:
     }
 
 
-LAUNCHERS = [
+LAUNCHERS = [  # each job is a process, which takes seconds to begin
     ["hydra/launcher=joblib", "hydra.launcher.n_jobs=2"],
     ["hydra/launcher=submitit_local", "hydra.launcher.timeout_min=1"],
 ]
