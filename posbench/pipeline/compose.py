@@ -69,10 +69,6 @@ def compose(
     known = read_flags(args)
     folders = paths.config_folders(known.config_dir)
     request = requested(known.overrides, folders, bool(known.multirun))
-    flags = [a for a in args if a not in known.overrides]
-    if request.multirun and not (known.multirun or known.cfg or known.info):
-        flags.append("-m")
-
     problems: list[UserError] = []
 
     def made(config: DictConfig, folder: Path) -> Composed | None:
@@ -96,10 +92,7 @@ def compose(
         tempfile.TemporaryDirectory(prefix="posbench-sweep-") as here,
         _complaining(args, folders),
     ):
-        # Its parser refuses an override that follows a flag and its value: overrides go last.
-        first, others = request.searched[:1], request.searched[1:]
-        flags += [*(f"--config-dir={folder}" for folder in first), *search_path(others)]
-        sys.argv = ["posbench", *flags, *request.overrides]
+        sys.argv = ["posbench", *_for_hydra(args, known, request)]
         configs = directly(known, request)
         if configs is None and (known.multirun or request.multirun):
             return launched(request, apart)
@@ -125,6 +118,16 @@ def composed(*overrides: str) -> Composed:
 
 
 # Filling in
+
+
+def _for_hydra(args: Sequence[str], known: Any, request: Request) -> list[str]:
+    flags = [a for a in args if a not in known.overrides]
+    if request.multirun and not (known.multirun or known.cfg or known.info):
+        flags.append("-m")
+    # Its parser refuses an override that follows a flag and its value: overrides go last.
+    first, others = request.searched[:1], request.searched[1:]
+    flags += [*(f"--config-dir={folder}" for folder in first), *search_path(others)]
+    return [*flags, *request.overrides]
 
 
 def _in_turn(
