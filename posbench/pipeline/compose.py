@@ -31,7 +31,7 @@ from posbench.errors import UserError, choices, near
 from posbench.model.load import ModelConfig
 from posbench.pipeline.arguments import GROUPS, Request, model_name, read_flags, requested
 from posbench.pipeline.multirun import directly, hydra_at, launched, leave, records, search_path, spelled
-from posbench.run.runtime import Runtime
+from posbench.run.runtime import Cluster, Runtime
 from posbench.schema import defaults, target
 
 
@@ -195,6 +195,8 @@ def _filled(
     for group in there:
         if group == "runtime":
             raw[group] = {**defaults(Runtime), **raw[group]}
+            if isinstance(cluster := raw[group]["cluster"], dict):
+                raw[group]["cluster"] = {**defaults(Cluster), **cluster}
             continue
         raw[group] = {"name": chosen.get(group), **raw[group]}
         if group == "model":

@@ -19,13 +19,14 @@ from posbench.late import torch
 from posbench.model import families
 from posbench.model.guard import probe
 from posbench.model.lm import LM
-from posbench.pipeline.config import Config, trial
+from posbench.pipeline.compose import composed
+from posbench.pipeline.config import Config, check, trial
 from posbench.pipeline.identity import files, identity, provenance, reads, run_name, threads, version_key
 from posbench.pipeline.ready import longest, need_words, prepared, quiet
 from posbench.pipeline.stages import evaluate, intervene, report, search, study
 from posbench.run.base import IncompleteRun, Run
 from posbench.run.claim import claim, find
-from posbench.run.folder import STATUS, RunDir, run_id
+from posbench.run.folder import PROVENANCE, STATUS, RunDir, open_run, run_id
 
 STAGES: Mapping[str, Callable[[Config, Run], None]] = {
     "search": search.run,
@@ -114,7 +115,8 @@ def opened(config: Config, command: str, console: Console, lm: LM | None = None)
     place, run = _place(config, who, read), prepared(config, who, read, console)
     if lm:
         run.lm = lm
-    if find(*place) is None:
+    folder = find(*place)
+    if folder is None or RunDir(folder, run_id(*place[2:])).status()["stages"].keys() <= {"config"}:
         preflight(config, run)
     console.rule(Text("  ".join(parts), style="bold"))
     facts = provenance(config, command, who, read)
@@ -123,6 +125,41 @@ def opened(config: Config, command: str, console: Console, lm: LM | None = None)
         if out.status()["state"] == MIXED:
             raise UserError("run folder", str(out.path), "rows from one content of each file", "remove it")
         yield Opened(run, read, facts)
+
+
+def prepared_folder(config: Config, command: str) -> Path:
+    """The folder of a run that other processes are to make: with config and provenance, if there is none yet.
+
+    Raises:
+        UserError: A file cannot be read, or the outputs cannot be written.
+    """
+    read = reads(config)
+    who = identity(config, read)
+    place = _place(config, who, read)
+    if folder := find(*place):
+        return folder
+    with claim(*place, config.raw, provenance(config, command, who, read)) as out:
+        return out.path
+
+
+def recorded(folder: Path) -> Config:
+    """The config of a run folder, from what it records alone.
+
+    Raises:
+        UserError: It is no run folder, or the code, a file or a setting has changed since.
+    """
+    run = open_run(folder.absolute())
+    raw = run.config("runtime")
+    runtime = {**raw["runtime"], "outputs": str(run.path.parents[2])}
+    # Groups that take no part are not recorded: whatever they are, they are not looked at.
+    config = check({**composed().raw, "study": None, "experiment": None, **raw, "runtime": runtime})
+    read = reads(config)
+    found = find(*_place(config, identity(config, read), read))
+    if found is None or not found.samefile(folder):
+        allowed = "one of this code, these libraries and files, and this kind of device"
+        hint = f"give its command again: {run.facts(PROVENANCE).get('command')}"
+        raise UserError("run folder", str(folder), allowed, hint)
+    return config
 
 
 def together(configs: Sequence[Config], *, command: str, console: Console) -> LM | None:

@@ -53,7 +53,7 @@ class Lease:
         self.file = self.place / f"lock.{number + 1}"
         try:
             with open(self.file, "x") as stream:
-                stream.write(f"{json.dumps([_machine(), os.getpid(), _start(os.getpid())])}\n")
+                stream.write(f"{json.dumps([_machine(), os.getpid(), started(os.getpid())])}\n")
         except FileExistsError:
             return False  # another one was faster
         number, newest = _newest(self.place)
@@ -173,7 +173,7 @@ def _alive(file: Path) -> bool:
     except ValueError:
         machine = None  # it is being written, or its process died over that
     if machine == _machine() and os.name == "posix":
-        return _runs(pid, start)
+        return runs(pid, start)
     with tempfile.TemporaryFile(dir=file.parent) as probe:
         return os.fstat(probe.fileno()).st_mtime - renewed < LEASE
 
@@ -186,18 +186,18 @@ def _machine() -> str:
     return socket.gethostname()
 
 
-def _runs(pid: int, start: str) -> bool:
+def runs(pid: int, start: str) -> bool:
     """Whether a process of this machine runs that began then, and is no other of the same number."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
     except PermissionError:
-        return _start(pid) in ("", start)  # another user's, of which we may not see more
-    return _start(pid) == start
+        return started(pid) in ("", start)  # another user's, of which we may not see more
+    return started(pid) == start
 
 
-def _start(pid: int) -> str:
+def started(pid: int) -> str:
     """When a process began, in ticks since this machine's start; empty where that is not known, and of one
     that has ended but was not waited for."""
     with suppress(OSError):
