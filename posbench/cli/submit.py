@@ -20,7 +20,15 @@ from posbench.errors import Faults, UserError
 from posbench.pipeline import jobs as state
 from posbench.pipeline.compose import Composed, compose
 from posbench.pipeline.config import Config
-from posbench.pipeline.execute import execute, finished, prepared_folder, recorded
+from posbench.pipeline.execute import (
+    execute,
+    finished,
+    make_part,
+    make_shard,
+    parted,
+    prepared_folder,
+    recorded,
+)
 from posbench.pipeline.jobs import Submission
 from posbench.pipeline.ready import ready
 from posbench.report.console import show_lists, terminal
@@ -28,6 +36,7 @@ from posbench.report.sweep import summarise
 from posbench.run.base import IncompleteRun
 from posbench.run.folder import PROVENANCE, opened
 from posbench.run.lease import in_use
+from posbench.run.parts import Part
 from posbench.run.runtime import Cluster
 
 PAUSE = 5.0
@@ -39,6 +48,7 @@ class Job:
     """What a job does: go on with a run, told by its folder alone."""
 
     folder: str
+    shard: str  # as ``0/2``, the first of two
     own: str | None  # the user's --config-dir
 
     def __call__(self) -> None:
@@ -46,7 +56,7 @@ class Job:
         from posbench.cli.main import main
 
         own = [f"--config-dir={self.own}"] if self.own else []
-        if status := main(["resume", self.folder, *own]):
+        if status := main(["resume", self.folder, f"--shard={self.shard}", *own]):
             sys.exit(status)
 
     def checkpoint(self) -> Any:
@@ -59,9 +69,10 @@ class Job:
 def submit(args: list[str]) -> int:
     """Send runs to a cluster, each as a job of its own, and return at once.
 
-    usage: posbench submit OVERRIDES runtime/cluster=slurm
+    usage: posbench submit OVERRIDES runtime/cluster=slurm [--shards N]
 
       OVERRIDES  as a run has them, also -m and experiment=NAME
+      --shards N  N jobs for each run, which share out its prompts; the tables are those of one job
       runtime.cluster.KEY=VALUE  what each job asks for: minutes, cpus, gpus, memory (GB), partition, account,
                  qos, constraint, at_once, requeue, setup=[LINES OF SHELL], more={SBATCH OPTION: VALUE}
 
@@ -71,14 +82,17 @@ def submit(args: list[str]) -> int:
 
     example: posbench submit -m method.factor=1,0,-1 runtime/cluster=slurm runtime.cluster.partition=cpu
     """
-    found = list[tuple[Composed, Config]]()
-    faults = Faults()
+    found, faults = list[tuple[Composed, Config]](), Faults()
+    given, rest = option(args, "--shards")
+    if not re.fullmatch("[1-9][0-9]{0,3}", given or "1"):
+        raise UserError("--shards", given, "a whole number from 1 to 9999", "leave it out for one job a run")
+    shards = int(given or 1)
 
     def each(composed: Composed) -> None:
         with faults.collecting():
-            found.append((composed, _checked(composed)))
+            found.append((composed, _checked(composed, shards)))
 
-    wrong = [job["error"] for job in compose(args, each) if job["status"]]
+    wrong = [job["error"] for job in compose(rest, each) if job["status"]]
     for line in (line for error in wrong for line in error.splitlines()):
         print(f"posbench: {line}", file=sys.stderr)
     faults.raise_any()
@@ -99,11 +113,11 @@ def submit(args: list[str]) -> int:
         there = (folder / state.SUBMITTED).is_file()
         how = "done" if done else state.state(folder, known)[0] if there else "running" * in_use(folder)
         if how not in ("done", "running", "waiting"):
-            entry, how = replace(entry, first=len(sent)), "submitted"
+            entry, how = replace(entry, first=len(sent) * shards, shards=shards), "submitted"
             sent.append((folder, entry))
         elif there:
             last = state.submissions(folder)[-1]
-            entry = replace(entry, first=last.first, pids=last.pids)
+            entry = replace(entry, first=last.first, shards=last.shards, pids=last.pids)
         if how in ("submitted", "done") or composed.multirun:
             state.record(folder, entry)
         rows.append({"run": folder.name, "state": how, "settings": " ".join(composed.overrides)})
@@ -115,7 +129,7 @@ def submit(args: list[str]) -> int:
     return 0
 
 
-def _checked(composed: Composed) -> Config:
+def _checked(composed: Composed, shards: int) -> Config:
     """A run that can go: all but the GPU, which this machine may lack, is here."""
     runtime = composed.raw["runtime"]
     if runtime.get("cluster") is None:
@@ -124,6 +138,8 @@ def _checked(composed: Composed) -> Config:
     if asked.startswith("cuda") and not gpus:
         raise UserError("runtime.cluster.gpus", gpus, f"1 or more with runtime.device={asked}", "set it")
     config = ready(replace(composed, raw={**composed.raw, "runtime": {**runtime, "device": "auto"}})).config
+    if shards > 1 and not parted(config):
+        raise UserError("--shards", shards, "1 for a study, and for a served model", "leave it out")
     device = asked if asked != "auto" else "cuda" if gpus else "cpu"
     raw = {**config.raw, "runtime": {**config.raw["runtime"], "device": device}}
     return replace(config, runtime=replace(config.runtime, device=device), raw=raw)
@@ -160,7 +176,11 @@ def _send(cluster: Cluster, name: str, sent: Sequence[tuple[Path, Submission]]) 
         executor = submitit.AutoExecutor(logs, cluster=cluster.kind, **rounds)
         executor.update_parameters(**{key: value for key, value in given.items() if value is not None})
         with executor.batch():
-            jobs = [executor.submit(Job(str(folder), each.own)) for folder, each in sent]
+            jobs = [
+                executor.submit(Job(str(folder), f"{shard}/{each.shards}", each.own))
+                for folder, each in sent
+                for shard in range(each.shards)
+            ]
     except (FailedJobError, FailedSubmissionError, RuntimeError, OSError) as error:
         hint = "see what it says, and give the same command again"
         said = " ".join(str(error).split())
@@ -170,33 +190,47 @@ def _send(cluster: Cluster, name: str, sent: Sequence[tuple[Path, Submission]]) 
     finally:
         signal.signal(signal.SIGHUP, before)
     if cluster.kind == "local":
-        for (folder, each), job in zip(sent, jobs, strict=True):
-            state.record(folder, replace(each, pids=(state.process(int(job.job_id)),)))
+        for folder, each in sent:
+            assert each.first is not None, "it was sent"
+            mine = jobs[each.first : each.first + each.shards]
+            state.record(folder, replace(each, pids=tuple(state.process(int(job.job_id)) for job in mine)))
 
 
 def resume(args: list[str]) -> int:
     """Go on with a run, told by its folder alone: what the jobs of a cluster do.
 
-    usage: posbench resume RUN [--config-dir DIR]
+    usage: posbench resume RUN [--shard I/N] [--part I/N] [--config-dir DIR]
+
+      --shard I/N  make the rows of shard I of N (from 0); whoever makes the last one finishes the run
+      --part I/N   the same, and leave the end to the process that owns the run: what runtime.workers does
 
     While another process owns the run this one waits; then it does what is left, if anything is.
 
     example: posbench resume outputs/kv_retrieval/v001/tiny__scale_channel__51cc60e3
     """
     own, rest = option(args, "--config-dir")
+    given, rest = option(rest, "--part")
+    shard, rest = option(rest, "--shard")
     paths.config_folders(own)
+    part, alone = _part(shard or given or "0/1"), given is not None
     if len(rest) != 1 or rest[0].startswith("-"):
         raise UserError("RUN", " ".join(rest), "one run folder", "posbench ls runs lists them")
     folder, told = Path(rest[0]).expanduser(), False
     while True:
-        while in_use(folder):
+        while in_use(folder) and not alone:
             if not told:
                 print(f"waiting for another process that owns {folder}", flush=True)
             told = True
             time.sleep(PAUSE)
         try:
             command = str(opened(folder).facts(PROVENANCE).get("command") or f"posbench resume {folder}")
-            execute(recorded(folder), command=command, console=terminal())
+            config = recorded(folder)
+            if alone:
+                make_part(config, part, terminal())
+            elif part.of > 1:
+                make_shard(config, part, command, terminal())
+            else:
+                execute(config, command=command, console=terminal())
             return 0
         except IncompleteRun as error:
             print(f"posbench: {error}", file=sys.stderr)
@@ -204,6 +238,14 @@ def resume(args: list[str]) -> int:
         except UserError as error:
             if error.allowed != "one process at a time":  # it was faster
                 raise
+            time.sleep(PAUSE)
+
+
+def _part(text: str) -> Part:
+    found = re.fullmatch("([0-9]{1,4})/([0-9]{1,4})", text)
+    if not found or int(found[1]) >= int(found[2]):
+        raise UserError("--shard", text, "I/N, the I-th of N from 0 on, as 0/2", "0/1 is all of a run")
+    return Part(int(found[1]), int(found[2]))
 
 
 def jobs(args: list[str]) -> int:

@@ -14,6 +14,7 @@ from posbench.errors import UserError
 from posbench.files.atomic import write_text
 from posbench.run.folder import CONFIG, RunDir, opened, runs_in
 from posbench.run.lease import in_use, runs, started
+from posbench.run.parts import being_made, made
 
 SUBMITTED = ".submitted.json"
 """File of a run folder: a list of the times that the run was submitted. Hidden, so no part of its results."""
@@ -101,14 +102,15 @@ def queue() -> Queue:
 def state(folder: Path, known: Queue) -> tuple[str, str]:
     """How a submitted run stands, and what is to be said of it.
 
-    done, damaged; running (a process owns it); waiting (in the queue); failed; lost (nothing owns it, no job of
-    it is left); unknown (not done, and the queue cannot be asked).
+    done, damaged; running (a process owns it or a part); waiting (in the queue); failed; lost (no job
+    of it is left); unknown (not done, and the queue cannot be asked).
     """
     run, last = opened(folder), submissions(folder)[-1]
     if run.done:
         return ("damaged", ", ".join(run.damaged())) if run.damaged() else ("done", "")
-    if in_use(folder):
-        return "running", ""
+    parts = f"{made(run, last.shards)} of {last.shards} shards are made" if last.shards > 1 else ""
+    if in_use(folder) or being_made(folder):
+        return "running", parts
     numbers = range(last.first, last.first + last.shards) if last.first is not None else range(0)
     if last.kind == "local":
         waits: bool | None = any(runs(pid, start) for pid, start in last.pids)
@@ -116,7 +118,7 @@ def state(folder: Path, known: Queue) -> tuple[str, str]:
         waits = None if known is None else any((last.id, number) in known for number in numbers)
     status, said = run.status(), last_line(folder, last)
     if waits:
-        return "waiting", ""
+        return "waiting", parts
     if status["state"] in ENDED:
         return "failed", said or str(status.get("error") or "")
     return ("unknown", "squeue does not answer") if waits is None else ("lost", said)

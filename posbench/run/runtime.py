@@ -57,6 +57,9 @@ class Runtime:
     # bootstrap draws behind an interval; of fewer than 100 less than three lie beyond each of its ends
     resamples: Annotated[int, Ge(100), Le(MOST)] = 2000
 
+    # processes that share out the prompts of intervene and evaluate, each with a GPU of its own where there
+    # are GPUs, and with ``threads`` CPU threads, or its share of torch's
+    workers: Annotated[int, Ge(1), Le(64)] = 1
     cluster: Cluster | None = None  # for ``posbench submit``: runtime/cluster=slurm
 
     def __post_init__(self) -> None:
