@@ -36,7 +36,7 @@ from posbench.report.sweep import summarise
 from posbench.run.base import IncompleteRun
 from posbench.run.folder import PROVENANCE, opened
 from posbench.run.lease import in_use
-from posbench.run.parts import Part
+from posbench.run.parts import Part, made
 from posbench.run.runtime import Cluster
 
 PAUSE = 5.0
@@ -98,28 +98,17 @@ def submit(args: list[str]) -> int:
     faults.raise_any()
     if wrong:
         return 2
-    name, command = (
-        f"{datetime.now():%Y%m%d-%H%M%S}-{secrets.token_hex(2)}",
-        shlex.join(["posbench", "submit", *args]),
-    )
-    known, sent, rows = state.queue(), list[tuple[Path, Submission]](), list[dict[str, object]]()
+    name, command = f"{datetime.now():%Y%m%d-%H%M%S}-{secrets.token_hex(2)}", ["posbench", "submit", *args]
+    sent, rows = list[tuple[Path, Submission]](), list[dict[str, object]]()
+    known = state.queue()
     for number, (composed, config) in enumerate(found):
-        done = finished(config) is not None
-        folder = prepared_folder(config, command).absolute()
-        assert config.runtime.cluster, "checked"
-        own = str(composed.folders[-1]) if len(composed.folders) > 1 else None
-        kind, spelled = config.runtime.cluster.kind, composed.overrides
-        entry = Submission(name, kind, spelled, composed.multirun, number, len(found), own)
-        there = (folder / state.SUBMITTED).is_file()
-        how = "done" if done else state.state(folder, known)[0] if there else "running" * in_use(folder)
-        if how not in ("done", "running", "waiting"):
-            entry, how = replace(entry, first=len(sent) * shards, shards=shards), "submitted"
+        folder = prepared_folder(config, shlex.join(command)).absolute()
+        how, entry = _entry(folder, composed, config, known)
+        entry = replace(entry, id=name, number=number, runs=len(found))
+        if how == "submitted":
+            entry = replace(entry, jobs=name, first=len(sent) * shards, shards=shards)
             sent.append((folder, entry))
-        elif there:
-            last = state.submissions(folder)[-1]
-            entry = replace(entry, first=last.first, shards=last.shards, pids=last.pids)
-        if how in ("submitted", "done") or composed.multirun:
-            state.record(folder, entry)
+        state.record(folder, entry)
         rows.append({"run": folder.name, "state": how, "settings": " ".join(composed.overrides)})
     if sent:
         _send(found[0][1].runtime.cluster, name, sent)  # type: ignore[arg-type]
@@ -127,6 +116,18 @@ def submit(args: list[str]) -> int:
     outputs = shlex.quote(found[0][1].runtime.outputs)
     print(f"next: posbench jobs {outputs}; then: posbench collect {outputs}", file=sys.stderr)
     return 0
+
+
+def _entry(folder: Path, composed: Composed, config: Config, known: state.Queue) -> tuple[str, Submission]:
+    """How a run stands that is asked for, ``submitted`` where it needs a job, and what to record of it."""
+    there = state.submissions(folder)
+    how = "running" if in_use(folder) else state.state(folder, known)[0] if there else ""
+    how = "done" if finished(config) else how if how in ("running", "waiting") else "submitted"
+    own = str(composed.folders[-1]) if len(composed.folders) > 1 else None
+    kind = config.runtime.cluster.kind if config.runtime.cluster else ""
+    if there and how != "submitted":  # its jobs are those of the last time
+        return how, replace(there[-1], overrides=composed.overrides, multirun=composed.multirun)
+    return how, Submission("", kind, composed.overrides, composed.multirun, own)
 
 
 def _checked(composed: Composed, shards: int) -> Config:
@@ -223,8 +224,7 @@ def resume(args: list[str]) -> int:
             told = True
             time.sleep(PAUSE)
         try:
-            command = str(opened(folder).facts(PROVENANCE).get("command") or f"posbench resume {folder}")
-            config = recorded(folder)
+            command, config = _command(folder), recorded(folder)
             if alone:
                 make_part(config, part, terminal())
             elif part.of > 1:
@@ -239,6 +239,10 @@ def resume(args: list[str]) -> int:
             if error.allowed != "one process at a time":  # it was faster
                 raise
             time.sleep(PAUSE)
+
+
+def _command(folder: Path) -> str:
+    return str(opened(folder).facts(PROVENANCE).get("command") or f"posbench resume {folder}")
 
 
 def _part(text: str) -> Part:
@@ -290,6 +294,12 @@ def collect(args: list[str]) -> int:
     example: posbench collect outputs
     """
     rows = {row["folder"]: row for row in _states(args)}
+    for folder in [Path(str(folder)) for folder, row in rows.items() if row["state"] in ("failed", "lost")]:
+        last = state.submissions(folder)[-1]
+        if last.shards > 1 and made(opened(folder), last.shards) == last.shards:
+            paths.config_folders(last.own)
+            execute(recorded(folder), command=_command(folder), console=terminal())
+            rows[folder] |= {"state": "done"}
     for row in rows.values():
         if row["state"] != "done":
             told = f" ({row['said']})" if row["said"] else ""

@@ -25,20 +25,21 @@ ENDED = ("failed", "incomplete", "mixed")
 class Submission:
     """One time that a run was submitted."""
 
-    id: str  # of all runs of one command: the name of its jobs, and of the folder of their logs
+    id: str  # of all runs of one command
     kind: str  # of cluster
     overrides: tuple[str, ...]
     multirun: bool  # whether it is one of a sweep
-    number: int  # among these runs
-    runs: int  # how many these are
     own: str | None  # the user's --config-dir
+    number: int = 0  # among the runs of the command
+    runs: int = 1  # how many these are
+    jobs: str = ""  # name of its jobs and of the folder of their logs: the id of the command that sent them
     first: int | None = None  # number of its first job; None: it needed none
     shards: int = 1  # its jobs
     pids: tuple[tuple[int, str], ...] = ()  # of local jobs: process and start
 
     def logs(self, folder: Path) -> Path:
         """Where the logs of its jobs are, by the run's folder."""
-        return log_folder(folder.parents[2], self.id)
+        return log_folder(folder.parents[2], self.jobs)
 
 
 def log_folder(outputs: Path, submission: str) -> Path:
@@ -115,7 +116,7 @@ def state(folder: Path, known: Queue) -> tuple[str, str]:
     if last.kind == "local":
         waits: bool | None = any(runs(pid, start) for pid, start in last.pids)
     else:
-        waits = None if known is None else any((last.id, number) in known for number in numbers)
+        waits = None if known is None else any((last.jobs, number) in known for number in numbers)
     status, said = run.status(), last_line(folder, last)
     if waits:
         return "waiting", parts
