@@ -10,12 +10,12 @@ from typing import Any
 import pandas as pd
 import pytest
 import torch
-from filelock import FileLock
 
 from posbench.files.atomic import Row
 from posbench.model.lm import LM
 from posbench.pipeline.stages import evaluate
 from posbench.run.folder import opened
+from posbench.run.lease import owned
 from tests.conftest import Result, run_folders
 from tests.kills import Kills, loaded_once
 
@@ -199,7 +199,7 @@ def test_out_of_memory_halves_the_batches_and_loses_nothing(
 
 def test_one_process_per_folder(finished: Path, posbench: Callable[..., Result], small: list[str]) -> None:
     before = {p: p.read_bytes() for p in finished.rglob("*") if p.is_file()}
-    with FileLock(finished.parent / ".locks" / finished.name):
+    with owned(finished):
         second = posbench(*small)
     assert second.status == 2 and second.err.count("\n") == 1
     assert (
