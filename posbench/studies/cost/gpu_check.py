@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Annotated, Any, ClassVar, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, get_args
 
 from annotated_types import Ge, Le
 
@@ -32,7 +32,7 @@ from posbench.studies.cost.timing import Shape, applicable, random_model, table
 from posbench.tasks import Example, KVRetrieval
 
 TINY = "tiny"
-MODELS = (TINY, "check_llama", "check_qwen3", "check_gemma2", "check_phi3", "check_mpt")
+Model = Literal["tiny", "check_llama", "check_qwen3", "check_gemma2", "check_phi3", "check_mpt"]
 EXACT = 1e-4  # of the largest value: what float32 may differ by
 TIMES = 3.0  # the CPU's own difference in a type of 16 bits: what may be
 BATCH, NEW, TEXT = 3, 3, 180
@@ -64,17 +64,15 @@ def setups(device: torch.device, gpus: int, flash: bool) -> list[Setup]:
     Without a GPU all that needs one is told as missing, and the CPU is held against itself with another
     kernel or placement: that shows that the checks work, and nothing about CUDA.
     """
-    here = str(device)
     none = "" if device.type == "cuda" else "no GPU on this machine" if not gpus else "runtime.device=cpu"
-    gpu = partial(Setup, device="cuda" if none else here)
-    no_flash, one = none or ("" if flash else "flash-attn is not installed"), none or "one GPU only"
+    gpu = partial(Setup, device="cuda" if none else str(device))
+    no_flash = none or ("" if flash else "flash-attn is not installed")
+    alone = none or ("" if gpus > 1 else "one GPU only")
     found = [gpu("CUDA, float32", missing=none)]
     found += [gpu(f"CUDA, {dtype}", dtype=dtype, missing=none) for dtype in LOW]
     kernel: Kernel = "flash_attention_2"
     found += [gpu("CUDA, flash-attention, bfloat16", dtype="bfloat16", kernel=kernel, missing=no_flash)]
-    found += [
-        Setup("layers on two GPUs", "cuda:0", second="cuda:1", missing="" if gpus > 1 and not none else one)
-    ]
+    found += [Setup("layers on two GPUs", "cuda:0", second="cuda:1", missing=alone)]
     if none:
         found += [Setup("CPU alone: eager", kernel="eager")]
         found += [Setup(f"CPU alone: eager, {dtype}", "cpu", dtype, "eager") for dtype in LOW]
@@ -96,16 +94,11 @@ class GpuCheck(Study):
     needs_task: ClassVar[bool] = False
     all_methods: ClassVar[bool] = True
 
-    models: tuple[str, ...] = MODELS
+    models: tuple[Model, ...] = get_args(Model)
     prompts: Annotated[int, Ge(4), Le(MOST)] = 8  # of two lengths, so that batches are padded
     bench: bool = True  # whether times are measured, too
     shape: Shape | None = None  # of the model that is timed; None: mistral7b in bfloat16 on a GPU, else small
     tokens: Count | None = None  # of its prompt; None: 10,000 on a GPU, else 128
-
-    def check(self, run: Run) -> None:
-        """See :meth:`Study.check`."""
-        for name in sorted(set(self.models) - set(MODELS)):
-            raise UserError("study.models", name, ", ".join(MODELS), "leave it out")
 
     def files(self) -> tuple[Source, ...]:
         """See :meth:`Study.files`: the embedded model."""
@@ -127,8 +120,8 @@ class GpuCheck(Study):
                 advance(1)
         torch.set_num_threads(threads)
         timed: dict[str, pd.DataFrame] = {}
-        for name, bench in self.benches(device).items() if self.bench else ():
-            front = partial(_row, Setup("bench", str(device)), quantity=name)
+        for what, bench in self.benches(device).items() if self.bench else ():
+            front = partial(_row, Setup("bench", str(device)), quantity=what)
             # A GPU too small, or replies that differ in a batch: told beside what was measured.
             try:
                 timed |= bench.measure(run)
@@ -148,18 +141,16 @@ class GpuCheck(Study):
         gpu = device.type == "cuda"
         shape: Shape = self.shape or ("mistral7b" if gpu else "small")
         tokens = self.tokens or (10_000 if gpu else 128)
-        rounds: dict[str, Any] = {} if gpu else {"repeats": 1}
-        full: dict[str, Any] = {"prompts": (tokens,), "dtype": "bfloat16"} if gpu else {"prompts": ()}
-        full["search_tokens"] = 2048 if gpu else 0
-        few: dict[str, Any] = {} if gpu else {"pairs": (8,), "examples": 2, "new_tokens": 1}
-        latency = Latency(shape=shape, methods_at=(tokens,), **full, **rounds)
-        return {"latency": latency, "throughput": Throughput(**few, **rounds)}
+        at: dict[str, Any] = {"shape": shape, "methods_at": (tokens,)}
+        if gpu:
+            full = Latency(**at, prompts=(tokens,), dtype="bfloat16")
+            return {"latency": full, "throughput": Throughput()}
+        few = Throughput(pairs=(8,), examples=2, new_tokens=1, repeats=1)
+        return {"latency": Latency(**at, prompts=(), search_tokens=0, repeats=1), "throughput": few}
 
     def figures(self, tables: Tables) -> Drawn:
         """Differences over their tolerances, and the times."""
-        words = (
-            "Largest difference of any model over its tolerance (2: twice or more); beyond 1 a check fails."
-        )
+        words = "Largest difference of any model over its tolerance (2: or more); beyond 1 a check fails."
         found = dict[str, tuple[Figure, str]]()
         if tables["checks"]["value"].notna().any():
             found["checks"] = checks_figure(tables["checks"]), words
@@ -195,7 +186,7 @@ class Checked:
 
     def __init__(self, name: str, run: Run, asked: Sequence[Example]) -> None:
         self.name, self.asked = name, asked
-        self.tokenizer = load(TINY, device="cpu").tokenizer
+        self.tiny = load(TINY, device="cpu")
         self.weights: Mapping[str, Tensor] = {}
         with torch.random.fork_rng():
             torch.manual_seed(0)
@@ -209,38 +200,36 @@ class Checked:
         """The model in a setup; random weights are drawn once, on the CPU."""
         how: dict[str, Any] = {"dtype": setup.dtype, "attention": setup.kernel}
         if self.name == TINY:
-            layers = load(TINY, device="cpu").layers if setup.second else 0
-            places = {
-                f"model.layers.{i}": setup.second if 2 * i >= layers else setup.device for i in range(layers)
-            }
-            ends = ("model.embed_tokens", "model.rotary_emb", "model.norm", "lm_head")
-            places |= dict.fromkeys(ends, setup.device)
+            half, ends = self.tiny.layers // 2, ("embed_tokens", "rotary_emb", "norm")
+            places = dict.fromkeys(["lm_head", *(f"model.{end}" for end in ends)], setup.device)
+            for i in range(2 * half):
+                places[f"model.layers.{i}"] = setup.device if i < half else setup.second
             return load(TINY, device=setup.device, device_map=places if setup.second else None, **how)
-        lm = random_model(self.name, torch.device(setup.device), setup.dtype, self.tokenizer)
+        lm = random_model(self.name, torch.device(setup.device), setup.dtype, self.tiny.tokenizer)
         if self.weights:
             lm.model.load_state_dict(self.weights)
         if setup.kernel != "auto":
             lm.model.set_attn_implementation(setup.kernel)
-        return load(lm.model, tokenizer=self.tokenizer, name=self.name)
+        return load(lm.model, tokenizer=self.tiny.tokenizer, name=self.name)
 
     def rows(self, plan: Sequence[Setup]) -> Iterator[Row]:
         """A row for each setup, method and quantity; one for a setup that this family does not have."""
         for setup in plan:
             if setup.second and self.name != TINY:
                 continue
+            # Whatever goes wrong on a GPU is what this study is to find; not every family has every kernel.
             try:
                 lm = self.model(setup)
-            except (UserError, ValueError) as error:
-                yield _row(setup, model=self.name, verdict=NOT_RUN, reason=_reason(error))
+            except Exception as error:  # noqa: BLE001
+                verdict = "failed" if setup.kernel == "auto" else NOT_RUN
+                yield _row(setup, model=self.name, verdict=verdict, reason=_reason(error))
                 continue
             for name, method in self.methods.items():
                 front = partial(_row, setup, model=self.name, method=name)
                 allowed = self.allowed(setup, name)
                 if not allowed:
-                    reason = f"the CPU itself gives no numbers in {setup.dtype}"
-                    yield front(verdict=NOT_RUN, reason=reason)
+                    yield front(verdict=NOT_RUN, reason=f"the CPU itself gives no numbers in {setup.dtype}")
                     continue
-                # Whatever goes wrong on a GPU is what this study is to find.
                 try:
                     found = differences(self.answers(lm, method), self.exact[name], setup.dtype)
                 except Exception as error:  # noqa: BLE001

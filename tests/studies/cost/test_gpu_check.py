@@ -16,23 +16,6 @@ from posbench.studies.cost import gpu_check
 from posbench.studies.cost.gpu_check import Checked, GpuCheck, differences, setups
 from tests.conftest import Result, run_folders
 
-SMALL = [
-    "study=gpu_check",
-    "study.models=[check_mpt]",
-    "study.prompts=4",
-    "study.bench=false",
-    "runtime.device=cpu",
-]
-
-
-def tables(posbench: Callable[..., Result], outputs: Path, *more: str) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """The checks, and the verdicts by setup."""
-    result = posbench(*SMALL, *more)
-    assert result.status == 0, result.err
-    (folder,) = run_folders(outputs)
-    checks, found = (pd.read_csv(folder / f"{name}.csv") for name in ("checks", "findings"))
-    return checks, found.set_index(found["claim"].str.rpartition(": every")[0])
-
 
 def test_what_a_machine_lacks_is_named() -> None:
     cuda = {s.name: s.missing for s in setups(torch.device("cuda"), 1, flash=False)}
@@ -62,14 +45,32 @@ def test_differences_by_hand() -> None:
     assert differences(found, exact, "bfloat16") == pytest.approx(worst | {"logits": 0.1, "losses": 0.25})
 
 
-def test_without_a_gpu_nothing_about_one_is_said(posbench: Callable[..., Result], outputs: Path) -> None:
-    checks, found = tables(posbench, outputs)
-    gpu = checks["device"].str.contains("cuda")
-    assert set(checks[gpu]["verdict"]) == {"not run"} and set(checks[~gpu]["verdict"]) == {"passed"}
-    assert set(found["verdict"]) == {"not testable", "holds"}
-    assert set(found.index[found["verdict"] == "holds"]) == set(checks[~gpu]["setup"])
+def test_without_a_gpu_nothing_about_one_is_said(
+    posbench: Callable[..., Result], outputs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And a bench that stops is told beside the rest."""
+
+    def full(self: object, run: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(gpu_check.Latency, "measure", full)
+    monkeypatch.setattr(gpu_check.Throughput, "measure", lambda self, run: {})
+    result = posbench("study=gpu_check", "study.models=[check_mpt]", "study.prompts=4", "runtime.device=cpu")
+    assert result.status == 0 and "no GPU is checked" in result.out, result.err
+    (folder,) = run_folders(outputs)
+    checks, found = (pd.read_csv(folder / f"{name}.csv") for name in ("checks", "findings"))
+    bench, gpu = checks["setup"] == "bench", checks["device"].str.contains("cuda")
+    verdicts = found.set_index(found["claim"].str.partition(":")[0])["verdict"]
+    assert set(checks[gpu]["verdict"]) == {"not run"}
+    assert set(checks[~gpu & ~bench]["verdict"]) == {"passed"}
+    assert verdicts.drop(["CPU alone", "bench"]).tolist() == ["not testable"] * 5
+    assert set(verdicts["CPU alone"]) == {"holds"} and verdicts["bench"] == "contradicted"
     # Sixteen bits do not give the same numbers, or nothing was compared.
     assert (checks[checks["dtype"].isin(["float16", "bfloat16"]) & ~gpu]["value"] > 0).all()
+    timed = checks[bench].set_index("quantity")
+    assert timed["verdict"].to_dict() == {"latency": "failed", "throughput": "passed"}
+    assert "out of memory" in timed.loc["latency", "reason"]
+    assert (folder / "figures" / "checks.png").is_file()
 
 
 def test_a_fault_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,24 +96,3 @@ def test_a_fault_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     assert verdicts == {"eager": "holds", "eager, float16": "holds", **wrong_ones}
     assert "the first: tiny, none: RuntimeError" in found["CPU alone: layers on disk"].note
     assert "the first: tiny, none, logits: 0." in found["CPU alone: eager, bfloat16"].note
-
-
-def test_the_bench_tells_what_it_could_not_do(
-    posbench: Callable[..., Result], outputs: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(self: object, run: object) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    monkeypatch.setattr(gpu_check.Latency, "measure", full)
-    checks, found = tables(posbench, outputs, "study.bench=true", "study.models=[]")
-    bench = checks[checks["setup"] == "bench"].set_index("quantity")
-    assert bench["verdict"].to_dict() == {"latency": "failed", "throughput": "passed"}
-    assert "out of memory" in bench.loc["latency", "reason"]
-    (folder,) = run_folders(outputs)
-    assert (folder / "throughput.csv").is_file() and not (folder / "generation.csv").exists()
-    assert "contradicted" in set(found["verdict"])
-
-
-def test_unknown_models_are_refused(posbench: Callable[..., Result]) -> None:
-    refused = posbench("study=gpu_check", "study.models=[tini]")
-    assert refused.status == 2 and "study.models = 'tini'" in refused.err
