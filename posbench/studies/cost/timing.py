@@ -110,7 +110,7 @@ def applicable(
     return found
 
 
-def random_model(shape: Shape, device: torch.device, dtype: str = "float32", tokenizer: Any = None) -> LM:
+def random_model(shape: str, device: torch.device, dtype: str = "float32", tokenizer: Any = None) -> LM:
     """A model of a shape of ``shapes.yaml`` with random weights."""
     shapes = yaml.safe_load(Path(__file__).with_name("shapes.yaml").read_text())
     config = transformers.AutoConfig.for_model(**shapes[shape])
