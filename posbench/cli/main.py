@@ -191,8 +191,13 @@ def _together(every: Sequence[Composed], command: str) -> dict[int, LM]:
         with suppress(UserError):  # its own run tells
             configs[composed.number] = ready(composed).config
     for alike in sharing(list(configs.values())):
-        if lm := together(alike, command=command, console=terminal()):
-            models |= {number: lm for number, config in configs.items() if config in alike}
+        try:
+            lm = together(alike, command=command, console=terminal())
+        except Exception:
+            # A defect of what they share must not stop the jobs, which do without.
+            logging.exception("%d jobs share nothing", len(alike))
+        else:
+            models |= {number: lm for number, config in configs.items() if lm and config in alike}
     return models
 
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from posbench.files.atomic import rounded
 from posbench.model.encode import Encoded, Encoder
 from posbench.model.lm import LM, batches
 from posbench.model.prefix import Prefix
@@ -76,7 +77,9 @@ def replies(
         found = lm.continuations(tokens, asked, batch_size=len(batch), prefix=prefix)
         nats = [[total for total, _ in row] for row in found]
         best = [e.choices[row.index(max(row))].strip() for e, row in zip(batch, nats, strict=True)]
-        return [{"output": text, "loglikelihoods": row} for text, row in zip(best, nats, strict=True)]
+        return [
+            {"output": text, "loglikelihoods": rounded(row, 8)} for text, row in zip(best, nats, strict=True)
+        ]
     texts = lm.generate(
         tokens,
         max_new_tokens=first.max_new_tokens or task.max_new_tokens,

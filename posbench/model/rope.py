@@ -242,7 +242,7 @@ class HandRotation:
             if turned is None:
                 turned = self.rotate(x, (torch.zeros_like(cos), torch.ones_like(sin)))[..., : cos.shape[-1]]
                 part, rest = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
-            rotated = torch.addcmul(part * cos[:, None], turned, sin[:, None])
+            rotated = (part * cos[:, None]).addcmul_(turned, sin[:, None])
             yield torch.cat([rotated, rest], dim=-1) if rest.shape[-1] else rotated
 
 

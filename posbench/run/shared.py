@@ -14,7 +14,8 @@ from posbench.late import torch
 from posbench.methods import Method
 from posbench.model.encode import Encoded
 from posbench.model.lm import LM
-from posbench.model.prefix import Prefix, Store, grouped, obstacle, token_bytes
+from posbench.model.prefix import Prefix
+from posbench.model.store import Store, grouped, obstacle, token_bytes
 from posbench.run.base import Run, out_of_memory
 from posbench.run.folder import RunDir
 from posbench.run.parts import gather

@@ -15,10 +15,13 @@ from posbench.late import pd
 from posbench.measure.items import attention_to_items, item_tokens
 from posbench.measure.replies import encode_longest, replies
 from posbench.methods.scale_channel import check_channels, share
+from posbench.methods.unmodified import Unmodified
 from posbench.model import families
 from posbench.model.encode import Encoded
 from posbench.model.lm import LM
+from posbench.model.prefix import Prefix
 from posbench.run.base import Run
+from posbench.run.shared import Ask, Asks, Subject
 from posbench.stats import bootstrap, reference
 from posbench.stats.bootstrap import Array, Estimate, Group, K
 from posbench.stats.findings import Finding, ends, estimate, joint
@@ -29,6 +32,7 @@ from posbench.tasks.items import placed
 Range = tuple[int, int]
 Block = Callable[[Sequence[Example]], AbstractContextManager[object]]
 Compute = Callable[[Sequence[Example]], list[Row]]
+OnPrefix = Callable[[Sequence[Example], Prefix | None], list[Row]]
 Measured = Mapping[str, Mapping[str, Row]]  # variant -> id -> row
 CROP, RETRIEVAL = (1, 7), (15, 20)
 """Yu et al. 2025, of 32 layers, 0-based and inclusive: 2 to 8 (Section 2.2, counted from 1), 15 to 20."""
@@ -167,14 +171,34 @@ class Prompts:
         rows = self.run.complete(file, label, self.batches, lambda e: {**key, "id": e.id}, compute)
         return {row["id"]: row for row in rows}
 
-    def attention(self, batch: Sequence[Example], *, heads: bool = False) -> Array:
+    def as_read(self, file: str, label: str, key: Mapping[str, object], compute: OnPrefix) -> dict[str, Row]:
+        """As :meth:`complete`, of prompts that nothing changes but the run's method: what several have in
+        common is read once, where that method allows it."""
+        run, method = self.run, self.run.method()
+        if method.prefill() != method:
+            return self.complete(file, label, key, lambda batch: compute(batch, None))
+        plan = lambda part, most: run.plan(part, self.encoded, self.task, most)  # noqa: E731
+        asks = Asks.of([Subject(run, "", Unmodified())], self.examples, self.encoded, plan)
+
+        def made(batch: Sequence[Ask]) -> list[Row]:
+            with asks.under(batch) as prefix:
+                return compute([ask.example for ask in batch], prefix)
+
+        own: Callable[[Ask], Row] = lambda ask: {**key, "id": ask.example.id}  # noqa: E731
+        rows = run.complete(file, label, asks.batches, own, made, asks.order)
+        return {row["id"]: row for row in rows}
+
+    def attention(
+        self, batch: Sequence[Example], prefix: Prefix | None = None, *, heads: bool = False
+    ) -> Array:
         """See :func:`posbench.measure.items.attention_to_items`."""
         codes = [self.encoded[e.id] for e in batch]
-        return attention_to_items(self.run.lm, codes, batch, heads=heads).double().numpy()
+        return attention_to_items(self.run.lm, codes, batch, heads=heads, prefix=prefix).double().numpy()
 
-    def replies(self, batch: Sequence[Example]) -> list[Row]:
+    def replies(self, batch: Sequence[Example], prefix: Prefix | None = None) -> list[Row]:
         """``output`` and ``score`` (the task's metric) of each example of a batch."""
-        outputs = [str(row["output"]) for row in replies(self.run.lm, self.task, batch, self.encoded)]
+        said = replies(self.run.lm, self.task, batch, self.encoded, prefix)
+        outputs = [str(row["output"]) for row in said]
         scores = [self.task.score(e, text)[self.task.metric] for e, text in zip(batch, outputs, strict=True)]
         return [{"output": text, "score": score} for text, score in zip(outputs, scores, strict=True)]
 

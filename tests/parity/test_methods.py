@@ -9,6 +9,7 @@ import posbench
 from posbench.errors import UserError
 from posbench.methods.base import Needs
 from posbench.model import families, rope
+from posbench.model.store import Store
 from posbench.schema import required
 from tests.conftest import config_of
 from tests.models import BUILDERS, build
@@ -70,3 +71,25 @@ def test_identity_and_restoration(name, family):
     for key, module in lm.model.named_modules():
         assert not module._forward_pre_hooks and not module._forward_hooks, key
         assert set(vars(module)) == set(attributes[key]), key
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_prefill_that_it_shares_gives_what_prompts_read_alone_give(name):
+    lm = posbench.load(build("mistral-window"))
+    method = METHODS[name].cls.example(lm)
+    under = method.prefill()
+    assert (under is None) == (name in ("ms_poe", "moice", "attention_buckets", "damp"))
+    if under is None:
+        return
+    torch.manual_seed(0)
+    trunk = torch.randint(6, 60, (70,)).tolist()
+    rows = [trunk + torch.randint(6, 60, (n,)).tolist() for n in (40, 7, 25)]
+    store = Store([row[:-1] for row in rows], *method.records())
+    assert store.layout.size == 70 + 39 + 6 + 24, "the trunk once"
+    with under.applied(lm):
+        store.fill(lm, 2, None)
+    with method.applied(lm), torch.inference_mode():
+        shared = lm.model(**lm.pad(rows, store.prefix(lm, range(3))), logits_to_keep=1).logits[:, -1]
+        for row, found in zip(rows, shared, strict=True):
+            wanted = lm.logits(torch.tensor([row]))[0, -1]
+            assert (found.log_softmax(-1) - wanted.log_softmax(-1)).abs().max() < 2e-5

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import random
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from statistics import median
@@ -12,21 +13,34 @@ from posbench import paths
 from posbench.files.atomic import Row
 from posbench.files.sources import Source, checkpoint
 from posbench.late import inference_mode, pd, torch
-from posbench.measure.replies import encode, plan, replies
+from posbench.methods import Method, ScaleChannel, Unmodified
 from posbench.model.lm import LM
 from posbench.model.load import load, torch_device
+from posbench.run.answers import planned
 from posbench.run.base import Run
 from posbench.run.runtime import Runtime
-from posbench.schema import Count, Several
+from posbench.run.shared import Subject
+from posbench.schema import Count, Several, Tokens
+from posbench.stats.frames import UNMODIFIED
 from posbench.studies.cost.timing import Shape, Timed, random_model, table
 from posbench.tasks import Example, KVRetrieval
+from posbench.tasks.kv_retrieval import WORDS, compact_prompt
 
-CHOICES = 4
+CHOICES, POSITIONS = 4, 5
+FACTORS = {"Table 1": (0.0,), "Figure 6": (2.0, 1.5, 1.0, 0.5, 0.0, -0.5, -1.0, -1.5, -2.0)}
+"""Factors of scale_channel beside the unmodified model, each at five gold positions: Yu et al. 2025."""
+ALONE, BATCHED, SHARED = "one prompt at a time", "in batches", "in batches, prefills shared"
+Outputs = list[str]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Throughput(Timed):
-    """Generated and chosen replies of the embedded model and of one with random weights, in float32."""
+    """Generated and chosen replies of the embedded model and of one with random weights, in float32.
+
+    Where prompts have nothing in common, and under the unmodified model alone, sharing prefills gains nothing
+    and should cost nothing. Works in the shape of Yu et al.'s Table 1 and Figure 6 have the same question at
+    five gold positions, under the unmodified model and factors of scale_channel.
+    """
 
     caption: ClassVar[str] = "The evaluate stage and a loop over single prompts, with equal outputs."
 
@@ -34,67 +48,125 @@ class Throughput(Timed):
     pairs: tuple[Several, ...] = (8, 56)  # per prompt of key-value retrieval: short and long prompts
     examples: Several = 60
     new_tokens: Count = 8  # generated
+    tokens: Tokens = 2000  # of a prompt in the shapes of the paper, about
+    questions: Count = 1  # in these
 
     def files(self) -> tuple[Source, ...]:
         """See :meth:`Study.files`: the embedded model."""
         return (replace(checkpoint(f"{paths.EMBEDDED}tiny"), field="study.model"),)
 
     def measure(self, run: Run) -> dict[str, pd.DataFrame]:
-        """Table ``throughput``; see :meth:`Timed.compared`."""
+        """Table ``throughput``: see :meth:`Timed.compared`; and the prompt tokens that a way was asked for
+        (``tokens_asked``) and computed."""
         torch.manual_seed(0)
         tiny = load("tiny", device=run.runtime.device)
         other = random_model(self.shape, torch_device(run.runtime.device), tokenizer=tiny.tokenizer)
         rows: list[Row] = []
-        with run.progress("prompts", 2 * len(self.pairs)) as advance:
+        with run.progress("works", 4 * len(self.pairs) + len(FACTORS)) as advance:
             for lm in (tiny, other):
                 for pairs in self.pairs:
-                    rows += self.replied(lm, pairs, run.runtime)
-                    advance(1)
+                    rows += self.replied(run, lm, pairs)
+                    advance(2)
+            for shape in FACTORS:
+                rows += self.shaped(run, other, shape)
+                advance(1)
         return {"throughput": table(rows)}
 
-    def replied(self, lm: LM, pairs: int, runtime: Runtime) -> list[Row]:
-        """Rows of one model at one number of pairs, generation first, then choices."""
+    def replied(self, run: Run, lm: LM, pairs: int) -> list[Row]:
+        """Rows of the unmodified model at one number of pairs, generation first, then choices."""
         count, places = self.examples, tuple(dict.fromkeys((0, pairs // 2, pairs - 1)))
-        made: dict[str, Any] = {"records": "words", "prompt": "compact", "max_new_tokens": self.new_tokens}
+        made: dict[str, Any] = {"records": "words", "prompt": "compact"}
         made |= {"pairs": pairs, "positions": places, "limit": -(-count // len(places))}
-        task = KVRetrieval(**made)
-        generated = task.examples("evaluation")[:count]
+        generated = KVRetrieval(**made).examples("evaluation")[:count]
         values = [e.answers[0] for e in generated]
         asked = (tuple(values[(i + k) % count] for k in range(CHOICES)) for i in range(count))
         chosen = [replace(e, choices=choices) for e, choices in zip(generated, asked, strict=True)]
-        length, rows = round(median(len(lm.encode(e.prompt).ids) for e in generated)), list[Row]()
-        for what, examples in ((f"generate {self.new_tokens}", generated), (f"{CHOICES} choices", chosen)):
-            ways = {"one prompt at a time": partial(looped, lm, task, examples)}
-            ways["evaluate stage"] = partial(staged, lm, task, examples, runtime)
-            work = f"{lm.name}: {count} prompts of {length} tokens, {what}"
-            rows += self.compared(work, ways, lm.device)
-        return rows
+        return [
+            *self.timed(run, lm, generated, {UNMODIFIED: Unmodified()}, f"generate {self.new_tokens}"),
+            *self.timed(run, lm, chosen, {UNMODIFIED: Unmodified()}, f"{CHOICES} choices"),
+        ]
+
+    def shaped(self, run: Run, lm: LM, shape: str) -> list[Row]:
+        """Rows of the work of a table or figure of Yu et al. 2025."""
+        channel, methods = ScaleChannel.example(lm), dict[str, Method]({UNMODIFIED: Unmodified()})
+        methods |= {f"{factor:g}": replace(channel, factor=factor) for factor in FACTORS[shape]}
+        examples = [e for number in range(self.questions) for e in moved(lm, self.tokens, number)]
+        factors = f"unmodified and {len(methods) - 1} factor{'s' * (len(methods) > 2)}"
+        return self.timed(run, lm, examples, methods, f"{shape}: {factors}, {POSITIONS} positions")
+
+    def timed(
+        self, run: Run, lm: LM, examples: Sequence[Example], methods: Mapping[str, Method], what: str
+    ) -> list[Row]:
+        """Rows of each way to make the same outputs."""
+        task = KVRetrieval(records="words", prompt="compact", max_new_tokens=self.new_tokens, pairs=8)
+        plain, shared = replace(run.runtime, share=None), replace(run.runtime, share=Runtime.share)
+        ways = {
+            ALONE: partial(looped, lm, task, examples, methods),
+            BATCHED: partial(staged, replace(run, task=task, runtime=plain), lm, examples, methods),
+            SHARED: partial(staged, replace(run, task=task, runtime=shared), lm, examples, methods),
+        }
+        lengths, computed = [len(lm.encode(e.prompt).ids) for e in examples], dict[str, int]()
+
+        def counted(way: str) -> Outputs:
+            before = lm.read
+            found = ways[way]()
+            computed[way] = lm.read - before
+            return found
+
+        work = f"{lm.name}: {len(examples)} prompts of {round(median(lengths))} tokens, {what}"
+        rows = self.compared(work, {way: partial(counted, way) for way in ways}, lm.device)
+        asked = sum(lengths) * len(methods)
+        return [{**row, "tokens_asked": asked, "tokens_computed": computed[row["way"]]} for row in rows]
 
 
-def staged(lm: LM, task: KVRetrieval, examples: Sequence[Example], runtime: Runtime) -> list[str]:
+def moved(lm: LM, tokens: int, number: int) -> list[Example]:
+    """A question of about so many tokens, its gold pair at each of five positions."""
+    draw = random.Random(f"posbench throughput {number}")
+    words = [one + other for one in WORDS for other in WORDS]
+    draw.shuffle(words)
+    drawn = list(zip(words[::2], words[1::2], strict=True))
+    some = len(lm.encode(compact_prompt(drawn[:64], words[0])[0]).ids)
+    size = max(POSITIONS, round(64 * tokens / some))
+    gold, others = drawn[0], drawn[1:size]
+    examples = []
+    for place in range(POSITIONS):
+        at = place * (size - 1) // (POSITIONS - 1)
+        prompt, spans = compact_prompt([*others[:at], gold, *others[at:]], gold[0])
+        given: dict[str, Any] = {"gold_position": at, "items": spans, "cluster": str(number)}
+        examples.append(Example(id=f"{number}-{at}", prompt=prompt, answers=(gold[1],), **given))
+    return examples
+
+
+def staged(run: Run, lm: LM, examples: Sequence[Example], methods: Mapping[str, Method]) -> Outputs:
     """Outputs as the evaluate stage makes them."""
-    encoded, out = {e.id: encode(lm, task, e) for e in examples}, dict[str, str]()
-    for batch in plan(task, examples, encoded, runtime.batch_size, runtime.batch_tokens):
-        rows = replies(lm, task, batch, encoded)
-        out |= {e.id: str(row["output"]) for e, row in zip(batch, rows, strict=True)}
-    return [out[e.id] for e in examples]
+    run.lm, run.evaluation = lm, list(examples)
+    asks, compute = planned([Subject(run, *each) for each in methods.items()], run.encode(examples))
+    out: dict[tuple[str, str], str] = {}
+    for batch in asks.batches:
+        rows = zip(batch, compute(batch), strict=True)
+        out |= {(ask.subject.name, ask.example.id): str(row["output"]) for ask, row in rows}
+    return [out[name, e.id] for name in methods for e in examples]
 
 
 @inference_mode
-def looped(lm: LM, task: KVRetrieval, examples: Sequence[Example]) -> list[str]:
+def looped(lm: LM, task: KVRetrieval, examples: Sequence[Example], methods: Mapping[str, Method]) -> Outputs:
     """The same outputs from stock transformers, prompt by prompt; each choice costs a forward of its own."""
     out, tokenizer = [], lm.need_tokenizer()
     fixed = {"max_new_tokens": task.max_new_tokens, "do_sample": False, "pad_token_id": 0}
-    for e in examples:
-        prompt = tokenizer(e.prompt, return_tensors="pt")["input_ids"].to(lm.device)
-        width, totals = prompt.shape[1], []
-        for choice in e.choices:
-            ids = torch.tensor([tokenizer(choice, add_special_tokens=False)["input_ids"]], device=lm.device)
-            logits = lm.model(torch.cat([prompt, ids], dim=1)).logits[0, width - 1 : -1]
-            totals.append(float(logits.float().log_softmax(-1).gather(1, ids.T).sum()))
-        if totals:
-            out.append(e.choices[totals.index(max(totals))])
-        else:
-            new = lm.model.generate(prompt, attention_mask=torch.ones_like(prompt), **fixed)
-            out.append(str(tokenizer.decode(new[0, width:], skip_special_tokens=True)))
+    for method in methods.values():
+        with method.applied(lm):
+            for e in examples:
+                prompt = tokenizer(e.prompt, return_tensors="pt")["input_ids"].to(lm.device)
+                lm.read += prompt.numel() * max(len(e.choices), 1)
+                width, totals = prompt.shape[1], []
+                for choice in e.choices:
+                    ids = tokenizer(choice, add_special_tokens=False)["input_ids"]
+                    given = torch.tensor([ids], device=lm.device)
+                    logits = lm.model(torch.cat([prompt, given], dim=1)).logits[0, width - 1 : -1]
+                    totals.append(float(logits.float().log_softmax(-1).gather(1, given.T).sum()))
+                if totals:
+                    out.append(e.choices[totals.index(max(totals))])
+                else:
+                    new = lm.model.generate(prompt, attention_mask=torch.ones_like(prompt), **fixed)
+                    out.append(str(tokenizer.decode(new[0, width:], skip_special_tokens=True)))
     return out

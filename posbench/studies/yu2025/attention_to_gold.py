@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from posbench.errors import UserError
 from posbench.files.atomic import Row, rounded
 from posbench.late import Figure, matplotlib, pd
+from posbench.model.prefix import Prefix
 from posbench.plots import base as plot
 from posbench.plots.attention import over_positions
 from posbench.plots.section import Drawn
@@ -108,15 +109,17 @@ class AttentionToGold(Study):
         for task in self.tasks(run.task):
             prompts, key = Prompts.of(run, self.examples, task=task), {"items_per_prompt": task.items}
 
-            def compute(batch: Sequence[Example], prompts: Prompts = prompts) -> list[Row]:
-                found = prompts.attention(batch, heads=True).astype(np.float32)
+            def compute(
+                batch: Sequence[Example], prefix: Prefix | None, prompts: Prompts = prompts
+            ) -> list[Row]:
+                found = prompts.attention(batch, prefix, heads=True).astype(np.float32)
                 return [head_row(weights, gold(e)) for weights, e in zip(found, batch, strict=True)]
 
-            rows = prompts.complete("attention.jsonl", f"attention, {task.items} items", key, compute)
+            rows = prompts.as_read("attention.jsonl", f"attention, {task.items} items", key, compute)
             if not tables:
                 tables = self._scores(prompts, [rows[e.id] for e in prompts.examples])
                 used = tables["layers"].loc[tables["layers"]["used"], "layer"].tolist()
-            said = prompts.complete("replies.jsonl", f"accuracy, {task.items} items", key, prompts.replies)
+            said = prompts.as_read("replies.jsonl", f"accuracy, {task.items} items", key, prompts.replies)
             for e in prompts.examples:
                 said[e.id]["attention"] = np.array(rows[e.id]["items"])[used, gold(e)].mean()
             parts.append(prompts.results(said))
@@ -151,10 +154,11 @@ class AttentionToGold(Study):
         """Mean weights of every head of one layer, known only now: a few examples run again."""
         few = Prompts.of(prompts.run, HEAD_EXAMPLES, prompts.examples)
 
-        def compute(batch: Sequence[Example]) -> list[Row]:
-            return [{"heads": rounded(weights)} for weights in few.attention(batch, heads=True)[:, layer]]
+        def compute(batch: Sequence[Example], prefix: Prefix | None) -> list[Row]:
+            found = few.attention(batch, prefix, heads=True)[:, layer]
+            return [{"heads": rounded(weights)} for weights in found]
 
-        rows = few.complete("heads.jsonl", f"heads of layer {layer}", {"layer": layer}, compute)
+        rows = few.as_read("heads.jsonl", f"heads of layer {layer}", {"layer": layer}, compute)
         weights = np.array([rows[e.id]["heads"] for e in few.examples])
         return mean_maps(weights, few.frame()["gold_position"].to_numpy(), "head").assign(layer=layer)
 

@@ -12,6 +12,7 @@ from posbench.errors import UserError
 from posbench.files.atomic import Row
 from posbench.late import Axes, Figure, pd
 from posbench.methods.scale_channel import ScaleChannel
+from posbench.model.prefix import Prefix
 from posbench.plots import base as plot
 from posbench.plots.section import Drawn
 from posbench.run.base import Run
@@ -153,10 +154,10 @@ def layer_table(run: Run, changes: Mapping[Range, Array], ranges: Mapping[str, r
     """
     prompts, rows = Prompts.of(run, run.runtime.intervene_examples), []
 
-    def compute(batch: Sequence[Example]) -> list[Row]:
-        return [{"most": layers} for layers in prompts.attention(batch).argmax(-1).tolist()]
+    def compute(batch: Sequence[Example], prefix: Prefix | None) -> list[Row]:
+        return [{"most": layers} for layers in prompts.attention(batch, prefix).argmax(-1).tolist()]
 
-    most = prompts.complete(ATTENTION, "attention", {}, compute)
+    most = prompts.as_read(ATTENTION, "attention", {}, compute)
     frame = prompts.frame()
     hits = np.array([most[i]["most"] for i in frame["id"]]) == frame[["gold_position"]].to_numpy()
 

@@ -2,38 +2,69 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 import pytest
+from rich.console import Console
 
-from posbench.run.runtime import Runtime
+from posbench.pipeline.ready import prepared
+from posbench.run import answers
 from posbench.studies.cost import throughput
-from tests.conftest import Result, run_folders
+from tests.conftest import Result, config_of, run_folders
 
 
-def test_both_ways_give_the_same_outputs(tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    study = throughput.Throughput(examples=7, new_tokens=3, repeats=1)
-    rows = study.replied(tiny, 8, Runtime())
-    assert [row["way"] for row in rows] == ["one prompt at a time", "evaluate stage"] * 2
-    assert "7 prompts" in rows[0]["work"] and "4 choices" in rows[2]["work"]
-    replies = throughput.replies
+def run_of(*overrides: str) -> Any:
+    return prepared(config_of("study=throughput", *overrides), {}, (), Console(quiet=True))
+
+
+def test_all_ways_give_the_same_outputs(tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    study, run = throughput.Throughput(examples=7, new_tokens=3, repeats=1), run_of()
+    rows = study.replied(run, tiny, 8)
+    ways = ["one prompt at a time", "in batches", "in batches, prefills shared"]
+    assert [row["way"] for row in rows] == ways * 2
+    assert "7 prompts" in rows[0]["work"] and "4 choices" in rows[3]["work"]
+    replies = answers.replies
 
     def wrong(*args: Any) -> list[dict[str, Any]]:
         rows = replies(*args)
         return [{**rows[0], "output": "?"}, *rows[1:]]
 
-    monkeypatch.setattr(throughput, "replies", wrong)
-    with pytest.raises(RuntimeError, match="evaluate stage gives other results"):
-        study.replied(tiny, 8, Runtime())
+    monkeypatch.setattr(answers, "replies", wrong)
+    with pytest.raises(RuntimeError, match="in batches gives other results"):
+        study.replied(run, tiny, 8)
 
 
-def test_the_command(posbench: Callable[..., Result], outputs: Path) -> None:
-    small = ["study.pairs=[8]", "study.examples=2", "study.new_tokens=1", "study.repeats=1"]
+def test_prompts_of_the_papers_shapes_differ_in_the_gold_position_alone(tiny: Any) -> None:
+    """Tokens computed, from a count of different beginnings, and what the shapes let one hope for."""
+    study = throughput.Throughput(new_tokens=1, repeats=1, tokens=400)
+    for shape, factors, least in (("Table 1", 1, 2.5), ("Figure 6", 9, 8)):
+        examples = throughput.moved(tiny, 400, 0)
+        assert len({frozenset(re.findall('"[a-z]+": "[a-z]+"', e.prompt)) for e in examples}) == 1
+        (alone, batched, shared) = study.shaped(run_of(), tiny, shape)
+        ids = [tiny.encode(e.prompt).ids for e in examples]
+        assert alone["tokens_computed"] == batched["tokens_computed"] == alone["tokens_asked"]
+        assert alone["tokens_asked"] == (1 + factors) * sum(map(len, ids))
+        different = len({tuple(row[:n]) for row in ids for n in range(1, len(row))})
+        last = len(ids) * (1 + factors)
+        assert different + last <= shared["tokens_computed"] <= 1.15 * different + last
+        assert least * shared["tokens_computed"] < shared["tokens_asked"]
+
+
+def test_the_command(posbench: Callable[..., Result], outputs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(throughput, "FACTORS", {"Table 1": (0.0,)})
+    small = [
+        "study.pairs=[8]",
+        "study.examples=2",
+        "study.new_tokens=1",
+        "study.repeats=1",
+        "study.tokens=64",
+    ]
     result = posbench("study=throughput", *small)
     assert result.status == 0, result.err
     (folder,) = run_folders(outputs)
     works = pd.read_csv(folder / "throughput.csv")["work"]
-    assert works.str.split(":").str[0].unique().tolist() == ["tiny", "small"] and len(works) == 8
+    assert works.str.split(":").str[0].unique().tolist() == ["tiny", "small"] and len(works) == 15

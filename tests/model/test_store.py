@@ -14,7 +14,7 @@ from posbench.methods import ScaleChannel, Unmodified
 from posbench.methods.composed import Composed
 from posbench.methods.layer_scaling import LayerScaling
 from posbench.methods.position_interpolation import PositionInterpolation
-from posbench.model.prefix import LEAST, Store, batches, grouped, layout, obstacle
+from posbench.model.store import LEAST, Store, batches, grouped, layout, obstacle
 from tests.models import BUILDERS, VOCABULARY, build
 
 CHANGING = ("phi3-longrope",)
@@ -89,12 +89,11 @@ def test_groups_hold_every_prompt_once_and_no_more_tokens_than_fit(tree, capacit
 
 def methods(lm):
     channel = ScaleChannel(channel=(5, 17), factor=-0.5, layers=(1, 2))
-    found = {"none": Unmodified(), "scale_channel": channel, "keys": replace(channel, tokens="earlier")}
-    found["queries"] = replace(channel, tokens="last")
+    found = {"none": Unmodified(), "scale_channel": channel}
+    if lm.name == "llama":
+        found |= {tokens: replace(channel, tokens=tokens) for tokens in ("earlier", "last")}
     if rotates(lm):
-        found["position_interpolation"] = PositionInterpolation(scale=1.7)
         scaling = LayerScaling(scales=(1.0, 1.5, 1.2, 0.8))
-        found["layer_scaling"] = scaling
         found["both"] = Composed(parts={"layer_scaling": scaling, "scale_channel": channel})
     return found
 
@@ -142,4 +141,4 @@ def test_shared_prefills_give_the_logits_of_prompts_read_alone(name):
             for number, i in enumerate(batch):
                 wanted = alone(lm, rows[i], answer)
                 difference = (found[number].log_softmax(-1) - wanted.log_softmax(-1)).abs().max()
-                assert difference < 1e-4, (method, i, float(difference))
+                assert difference < 2e-5, (method, i, float(difference))

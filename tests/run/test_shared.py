@@ -1,0 +1,187 @@
+"""Prompts and methods that share prefills: the same files, whatever is shared, killed or swept together."""
+
+import gc
+import json
+import random
+
+import pytest
+import torch
+from rich.console import Console
+
+from posbench.methods import Unmodified
+from posbench.model.store import Store, token_bytes
+from posbench.pipeline.execute import execute
+from posbench.pipeline.ready import prepared, ready
+from posbench.run.answers import planned
+from posbench.run.folder import opened
+from posbench.run.shared import Asks, Subject
+from posbench.stats.frames import UNMODIFIED
+from posbench.tasks.kv_retrieval import WORDS
+from tests.conftest import run_folders
+
+CHANNEL = ["method.channel=15", "method.factor=-1.0", "method.layers=[1,3]"]
+TIMES = {"DONE", "config.yaml", "manifest.json", "provenance.json", "status.json", "report.html"}
+QUIET = Console(quiet=True)
+
+
+@pytest.fixture
+def asked(tmp_path):
+    """Overrides of questions of 24 pairs, each asked at five gold positions."""
+    lines = []
+    for number in range(4):
+        words = random.Random(number).sample(WORDS, 48)
+        records = [[words[2 * i], words[2 * i + 1]] for i in range(24)]
+        lines.append({"ordered_kv_records": records, "key": records[3][0], "value": records[3][1]})
+    file = tmp_path / "words.jsonl"
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    given = [
+        f"task.path={file}",
+        "task.prompt=compact",
+        "task.pairs=24",
+        "task.limit=4",
+        "task.max_new_tokens=1",
+    ]
+    given += ["task.positions=[0,6,12,18,23]", "runtime.threads=1", "stages=[intervene,evaluate]"]
+    return [*given, "runtime.intervene_examples=1", "runtime.resamples=100", "runtime.batch_size=4"]
+
+
+def config(*overrides):
+    from posbench.pipeline.compose import composed
+
+    return ready(composed(*overrides)).config
+
+
+def files(folder):
+    """What a run holds, without where and when it was made, and rows without their run."""
+    found = {}
+    for path in sorted(p for p in folder.rglob("*") if p.is_file()):
+        name = path.relative_to(folder).as_posix()
+        if name.endswith(".jsonl"):
+            found[name] = [json.dumps(row) for row in opened(folder).rows(name)]
+        elif name not in TIMES:
+            found[name] = path.read_bytes()
+    return found
+
+
+@pytest.mark.parametrize("method", [CHANNEL, ["method=layer_scaling"]])
+def test_all_files_are_the_same_whether_prefills_are_shared_or_not(asked, method, tmp_path):
+    found, read = {}, {}
+    for share in ("1MiB", "4GiB", "null"):
+        own = [*asked, *method, "model.dtype=float64", f"runtime.outputs={tmp_path / share}"]
+        folder = execute(config(*own, f"runtime.share={share}"), command="test", console=QUIET)
+        found[share] = files(folder)
+        read[share] = opened(folder).status()["spent"]["evaluate"]["prompt_tokens"]
+    assert found["4GiB"] == found["null"] == found["1MiB"]
+    assert 1.2 * read["4GiB"] < read["null"] and 1.1 * read["1MiB"] < read["null"]
+    assert read["4GiB"] < read["1MiB"], "a small memory shares less"
+
+
+def run_of(*overrides):
+    one = config(*overrides)
+    return prepared(one, {}, (), QUIET)
+
+
+def plan_of(run, methods):
+    encoded = run.encode(run.evaluation)
+    asks, compute = planned([Subject(run, *each) for each in methods.items()], encoded)
+    return asks, compute
+
+
+def test_the_batches_of_a_method_do_not_depend_on_the_others(asked):
+    run = run_of(*asked, *CHANNEL)
+    methods = {UNMODIFIED: Unmodified(), "scale": run.method()}
+    both, _ = plan_of(run, methods)
+    for name, method in methods.items():
+        alone, _ = plan_of(run, {name: method})
+        own = [batch for batch in both.batches if batch[0].subject.name == name]
+        assert [[a.example.id for a in batch] for batch in own] == [
+            [a.example.id for a in batch] for batch in alone.batches
+        ]
+        assert [batch[0].group for batch in own] == [batch[0].group for batch in alone.batches]
+
+
+def live():
+    """Bytes of all tensors that Python can see, each storage once."""
+    gc.collect()
+    storages = {}
+    for thing in gc.get_objects():
+        if isinstance(thing, torch.Tensor):
+            storage = thing.untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())
+
+
+@pytest.mark.parametrize("share", ["600KiB", "2MiB"])
+def test_what_is_shared_keeps_to_its_memory(asked, share, monkeypatch):
+    run = run_of(*asked, *CHANNEL, f"runtime.share={share}", "runtime.batch_tokens=null")
+    asks, compute = plan_of(run, {"scale": run.method()})
+    assert all(group.under for group in asks._groups), "this memory is enough to share"
+    asks.lm.generate([[5, 6, 7]], max_new_tokens=1)
+    before, peak, gathered = live(), [0], Store.prefix
+
+    def measured(self, lm, rows):
+        prefix = gathered(self, lm, rows)
+        peak[0] = max(peak[0], live() - before)
+        return prefix
+
+    monkeypatch.setattr(Store, "prefix", measured)
+    for batch in asks.batches[:4]:
+        compute(batch)
+    budget = run.runtime.shared_bytes
+    assert 0.2 * budget < peak[0] <= budget, (peak[0], budget, token_bytes(asks.lm))
+
+
+def test_one_that_is_killed_in_a_group_goes_on_to_the_same_bytes(asked, tmp_path, monkeypatch):
+    whole = execute(config(*asked, *CHANNEL, f"runtime.outputs={tmp_path / 'a'}"), command="", console=QUIET)
+    prefilled, left = Asks._prefilled, [0]
+
+    def killed(self, batch):
+        left[0] -= 1
+        if not left[0]:
+            raise KeyboardInterrupt
+        return prefilled(self, batch)
+
+    monkeypatch.setattr(Asks, "_prefilled", killed)
+    one = config(*asked, *CHANNEL, f"runtime.outputs={tmp_path / 'b'}")
+    stops = 0
+    for after in (2, 5, 3, 7, 4, 6, 100):
+        left[0] = after
+        try:
+            folder = execute(one, command="", console=QUIET)
+            break
+        except KeyboardInterrupt:
+            stops += 1
+    assert stops > 3 and files(folder) == files(whole)
+
+
+def test_jobs_of_a_sweep_leave_what_runs_of_their_own_leave(asked, posbench, outputs, tmp_path, monkeypatch):
+    factors, own = ("1", "-1"), [*asked, "method.channel=15", "method.layers=[1,3]"]
+    fills = []
+    real = Store.fill
+    monkeypatch.setattr(
+        Store, "fill", lambda self, *args: (fills.append(self.layout.size), real(self, *args))
+    )
+    result = posbench("-m", f"method.factor={','.join(factors)}", *own)
+    assert result.status == 0, result.err
+    together, fills[:] = len(fills), []
+    apart = {}
+    for factor in factors:
+        one = config(f"method.factor={factor}", *own, f"runtime.outputs={tmp_path / 'apart'}")
+        folder = execute(one, command="", console=QUIET)
+        apart[folder.name] = files(folder)
+    assert {folder.name: files(folder) for folder in run_folders(outputs)} == apart
+    assert together < len(fills), "one pass over the prompts, not one for each job"
+    assert "2 runs that differ in their methods alone" in result.out
+    # All is there: the same command reads no prompt.
+    fills.clear()
+    assert posbench("-m", f"method.factor={','.join(factors)}", *own).status == 0 and not fills
+
+
+def test_what_shares_nothing_is_said(asked, capsys):
+    run = run_of(*asked, "method=ms_poe")
+    asks, _ = plan_of(run, {"ms_poe": run.method()})
+    assert asks.said == ["ms_poe reads each prompt as one, and shares no prefill"]
+    run = run_of(*asked, *CHANNEL, "runtime.share=10KiB")
+    asks, _ = plan_of(run, {"scale_channel": run.method()})
+    assert len(asks.said) == 1 and "runtime.share=10KiB holds" in asks.said[0]
+    assert not any(group.under for group in asks._groups)
