@@ -144,8 +144,9 @@ class GpuCheck(Study):
         at: dict[str, Any] = {"shape": shape, "methods_at": (tokens,)}
         if gpu:
             full = Latency(**at, prompts=(tokens,), dtype="bfloat16")
-            return {"latency": full, "throughput": Throughput()}
-        few = Throughput(pairs=(8,), examples=2, new_tokens=1, repeats=1)
+            works: dict[str, Any] = {"shape": shape, "dtype": "bfloat16", "works": ("Table 1",)}
+            return {"latency": full, "throughput": Throughput(**works, pairs=(), tokens=tokens)}
+        few = Throughput(pairs=(8,), examples=2, new_tokens=1, repeats=1, tokens=64, works=("Table 1",))
         return {"latency": Latency(**at, prompts=(), search_tokens=0, repeats=1), "throughput": few}
 
     def figures(self, tables: Tables) -> Drawn:
