@@ -61,6 +61,7 @@ def test_the_command(posbench: Callable[..., Result], outputs: Path) -> None:
         "study.new_tokens=1",
         "study.repeats=1",
         "study.tokens=64",
+        "study.works=[Table 1]",
     ]
     result = posbench("study=throughput", *small)
     assert result.status == 0, result.err
