@@ -14,7 +14,7 @@ from posbench.late import torch
 from posbench.methods import Method
 from posbench.model.encode import Encoded
 from posbench.model.lm import LM
-from posbench.model.prefix import Prefix, Store, grouped, obstacle, token_bytes
+from posbench.model.prefix import Prefix, Store, batches, grouped, layout, obstacle, spans, token_bytes
 from posbench.run.base import Run, out_of_memory
 from posbench.run.folder import RunDir
 from posbench.run.runtime import Runtime
@@ -135,6 +135,21 @@ class Asks:
             return [], None
         capacity = min(room - batch, BATCHES * (tokens or room))
         return [[examples[i] for i in group] for group in grouped(rows, capacity)], batch
+
+    def computed(self) -> tuple[list[tuple[int, int]], int]:
+        """First token and end of everything that is computed of prompts, and the tokens of the largest shared
+        prefill: what :attr:`LM.read` will count, told before."""
+        found, held, runtime = list[tuple[int, int]](), 0, self.runtime
+        for group in self._groups:
+            rows = [self.encoded[e.id].ids[:-1] for e in group.examples if group.under]
+            plan = layout(rows)
+            held = max(held, plan.size)
+            for batch in batches(rows, plan.stretches, runtime.batch_size, runtime.batch_tokens):
+                found += spans(rows, batch)
+        for ask in (ask for batch in self.batches for ask in batch):
+            end = len(self.encoded[ask.example.id].ids)
+            found.append((end - 1 if self._groups[ask.group].under else 0, end))
+        return found, held
 
     @contextmanager
     def under(self, batch: Sequence[Ask]) -> Iterator[Prefix | None]:
