@@ -33,7 +33,6 @@ from posbench.stats.frames import UNMODIFIED
 from posbench.tasks import Example, Task
 from posbench.tasks.items import placed
 
-WIDTHS = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 BATCHES, STEPS = 3, 8
 """Batches that are timed, and tokens that each of them generates."""
 LOOK = 500_000
@@ -57,7 +56,7 @@ def show(config: Config, reader: Reader, measure: bool, console: Console) -> Non
         console.print(text_table(header, rows))
     if served:
         return
-    shape = Shape.of(run.lm, _width(config, reader))
+    shape = Shape.of(run.lm)
     memory = f"{shape.parameters:,} parameters, {decimal(shape.weights)} in memory"
     for what, sizes in (
         ("KV cache of a batch", [shape.cached(w) for w in works]),
@@ -178,14 +177,6 @@ def _read(run: Run, stage: str, task: Task, examples: Sequence[Example], reads: 
         later=round(fed * later),
         batch=max(min(run.runtime.batch_size * each, run.runtime.batch_tokens or 2**62), each),
     )
-
-
-def _width(config: Config, reader: Reader) -> int:
-    """Bytes of a weight as it is loaded."""
-    text = reader.facts.get_text_config()
-    stored = WIDTHS.get(str(getattr(text, "dtype", "")).removeprefix("torch."), 4)
-    own = config.model.dtype == "auto" and config.runtime.device not in ("auto", "cpu")
-    return stored if own else WIDTHS.get(config.model.dtype, 4)
 
 
 def _seconds(config: Config, console: Console) -> tuple[float, float]:

@@ -84,7 +84,7 @@ class Shape:
     width: int  # bytes of a number
 
     @classmethod
-    def of(cls, lm: LM, width: int) -> Shape:
+    def of(cls, lm: LM) -> Shape:
         """Of a model, whose weights may be on the meta device."""
         config, kept = families.text_config(lm.model), lm.model.get_input_embeddings().weight
         every = sum(p.numel() for p in lm.model.parameters())
@@ -94,8 +94,8 @@ class Shape:
         queries, layers = config.num_attention_heads, config.num_hidden_layers
         groups = getattr(config, "num_key_value_heads", None) or queries
         size = getattr(config, "head_dim", None) or config.hidden_size // queries
-        stored = token_bytes(lm) * width // next(lm.model.parameters()).element_size()
-        return cls(every, body, head, layers, queries * size, 2 * layers * groups * size, stored, width)
+        cache, width = 2 * layers * groups * size, kept.element_size()
+        return cls(every, body, head, layers, queries * size, cache, token_bytes(lm), width)
 
     @property
     def weights(self) -> int:

@@ -74,7 +74,7 @@ def test_many_prompts_are_told_from_some(monkeypatch):
 def test_operations_and_bytes_are_those_of_a_forward(family):
     lm = load(build(family))
     lm.model.set_attn_implementation("eager")  # whose products torch counts on every device
-    shape, (batch, past, new) = Shape.of(lm, 4), (2, 40, 3)
+    shape, (batch, past, new) = Shape.of(lm), (2, 40, 3)
     ids = torch.randint(0, 20, (batch, past))
     with torch.no_grad(), FlopCounterMode(display=False) as first:
         out = lm.model(ids, use_cache=True, logits_to_keep=1)
