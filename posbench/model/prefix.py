@@ -262,7 +262,7 @@ def batches(
         yield batch
 
 
-def spans(rows: Rows, batch: Sequence[Stretch]) -> list[tuple[int, int]]:
+def fed(rows: Rows, batch: Sequence[Stretch]) -> list[tuple[int, int]]:
     """First token and end of what each stretch of a batch feeds."""
     width = max(len(rows[each.row]) - each.start for each in batch)
     # Every row feeds as many tokens, if need be some before its own: then no row has a gap, which sliding
@@ -274,11 +274,13 @@ def spans(rows: Rows, batch: Sequence[Stretch]) -> list[tuple[int, int]]:
 @inference_mode
 def _compute(lm: LM, store: Store, batch: Sequence[Stretch]) -> None:
     """Run stretches of one level and keep what they give."""
-    starts, ends = zip(*spans(store.rows, batch), strict=True)
+    starts, ends = zip(*fed(store.rows, batch), strict=True)
     width = max(end - each.start for each, end in zip(batch, ends, strict=True))
     slots = [store.layout.slots[each.row][:start] for each, start in zip(batch, starts, strict=True)]
-    fed = [list(store.rows[each.row][start:]) for each, start in zip(batch, starts, strict=True)]
-    before, given = store._gathered(lm, slots), lm.pad(fed)
+    before, given = (
+        store._gathered(lm, slots),
+        lm.pad([list(store.rows[each.row][start:]) for each, start in zip(batch, starts, strict=True)]),
+    )
     cache = before.cache
     known = torch.tensor([len(each) for each in slots], device=lm.device)[:, None]
     if before.tokens:

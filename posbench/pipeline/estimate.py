@@ -9,13 +9,11 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import chain
 
 import numpy as np
 from rich.console import Console
 from rich.filesize import decimal
 
-from posbench.measure.replies import room
 from posbench.methods import Method
 from posbench.methods.unmodified import Unmodified
 from posbench.model import families
@@ -26,9 +24,9 @@ from posbench.pipeline.stages import intervene
 from posbench.report.terminal import text_table
 from posbench.run import answers
 from posbench.run.base import Run
-from posbench.run.cost import Looks, Reads, Shape, Work
+from posbench.run.cost import Costs, Looks, Reads, Work
 from posbench.run.progress import duration
-from posbench.run.shared import Asks, Subject
+from posbench.run.shared import Subject
 from posbench.stats.frames import UNMODIFIED
 from posbench.tasks import Example, Task
 from posbench.tasks.items import placed
@@ -56,7 +54,7 @@ def show(config: Config, reader: Reader, measure: bool, console: Console) -> Non
         console.print(text_table(header, rows))
     if served:
         return
-    shape = Shape.of(run.lm)
+    shape = Costs.of(run.lm)
     memory = f"{shape.parameters:,} parameters, {decimal(shape.weights)} in memory"
     for what, sizes in (
         ("KV cache of a batch", [shape.cached(w) for w in works]),
@@ -121,30 +119,8 @@ def _asked(subjects: Sequence[Subject], stage: str, examples: Sequence[Example])
     run.evaluation, factor = _some(examples)
     plan = answers.planned if stage == "evaluate" else intervene.planned
     asks, _ = plan(subjects, run.encode(run.evaluation))
-    found = _planned(run, stage, asks, answered=stage == "evaluate").times(factor)
+    found = asks.work(stage, answered=stage == "evaluate").times(factor)
     return replace(found, prompts=len(subjects) * len(examples))
-
-
-def _planned(run: Run, stage: str, asks: Asks, answered: bool) -> Work:
-    """What batches ask, with or without replies."""
-    every = [[ask.example for ask in batch] for batch in asks.batches]
-    new = {e.id: room(run.encoder, run.task, e) if answered and not e.choices else 0 for e in chain(*every)}
-    length = {name: len(code.ids) for name, code in asks.encoded.items()}
-    spans, held = asks.computed()
-    first, end = np.array(spans, np.int64).reshape(-1, 2).T
-    fed = [(length[e.id], max(new[e.id] - 1, 0)) for e in chain(*every)]
-    return Work(
-        stage,
-        prompts=len(fed),
-        tokens=sum(size for size, _ in fed),
-        computed=int((end - first).sum()),
-        pairs=int((end * (end + 1) - first * (first + 1)).sum()) // 2,
-        steps=sum(max(new[e.id] for e in batch) for batch in every),
-        fed=sum(more for _, more in fed),
-        later=sum(more * size + more * (more + 1) // 2 for size, more in fed),
-        batch=max((len(b) * max(length[e.id] + new[e.id] for e in b) for b in every), default=0),
-        held=held,
-    )
 
 
 def _looked(run: Run, seen: Looks) -> list[Work]:
@@ -153,8 +129,8 @@ def _looked(run: Run, seen: Looks) -> list[Work]:
     asker = replace(run, runtime=replace(run.runtime, share=share))
     asker.lm, (asker.evaluation, factor) = run.lm, _some(seen.examples)
     asks, _ = answers.planned([Subject(asker, "", Unmodified())], run.encode(asker.evaluation))
-    looks = _planned(run, "study", asks, answered=False).times(factor * seen.times)
-    replies = _planned(run, "study: replies", asks, answered=True).times(factor * seen.replies)
+    looks = asks.work("study", answered=False).times(factor * seen.times)
+    replies = asks.work("study: replies", answered=True).times(factor * seen.replies)
     return [each for each in (looks, replies) if each.prompts]
 
 

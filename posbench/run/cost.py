@@ -71,7 +71,7 @@ COMPUTE, READING, FILLED = 0.4, 0.6, 0.9
 
 
 @dataclass(frozen=True)
-class Shape:
+class Costs:
     """The numbers of a model that its costs follow from."""
 
     parameters: int
@@ -84,7 +84,7 @@ class Shape:
     width: int  # bytes of a number
 
     @classmethod
-    def of(cls, lm: LM) -> Shape:
+    def of(cls, lm: LM) -> Costs:
         """Of a model, whose weights may be on the meta device."""
         config, kept = families.text_config(lm.model), lm.model.get_input_embeddings().weight
         every = sum(p.numel() for p in lm.model.parameters())

@@ -14,7 +14,7 @@ from posbench.pipeline.config import trial
 from posbench.pipeline.ready import prepared, ready
 from posbench.pipeline.stages import intervene
 from posbench.run import answers
-from posbench.run.cost import H100, Shape, Work
+from posbench.run.cost import H100, Costs, Work
 from posbench.run.shared import Subject
 from posbench.stats.frames import UNMODIFIED
 from tests.models import build
@@ -74,7 +74,7 @@ def test_many_prompts_are_told_from_some(monkeypatch):
 def test_operations_and_bytes_are_those_of_a_forward(family):
     lm = load(build(family))
     lm.model.set_attn_implementation("eager")  # whose products torch counts on every device
-    shape, (batch, past, new) = Shape.of(lm), (2, 40, 3)
+    shape, (batch, past, new) = Costs.of(lm), (2, 40, 3)
     ids = torch.randint(0, 20, (batch, past))
     with torch.no_grad(), FlopCounterMode(display=False) as first:
         out = lm.model(ids, use_cache=True, logits_to_keep=1)
@@ -98,7 +98,7 @@ def test_operations_and_bytes_are_those_of_a_forward(family):
 
 
 def test_time_is_the_formula_by_hand():
-    shape = Shape(7, 5, 1, layers=2, heads=3, cache=8, stored=4, width=2)
+    shape = Costs(7, 5, 1, layers=2, heads=3, cache=8, stored=4, width=2)
     work = Work("", 10, 900, 600, pairs=1000, steps=20, fed=190, later=5000, batch=64, held=300)
     flops = 2 * 5 * 600 + 4 * 2 * 3 * 1000 + 2 * 1 * 10
     assert shape.prefill(work) == flops
