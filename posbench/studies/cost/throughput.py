@@ -18,8 +18,9 @@ from posbench.model.lm import LM
 from posbench.model.load import load, torch_device
 from posbench.run.answers import planned
 from posbench.run.base import Run
+from posbench.run.cost import Costs
 from posbench.run.runtime import Runtime
-from posbench.run.shared import Subject
+from posbench.run.shared import Asks, Compute, Subject
 from posbench.schema import Count, Several, Tokens
 from posbench.stats.frames import UNMODIFIED
 from posbench.studies.cost.timing import Shape, Timed, random_model, table
@@ -64,7 +65,8 @@ class Throughput(Timed):
 
     def measure(self, run: Run) -> dict[str, pd.DataFrame]:
         """Table ``throughput``: see :meth:`Timed.compared`; and the prompt tokens that a way was asked for
-        (``tokens_asked``) and computed."""
+        (``tokens_asked``) and computed; of batches also ``operations``, as a run is told to take, and those
+        of a second in units of 1e9, ``gflops``."""
         torch.manual_seed(0)
         tiny = load("tiny", device=run.runtime.device)
         device = torch_device(run.runtime.device)
@@ -117,6 +119,10 @@ class Throughput(Timed):
             SHARED: partial(staged, replace(run, task=task, runtime=shared), lm, examples, methods),
         }
         lengths, computed = [len(lm.encode(e.prompt).ids) for e in examples], dict[str, int]()
+        shape, told = Costs.of(lm), dict[str, float]()
+        for way, runtime in ((BATCHED, plain), (SHARED, shared)):
+            asks, _ = asked_of(replace(run, task=task, runtime=runtime), lm, examples, methods)
+            told[way] = shape.flops(asks.work("evaluate", answered=True))
 
         def counted(way: str) -> Outputs:
             before = lm.read
@@ -129,7 +135,11 @@ class Throughput(Timed):
         timed = {way: partial(counted, way) for way in ways}
         rows = self.compared(work, timed, lm.device, same=exact)
         asked = sum(lengths) * len(methods)
-        return [{**row, "tokens_asked": asked, "tokens_computed": computed[row["way"]]} for row in rows]
+        for row in rows:
+            way, flops = row["way"], told.get(row["way"], float("nan"))
+            row |= {"tokens_asked": asked, "tokens_computed": computed[way], "operations": flops}
+            row["gflops"] = flops / row["seconds"] / 1e9
+        return rows
 
 
 def moved(lm: LM, tokens: int, number: int) -> list[Example]:
@@ -152,13 +162,20 @@ def moved(lm: LM, tokens: int, number: int) -> list[Example]:
 
 def staged(run: Run, lm: LM, examples: Sequence[Example], methods: Mapping[str, Method]) -> Outputs:
     """Outputs as the evaluate stage makes them."""
-    run.lm, run.evaluation = lm, list(examples)
-    asks, compute = planned([Subject(run, *each) for each in methods.items()], run.encode(examples))
+    asks, compute = asked_of(run, lm, examples, methods)
     out: dict[tuple[str, str], str] = {}
     for batch in asks.batches:
         rows = zip(batch, compute(batch), strict=True)
         out |= {(ask.subject.name, ask.example.id): str(row["output"]) for ask, row in rows}
     return [out[name, e.id] for name in methods for e in examples]
+
+
+def asked_of(
+    run: Run, lm: LM, examples: Sequence[Example], methods: Mapping[str, Method]
+) -> tuple[Asks, Compute]:
+    """The evaluate stage's plan."""
+    run.lm, run.evaluation = lm, list(examples)
+    return planned([Subject(run, *each) for each in methods.items()], run.encode(examples))
 
 
 @inference_mode
