@@ -132,9 +132,8 @@ def configs(experiment: str) -> list[Config]:
             task = replace(task, limit=min(FEW, task.limit))
         if form := GIVEN["prompts"].get(task.name):
             same = {f.name: getattr(task, f.name) for f in fields(Task)}
-            task = StandIn(
-                **{**same, "max_new_tokens": form.get("new", task.max_new_tokens)}, asked=task, form=form
-            )
+            new = form.get("new", task.max_new_tokens)
+            task = StandIn(**{**same, "max_new_tokens": new}, asked=task, form=form)
         found.append(replace(config, task=task))
     return found
 
@@ -158,12 +157,11 @@ def works(experiment: str, model: str) -> list[Work]:
 def _many(config: Config, stage: str) -> float:
     """How many times as many questions the experiment asks as were looked at."""
     asked: Any = getattr(config.task, "asked", config.task)
-    whole: int = getattr(config.raw["task"], "limit", 0) or config.raw["task"].get("limit", 0)
     if not isinstance(asked, Placed) or stage.startswith("search"):
         return 1
-    own = getattr(config.study, "examples", None) if stage.startswith("study") else None
-    most = config.runtime.intervene_examples if stage == "intervene" else own
-    return min(whole, most or whole) / asked.limit
+    whole = config.raw["task"]["limit"]
+    own = {"study": getattr(config.study, "examples", None), "intervene": config.runtime.intervene_examples}
+    return min(whole, own.get(stage.split(":")[0]) or whole) / asked.limit
 
 
 def row(experiment: str) -> list[str]:
@@ -178,9 +176,13 @@ def row(experiment: str) -> list[str]:
         size = max(map(shape.bytes, every)) / 1e9
         flops = sum(map(shape.flops, every)) / 1e15
         cells.append(f"{sum(w.computed for w in every) / 1e6:,.1f} M, {flops:,.0f} PFLOP, {size:.0f} GB")
-        one, eight = (f"{h:.0f}" if h >= 10 else f"{h:.2g}" for h in (hours, hours / (MANY // devices)))
+        one, eight = _hours(hours), _hours(hours / (MANY // devices))
         cells.append(f"{one if devices == 1 else f'no ({devices})'} / {eight}")
     return cells
+
+
+def _hours(hours: float) -> str:
+    return "<0.01" if hours < 0.01 else f"{hours:.2g}" if hours < 10 else f"{hours:.0f}"
 
 
 def page() -> str:

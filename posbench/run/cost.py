@@ -44,8 +44,8 @@ class Work:
     steps: int = 0  # of generation: a token of each reply of a batch
     fed: int = 0  # tokens of replies that the model reads again: all but the last ones
     later: int = 0  # pairs of these
-    batch: int = 0  # tokens of the largest batch, padding and reply counted
-    held: int = 0  # tokens of the largest shared prefill
+    batch: int = 0  # tokens of a batch, padding and reply counted, where that and ``held`` are most
+    held: int = 0  # tokens of the shared prefill that it goes on from
 
     def times(self, factor: float) -> Work:
         """So much of it; batches stay as large as they are."""
@@ -107,7 +107,7 @@ class Costs:
         return self.cache * self.width * work.batch
 
     def bytes(self, work: Work) -> int:
-        """Weights, the KV cache of a batch, and a shared prefill."""
+        """Weights, the KV cache of the largest batch, and the shared prefill that it goes on from."""
         return self.weights + self.cached(work) + self.stored * work.held
 
     def prefill(self, work: Work) -> float:
