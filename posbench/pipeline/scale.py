@@ -23,7 +23,7 @@ from posbench.pipeline.compose import Composed, compose
 from posbench.pipeline.config import Config, check, trial
 from posbench.pipeline.estimate import work
 from posbench.pipeline.ready import prepared
-from posbench.run.cost import H100, Costs, Work
+from posbench.run.cost import Costs, Work
 from posbench.stats.frames import UNMODIFIED
 from posbench.tasks import Example, Task
 from posbench.tasks.base import Split
@@ -121,6 +121,12 @@ def outline(name: str, rate: float) -> Outline:
 
 
 @cache
+def costs(name: str) -> Costs:
+    """The numbers of such a model."""
+    return Costs.of(outline(name, 1.0))
+
+
+@cache
 def configs(experiment: str) -> list[Config]:
     """The jobs of an experiment with the paper's settings, their prompts such as are here, few of them."""
     jobs, found = list[Composed](), []
@@ -168,9 +174,9 @@ def row(experiment: str) -> list[str]:
     """Name, tokens asked, and by model tokens computed, operations, memory, hours on one and on eight."""
     cells = [f"[`{experiment}`](../experiments/{experiment}.yaml)"]
     for name in NAMES:
-        every, shape = works(experiment, name), Costs.of(outline(name, 1.0))
-        devices = max(shape.devices(w, H100) for w in every)
-        hours = sum(shape.seconds(w, H100) for w in every) / 3600
+        every, shape = works(experiment, name), costs(name)
+        devices = max(shape.devices(w) for w in every)
+        hours = sum(shape.seconds(w) for w in every) / 3600
         if name == NAMES[0]:
             cells += [f"{sum(w.prompts for w in every):,}", f"{sum(w.tokens for w in every) / 1e6:,.1f}"]
         size = max(map(shape.bytes, every)) / 1e9

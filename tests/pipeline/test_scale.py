@@ -8,7 +8,6 @@ from posbench import paths
 from posbench.cli.docs import between_marks
 from posbench.errors import choices
 from posbench.pipeline import scale
-from posbench.run.cost import Costs
 
 PAGE = Path(__file__).parents[2] / "docs" / "scale.md"
 PUBLISHED = {"7B": 6_738_415_616, "13B": 13_015_864_320, "70B": 68_976_648_192}
@@ -20,12 +19,12 @@ def test_a_row_of_the_page_is_that_of_the_published_shapes() -> None:
     cells = scale.row(name)
     assert f"| {' | '.join(cells)} |" in PAGE.read_text(), "posbench docs scale --out docs/scale.md"
     for model, parameters in PUBLISHED.items():
-        assert Costs.of(scale.outline(model, 1.0)).parameters == parameters
+        assert scale.costs(model).parameters == parameters
     (work,) = scale.works(name, "7B")
     assert (work.tokens, work.computed, work.prompts) == (1_024_000, 1_024_000, 0)
     body, pairs = 32 * (4 * 4096**2 + 3 * 4096 * 11008), 1000 * 1024 * 1025 / 2
     flops = 2 * body * 1_024_000 + 4 * 32 * 4096 * pairs
-    assert Costs.of(scale.outline("7B", 1.0)).flops(work) == pytest.approx(flops, rel=1e-4)
+    assert scale.costs("7B").flops(work) == pytest.approx(flops, rel=1e-4)
     assert f"{flops / 1e15:.0f} PFLOP" in cells[3]
 
 
