@@ -22,7 +22,7 @@ help: ## list the targets
 setup: $(VENV)/.ready ## make a virtual environment with the tested versions
 run: setup ## the main job on the embedded model: search, intervene, evaluate, report
 	$(BIN)/posbench $(ARGS)
-test: setup ## all tests but the slow ones, which make test ARGS='-m slow' runs
+test: setup ## all tests but the slow ones (make test ARGS='-m slow') and those with a Slurm (-m cluster)
 	$(BIN)/python -m pytest -n 2 $(ARGS)
 test-oldest: $(OLDEST)/.ready ## all tests on the oldest supported transformers
 	$(OLDEST)/bin/python -m pytest -n 2 $(ARGS)

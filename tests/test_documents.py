@@ -42,7 +42,14 @@ VERBS = (
     "compare",
     "export",
     "verify",
+    "submit",
+    "jobs",
+    "collect",
+    "resume",
 )
+
+APART = "fetch", "figures", "lm_eval", "validate", "export", "verify", "submit", "jobs", "collect", "resume"
+"""Verbs that have tests of their own."""
 
 
 def prose(file: Path) -> str:
@@ -121,7 +128,8 @@ def needs_no_weights(text: str) -> bool:
     weights = experiments().get(values.get("experiment", ""), {}).get("experiment", {}).get("needs_weights")
     hours = values.get("study") == "embedded_model" or values.get("study.preset") == "paper"
     served = "model.base_url" in values  # tests of their own start the servers
-    return values.get("model", "tiny").startswith("tiny") and not (weights or hours or served)
+    lacks = weights or hours or served or values.get("runtime") == "gpu"
+    return values.get("model", "tiny").startswith("tiny") and not lacks
 
 
 def test_the_runs_that_documents_show_compose_and_check(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,7 +189,7 @@ def verbs(file: Path) -> Iterator[list[str]]:
 def test_the_verbs_that_documents_show_run(
     small: list[str], tmp_path: Path, posbench: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On two runs and a study; what downloads, takes hours or writes a fix has tests of its own."""
+    """On two runs and a study; what downloads, takes hours or sends jobs is tested elsewhere."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "docs").mkdir()
     (tmp_path / "tests").symlink_to(ROOT / "tests")
@@ -193,7 +201,7 @@ def test_the_verbs_that_documents_show_run(
     here = {"FILE.jsonl": "FILE", "FILE": "tests/data/own/documents.jsonl", "DIR": str(runs[0])}
     hashes = cycle(folder.name.rpartition("__")[2] for folder in runs)
     for text in sorted({shlex.join(args) for file in TOLD for args in verbs(file)}):
-        if text.split()[0] not in ("fetch", "figures", "lm_eval", "validate", "export", "verify"):
+        if text.split()[0] not in APART:
             for placeholder, file in here.items():
                 text = text.replace(placeholder, file)
             text = re.sub(r"\b[0-9a-f]{8}\b", lambda _: next(hashes), text)

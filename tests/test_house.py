@@ -16,7 +16,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 LAYERS = PROJECT["tool"]["posbench"]["layers"]
 GROUND = {"errors", "late", "paths", "schema", "versions"}
-MOST_LINES = 29_900
+MOST_LINES = 33_000
 """What the package may grow to: raise it in a commit that says what the lines are for."""
 
 
@@ -96,7 +96,9 @@ def test_one_command_line() -> None:
         assert not modules & {"argparse", "optparse", "click", "typer"}, file
         assert "__main__" not in file.read_text().replace("lm_eval.__main__", ""), file
         # Composing a config is one public function.
-        reads_arguments = module_of(file) in ("posbench.pipeline.compose", "posbench.pipeline.arguments")
+        reads_arguments = module_of(file) in {
+            f"posbench.pipeline.{n}" for n in ("compose", "arguments", "multirun")
+        }
         assert "hydra" not in modules or reads_arguments, file
 
 

@@ -73,7 +73,7 @@ def words(line: str) -> list[str]:
     elif value:
         names = experiments if key == "experiment" else choices(*(root / key for root in roots))
         found = [f"{key}={name}" for name in names]
-    elif verb in ("", "fetch", "validate", "figures"):
+    elif verb in ("", "fetch", "validate", "figures", "submit"):
         found = [f"{name}=" for name in (*GROUPS, "experiment", "stages")]
         found += [] if typed else [verb for verb in main.VERBS if " " not in verb]
         found += experiments if verb == "figures" else []

@@ -27,7 +27,7 @@ from posbench.pipeline.execute import absent, finished
 from posbench.report import sweep
 from posbench.report.console import terminal
 from posbench.report.experiments import PAPERS, trains
-from posbench.run.folder import owned
+from posbench.run.lease import owned
 from posbench.run.progress import Work, duration, progress
 from posbench.run.runtime import Runtime
 from posbench.studies.cost.timing import Timed

@@ -50,6 +50,10 @@ Verbs; posbench VERB --help says more:
   show          prompts, expected answers, replies and scores of a run
   export        a run's fix as files that others load: a checkpoint, an adapter, code
   verify        load what export wrote, and hold it against the method again
+  submit        send runs to a cluster; then: jobs, collect
+  jobs          how submitted runs stand
+  collect       gather submitted runs: the summary of a sweep
+  resume        go on with a run, told by its folder
   docs          a page of the documentation from code or runs, as Markdown
   lm_eval       lm-evaluation-harness under a method
   completion    completion of verbs, names and keys for bash, zsh or fish
@@ -65,6 +69,7 @@ VERBS = {
     **dict.fromkeys(("ls", "fetch", "validate", "report", "rescore", "show"), "verbs"),
     **{name: name for name in ("figures", "docs", "lm_eval", "completion")},
     **{"export": "export", "verify": "export"},
+    **dict.fromkeys(("submit", "jobs", "collect", "resume"), "submit"),
     **{"ls runs": "runs", "compare": "runs", "check-data": "check_data"},
 }
 """The verbs, each a function of that name, with its module; only the one that is asked for is imported."""
@@ -186,15 +191,20 @@ def _together(every: Sequence[Composed], command: str) -> dict[int, LM]:
         with suppress(UserError):  # its own run tells
             configs[composed.number] = ready(composed).config
     for alike in sharing(list(configs.values())):
-        if lm := together(alike, command=command, console=terminal()):
-            models |= {number: lm for number, config in configs.items() if config in alike}
+        try:
+            lm = together(alike, command=command, console=terminal())
+        except Exception:
+            # A defect of what they share must not stop the jobs, which do without.
+            logging.exception("%d jobs share nothing", len(alike))
+        else:
+            models |= {number: lm for number, config in configs.items() if lm and config in alike}
     return models
 
 
 def _job(composed: Any, command: str, lm: LM | None = None) -> None:
     """One run: everything that can go wrong ends as a status, so that a sweep goes on."""
-    from posbench.pipeline.compose import leave
     from posbench.pipeline.execute import execute
+    from posbench.pipeline.multirun import leave
     from posbench.pipeline.ready import ready
     from posbench.report.console import terminal
     from posbench.run.base import IncompleteRun
@@ -202,6 +212,9 @@ def _job(composed: Any, command: str, lm: LM | None = None) -> None:
     facts = {"overrides": composed.overrides, "multirun": composed.multirun}
     record: dict[str, Any] = {**facts, "folder": None, "status": 0}
     try:
+        if cluster := composed.raw["runtime"]["cluster"]:
+            hint = "posbench submit with the same arguments, or leave it out"
+            raise UserError("runtime/cluster", cluster.get("kind"), "none: this runs here", hint)
         made = ready(composed)
         for line in made.said:
             terminal().print(line, soft_wrap=True, markup=False)
@@ -220,7 +233,7 @@ def _job(composed: Any, command: str, lm: LM | None = None) -> None:
             logging.exception("%s", " ".join(composed.overrides))
         record["status"] = told.status if told else 1
     finally:
-        leave(composed.number, record)
+        leave(composed.records, composed.number, record)
 
 
 def _show_config(args: list[str]) -> int:

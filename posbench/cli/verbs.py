@@ -32,7 +32,8 @@ from posbench.report.folder import runs_of
 from posbench.report.gallery import write_gallery
 from posbench.report.index import run_named
 from posbench.report.page import render_run
-from posbench.run.folder import CONFIG, DRAWN, PROVENANCE, RunDir, checked, is_run, open_run, owned, runs_in
+from posbench.run.folder import CONFIG, DRAWN, PROVENANCE, RunDir, checked, is_run, open_run, runs_in
+from posbench.run.lease import owned
 from posbench.run.runtime import Runtime
 from posbench.schema import build, target
 from posbench.tasks import Task

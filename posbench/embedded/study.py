@@ -16,7 +16,8 @@ from posbench.files.atomic import Row, digest, write_csv
 from posbench.files.sources import Source, checkpoint
 from posbench.late import pd, torch
 from posbench.run.base import Run
-from posbench.run.folder import RunDir, owned
+from posbench.run.folder import RunDir
+from posbench.run.lease import owned
 from posbench.schema import Count, Seed
 from posbench.stats.findings import Finding, estimate
 from posbench.studies.base import Study, Tables

@@ -93,7 +93,7 @@ def mixing(
                 weights = weigh(r.layer, query)
             # The output comes as [B, T, H, d]; weights in float32 keep their sum 1.
             weight, out = weights[..., number].transpose(1, 2)[..., None], r.attend(query, key)
-            mixed = weight * out if mixed is None else torch.addcmul(mixed, weight, out.to(mixed.dtype))
+            mixed = weight * out if mixed is None else mixed.addcmul_(weight, out.to(mixed.dtype))
         assert mixed is not None, "check() asks for one base or more"
         return mixed.to(r.query.dtype)
 

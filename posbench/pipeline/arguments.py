@@ -26,6 +26,8 @@ from posbench.files import sources
 
 GROUPS = ("model", "task", "method", "search", "runtime", "study")
 PLURALS = {group: {"search": "searches", "study": "studies"}.get(group, f"{group}s") for group in GROUPS}
+CLUSTER = "runtime/cluster"
+"""A group inside a group."""
 CHOSEN = {"search.side_task": "task"}
 """Keys inside a group that are choices of another."""
 TOP = (*GROUPS, "stages", "experiment")
@@ -180,12 +182,16 @@ def _check(override: Override, folders: Sequence[Path], multirun: bool, given: S
     """Refuse what names nothing, before Hydra would in its own words; ``given`` models were named by path."""
     key, first = override.key_or_group, override.key_or_group.split(".")[0].split("@")[0]
     value = str(override.input_line).partition("=")[2]
-    if first not in (*TOP, "hydra") and not first.startswith("hydra/"):
+    if first not in (*TOP, "hydra", CLUSTER) and not first.startswith("hydra/"):
         raise UserError(key, value, f"keys {', '.join(TOP)}", near(first, TOP, "remove it"))
     if override.is_sweep_override() and not multirun:
         raise UserError(key, value, "one value; a list as [a,b]", "sweep with -m (--multirun)")
     group = CHOSEN.get(key, key)
-    if group in GROUPS and not override.is_delete() and (group == key or override.value() is not None):
+    if (
+        group in (*GROUPS, CLUSTER)
+        and not override.is_delete()
+        and (group == key or override.value() is not None)
+    ):
         there = choices(*(folder / group for folder in folders))
         for name in _values(override, there):
             listed = re.fullmatch(r"\[(.*)\]", name)
@@ -194,7 +200,11 @@ def _check(override: Override, folders: Sequence[Path], multirun: bool, given: S
                 empty = part == "null" or (part == "none" and len(parts) > 1)
                 named = part in there or (key == "model" and part in given)
                 if not named or part in parts[:number] or empty:
-                    hint = "leave it out" if empty else near(part, there, f"posbench ls {PLURALS[group]}")
+                    hint = (
+                        "leave it out"
+                        if empty
+                        else near(part, there, f"posbench ls {PLURALS.get(group, 'runtimes')}")
+                    )
                     allowed = ("a list of different ones of: " if listed else "") + ", ".join(there)
                     allowed += ", a folder, or a hub id as ORG/NAME" if key == "model" else ""
                     raise UserError(key, name, allowed, hint)

@@ -7,43 +7,32 @@ in between, unless the user or the experiment set that key.
 
 from __future__ import annotations
 
-import copy
 import itertools
 import json
-import os
 import re
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import hydra
 import yaml
-from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
-from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from posbench import paths
 from posbench.errors import UserError, choices, near
 from posbench.model.load import ModelConfig
 from posbench.pipeline.arguments import GROUPS, Request, model_name, read_flags, requested
-from posbench.run.runtime import Runtime
+from posbench.pipeline.multirun import directly, hydra_at, launched, leave, records, search_path, spelled
+from posbench.run.runtime import Cluster, Runtime
 from posbench.schema import defaults, target
-
-BASIC = {"hydra/launcher": "basic", "hydra/sweeper": "basic", "hydra/callbacks": None} | dict.fromkeys(
-    ("hydra/job_logging", "hydra/hydra_logging"), "none"
-)
-"""What a config chooses of Hydra's own unless it says so; see :func:`_directly`."""
-RESULTS = "POSBENCH_SWEEP"
-"""Environment variable with the folder in which the jobs of a sweep leave their records."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +45,7 @@ class Composed:
     folders: tuple[Path, ...]  # posbench's config folder, and the user's own
     number: int = 0  # number of the job in a sweep
     multirun: bool = False  # whether it is one of a sweep
+    records: Path = field(default=Path(), compare=False)  # folder that takes what :func:`leave` leaves
 
 
 def compose(
@@ -79,104 +69,41 @@ def compose(
     known = read_flags(args)
     folders = paths.config_folders(known.config_dir)
     request = requested(known.overrides, folders, bool(known.multirun))
-    flags = [a for a in args if a not in known.overrides]
-    if request.multirun and not (known.multirun or known.cfg or known.info):
-        flags.append("-m")
-
     problems: list[UserError] = []
 
-    def made(config: DictConfig) -> Composed | None:
-        now = HydraConfig.get()
-        typed = [str(o) for o in OmegaConf.to_container(now.overrides.task, resolve=False)]  # type: ignore[union-attr]
-        number = OmegaConf.select(now, "job.num", default=0, throw_on_missing=False) or 0
-        multirun = now.mode == RunMode.MULTIRUN
+    def made(config: DictConfig, folder: Path) -> Composed | None:
         try:
-            return _filled(config, dict(now.runtime.choices), typed, request, folders, number, multirun)
+            return _composed(config, request, folders, folder)
         except UserError as error:
             # Hydra would print a line of its own about an exception, and a sweep goes on.
             problems.append(error)
-            facts = {"overrides": typed, "multirun": multirun, "folder": None}
-            leave(number, {**facts, "status": 2, "error": str(error)})
             return None
 
-    def job(config: DictConfig) -> None:
-        if composed := made(config):
-            each(composed)
-
-    def jobs(configs: Sequence[DictConfig]) -> None:
-        every = list[Composed | None]()
-        for config in configs:
-            HydraConfig.instance().cfg = config
-            every.append(made(config))
-        before([composed for composed in every if composed])
-        for config, composed in zip(configs, every, strict=True):
-            HydraConfig.instance().cfg = config
-            if composed:
+    def apart(folder: Path) -> None:
+        def job(config: DictConfig) -> None:
+            if composed := made(config, folder):
                 each(composed)
 
-    with tempfile.TemporaryDirectory(prefix="posbench-sweep-") as records, _hydra_at(records):
-        # Its parser refuses an override that follows a flag and its value: overrides go last.
-        first, others = request.searched[:1], request.searched[1:]
-        flags += [*(f"--config-dir={folder}" for folder in first), *_search_path(others)]
-        sys.argv = ["posbench", *flags, *request.overrides]
-        main = hydra.main(version_base="1.3", config_path=str(paths.CONF), config_name=request.config)
-        try:
-            configs = _directly(known, request)
-            if configs is None:
-                main(job)()
-            else:
-                jobs(configs)
-        except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
-            raise _complaint(error, known.overrides, folders[-1]) from error
-        except SystemExit as end:
-            # --help and the like print and leave.
-            if end.code:
-                raise UserError("flag", " ".join(args), "Hydra's flags", "posbench --help") from end
-        found = [json.loads(p.read_text()) for p in sorted(Path(records).glob("job-*.json"))]
+        hydra.main(version_base="1.3", config_path=str(paths.CONF), config_name=request.config)(job)()
+
+    found = list[dict[str, Any]]()
+    with (
+        hydra_at(),
+        tempfile.TemporaryDirectory(prefix="posbench-sweep-") as here,
+        _complaining(args, folders),
+    ):
+        sys.argv = ["posbench", *_for_hydra(args, known, request)]
+        configs = directly(known, request)
+        if configs is None and (known.multirun or request.multirun):
+            return launched(request, apart)
+        if configs is None:
+            apart(Path(here))
+        else:
+            _in_turn(configs, lambda config: made(config, Path(here)), before, each)
+        found = records(Path(here))
     if problems and not any(record["multirun"] for record in found):
         raise problems[0]
     return found
-
-
-def _directly(known: Any, request: Request) -> list[DictConfig] | None:
-    """The configs of all jobs by Hydra's Compose API, in a third of the time that ``hydra.main`` takes, which
-    composes every job twice. None where only ``hydra.main`` serves: for its flags, and where a launcher, a
-    sweeper or another part of Hydra's own config is chosen.
-    """
-    own = [override for override in known.overrides if override.lstrip("+~").startswith("hydra")]
-    if own or known.cfg or known.info or known.help or known.hydra_help or known.shell_completion:
-        return None
-    named = request.config != "config"  # it stands in the first of the folders, that of its experiment
-    primary, others = (request.searched[0], request.searched[1:]) if named else (paths.CONF, request.searched)
-    path = _search_path([*[paths.CONF] * named, *others])
-    multirun = bool(known.multirun or request.multirun)
-    with hydra.initialize_config_dir(str(primary), "posbench", version_base="1.3"):
-        parser = OverridesParser.create(GlobalHydra.instance().config_loader())
-        parsed = parser.parse_overrides(list(request.overrides))
-        jobs = BasicSweeper.split_arguments(parsed, None)[0] if multirun else [[*request.overrides]]
-        configs, chosen = list[DictConfig](), dict[tuple[str, ...], DictConfig]()
-        for number, job in enumerate(jobs):
-            # Hydra lays values over what the choices make, in their order: jobs of the same choices share it.
-            values = [override for override in job if override.startswith("++")]
-            choices = tuple(override for override in job if override not in values)
-            if choices not in chosen:
-                chosen[choices] = hydra.compose(request.config, [*path, *choices], return_hydra_config=True)
-            config = copy.deepcopy(chosen[choices])
-            for override in parser.parse_overrides(values):
-                OmegaConf.update(config, override.key_or_group, override.value(), force_add=True)
-            node = config.hydra
-            if BASIC.items() - node.runtime.choices.items() or node.mode or node.sweeper.params:
-                return None
-            with open_dict(config):
-                node.mode = RunMode.MULTIRUN if multirun else RunMode.RUN
-                node.job.num, node.overrides.task = number, job
-            configs.append(config)
-    return configs
-
-
-def _search_path(folders: Sequence[Path]) -> list[str]:
-    """The override that lets Hydra search these folders after the first."""
-    return [f"hydra.searchpath=[{','.join(f'file://{folder}' for folder in folders)}]"] if folders else []
 
 
 def composed(*overrides: str) -> Composed:
@@ -190,28 +117,62 @@ def composed(*overrides: str) -> Composed:
     return found[0]
 
 
-def leave(number: int, record: Mapping[str, Any]) -> None:
-    """Leave the record of a job for the caller of :func:`compose`."""
-    Path(os.environ[RESULTS], f"job-{number:05d}.json").write_text(json.dumps(record))
+# Filling in
+
+
+def _for_hydra(args: Sequence[str], known: Any, request: Request) -> list[str]:
+    flags = [a for a in args if a not in known.overrides]
+    if request.multirun and not (known.multirun or known.cfg or known.info):
+        flags.append("-m")
+    # Its parser refuses an override that follows a flag and its value: overrides go last.
+    first, others = request.searched[:1], request.searched[1:]
+    flags += [*(f"--config-dir={folder}" for folder in first), *search_path(others)]
+    return [*flags, *request.overrides]
+
+
+def _in_turn(
+    configs: Sequence[DictConfig],
+    made: Callable[[DictConfig], Composed | None],
+    before: Callable[[Sequence[Composed]], None],
+    each: Callable[[Composed], None],
+) -> None:
+    """Fill in all configs, then hand on those that are right, together and one by one."""
+    every = list[Composed | None]()
+    for config in configs:
+        HydraConfig.instance().cfg = config
+        every.append(made(config))
+    before([composed for composed in every if composed])
+    for config, composed in zip(configs, every, strict=True):
+        HydraConfig.instance().cfg = config
+        if composed:
+            each(composed)
 
 
 @contextmanager
-def _hydra_at(records: str) -> Iterator[None]:
-    """Hydra raises instead of printing; nothing that it changes outlives the block."""
-    names = {"HYDRA_FULL_ERROR": "1", RESULTS: records}
-    before = sys.argv, {name: os.environ.get(name) for name in names}
-    os.environ.update(names)
-    GlobalHydra.instance().clear()
+def _complaining(args: Sequence[str], folders: Sequence[Path]) -> Iterator[None]:
+    """What Hydra raises, as one line; its end behind ``--help`` and the like is none."""
     try:
         yield
-    finally:
-        GlobalHydra.instance().clear()
-        sys.argv = before[0]
-        for name, value in before[1].items():
-            os.environ.pop(name, None) if value is None else os.environ.__setitem__(name, value)
+    except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
+        raise _complaint(error, read_flags(args).overrides, folders[-1]) from error
+    except SystemExit as end:
+        if end.code:
+            raise UserError("flag", " ".join(args), "Hydra's flags", "posbench --help") from end
 
 
-# Filling in
+def _composed(config: DictConfig, request: Request, folders: Sequence[Path], folder: Path) -> Composed:
+    """A job as Hydra composed it; one that is wrong leaves a record in the folder."""
+    now = HydraConfig.get()
+    typed = [str(o) for o in OmegaConf.to_container(now.overrides.task, resolve=False)]  # type: ignore[union-attr]
+    number = OmegaConf.select(now, "job.num", default=0, throw_on_missing=False) or 0
+    multirun = now.mode == RunMode.MULTIRUN
+    try:
+        made = _filled(config, dict(now.runtime.choices), typed, request, folders, number, multirun)
+    except UserError as error:
+        facts = {"overrides": typed, "multirun": multirun, "folder": None}
+        leave(folder, number, {**facts, "status": 2, "error": str(error)})
+        raise
+    return replace(made, records=folder)
 
 
 def _filled(
@@ -234,6 +195,8 @@ def _filled(
     for group in there:
         if group == "runtime":
             raw[group] = {**defaults(Runtime), **raw[group]}
+            if isinstance(cluster := raw[group]["cluster"], dict):
+                raw[group]["cluster"] = {**defaults(Cluster), **cluster}
             continue
         raw[group] = {"name": chosen.get(group), **raw[group]}
         if group == "model":
@@ -249,9 +212,7 @@ def _filled(
     for key, value in _of_model(raw).items():
         if f"task.{key}" not in keys:
             raw["task"][key] = value
-    parts = [override.partition("=") for override in typed]
-    spelled = tuple(request.spelled.get(key, key) + sign + value for key, sign, value in parts)
-    return Composed(_resolved(raw), keys, spelled, tuple(folders), number, multirun)
+    return Composed(_resolved(raw), keys, spelled(request, typed), tuple(folders), number, multirun)
 
 
 def _of_model(raw: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -17,7 +17,7 @@ from posbench.methods.choice import MethodChoice, every
 from posbench.model import families
 from posbench.model.load import ModelConfig, with_blocks
 from posbench.pipeline.arguments import GIVEN, GROUPS, TOP
-from posbench.run.runtime import Runtime
+from posbench.run.runtime import Cluster, Runtime
 from posbench.schema import Positive, build, instantiate
 from posbench.search.base import Search
 from posbench.stats.reference import Reference
@@ -132,7 +132,7 @@ def check(
         "search": lambda: _search(given("search")),
         "model": lambda: _model(given("model")),
         "choice": lambda: _method(data, made, typed),
-        "runtime": lambda: build(Runtime, given("runtime") or {}, "runtime"),
+        "runtime": lambda: _runtime(given("runtime") or {}),
         "experiment": lambda: (
             build(Experiment, given("experiment"), "experiment") if given("experiment") else None
         ),
@@ -222,6 +222,13 @@ def _search(data: Any) -> Search:
         raise UserError("search.side_task", dict(side), "keys of a task that is chosen", hint)
     with renamed("task.", "search.side_task."):
         return instantiate(data, Search, "search")  # type: ignore[type-abstract]
+
+
+def _runtime(data: Mapping[str, Any]) -> Runtime:
+    cluster = data.get("cluster")
+    if isinstance(cluster, Mapping):
+        data = {**data, "cluster": build(Cluster, cluster, "runtime.cluster")}
+    return build(Runtime, data, "runtime")
 
 
 def _model(data: Any) -> ModelConfig:

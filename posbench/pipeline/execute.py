@@ -19,13 +19,16 @@ from posbench.late import torch
 from posbench.model import families
 from posbench.model.guard import probe
 from posbench.model.lm import LM
-from posbench.pipeline.config import Config, trial
+from posbench.pipeline.compose import composed
+from posbench.pipeline.config import Config, check, trial
 from posbench.pipeline.identity import files, identity, provenance, reads, run_name, threads, version_key
 from posbench.pipeline.ready import longest, need_words, prepared, quiet
 from posbench.pipeline.stages import evaluate, intervene, report, search, study
 from posbench.run.base import IncompleteRun, Run
 from posbench.run.claim import claim, find
-from posbench.run.folder import STATUS, RunDir, run_id
+from posbench.run.folder import PROVENANCE, STATUS, RunDir, open_run, run_id
+from posbench.run.lease import owned
+from posbench.run.parts import FOUND, PARTS, Helpers, Part, leave_found, made, settle
 
 STAGES: Mapping[str, Callable[[Config, Run], None]] = {
     "search": search.run,
@@ -40,6 +43,9 @@ SHARED: Mapping[str, Callable[[Sequence[Run]], None]] = {
     "evaluate": evaluate.fill,
 }
 """Stages that read prompts once for several runs."""
+
+PARTED: Mapping[str, Any] = {"intervene": intervene, "evaluate": evaluate}
+"""Stages whose rows processes share out."""
 
 MIXED = "mixed"
 """State of a run that a file changed under: its rows may stem from either content, so it is never resumed."""
@@ -72,10 +78,12 @@ def execute(config: Config, *, command: str, console: Console, lm: LM | None = N
             console.print(f"damaged: {', '.join(damaged)}; made again, rows that are whole are kept")
         out.resume(config.stages, config.raw, facts)
         try:
-            for stage in config.stages:
-                with out.recorded(stage), run.measured(stage):
-                    STAGES[stage](config, run)
-                    _need_unchanged(read, out)
+            with _helped(config, run):
+                for stage in config.stages:
+                    with out.recorded(stage), run.measured(stage):
+                        STAGES[stage](config, run)
+                        _need_unchanged(read, out)
+            settle(out)
         except BaseException as error:
             state = "incomplete" if isinstance(error, IncompleteRun) else "failed"
             state = MIXED if out.status()["state"] == MIXED else state
@@ -86,6 +94,79 @@ def execute(config: Config, *, command: str, console: Console, lm: LM | None = N
         if "report" not in config.stages:
             report.show(out.path, console)
         return out.path
+
+
+@contextmanager
+def _helped(config: Config, run: Run) -> Iterator[None]:
+    """Processes that make parts of the rows, where ``runtime.workers`` asks for more than this one."""
+    count = config.runtime.workers
+    if count > 1 and parted(config):
+        cores = max(torch.get_num_threads() // count, 1)
+        if not threads(config):
+            torch.set_num_threads(cores)
+        gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        run.part = Part(0, count)
+        run.helpers = Helpers(run.out, count, gpus, threads(config) or cores, run.console)
+    try:
+        yield
+    finally:
+        if run.helpers:
+            run.helpers.stop()
+
+
+def parted(config: Config) -> bool:
+    """Whether processes can share out a run's rows: not those of a study, nor of a served model."""
+    return bool(not config.study and not config.model.base_url and set(PARTED) & set(config.stages))
+
+
+def make_part(config: Config, part: Part, console: Console) -> tuple[RunDir, LM | None]:
+    """Make a part of the rows of a run that other processes may own, in a folder of its own.
+
+    Returns the run's folder, and the model where it was needed.
+
+    Raises:
+        UserError: Another process makes this part, or a file changed.
+        IncompleteRun: Some rows failed.
+    """
+    read = reads(config)
+    who = identity(config, read)
+    quiet()
+    torch.set_num_threads(threads(config) or torch.get_num_threads())
+    place, run = _place(config, who, read), prepared(config, who, read, console)
+    folder = find(*place)
+    assert folder, "its folder was made before"
+    run.main = RunDir(folder, run_id(*place[2:]))
+    run.out, run.part = part.place(run.main), part
+    run.out.path.mkdir(parents=True, exist_ok=True)
+    with owned(run.out.path):
+        run.found = run.main.read_json(f"{PARTS}/{FOUND}") or None
+        for stage, module in PARTED.items():
+            if stage in config.stages and not run.out.stage(module.FILE).get("done"):
+                with run.measured(stage):
+                    SHARED[stage]([run])
+                    _need_unchanged(read, run.out)
+        run.out.write_facts(STATUS, {**run.out.status(), "state": "done"})
+    return run.main, vars(run).get("lm")
+
+
+def make_shard(config: Config, part: Part, command: str, console: Console) -> None:
+    """Make a part of a run, and finish the run where that was the last one.
+
+    Raises:
+        UserError: Another process owns the run, or makes this part; a file changed.
+        IncompleteRun: Some rows failed.
+    """
+    if "search" in config.stages:
+        with opened(config, command, console) as (run, _, facts):
+            if not run.out.done and not (run.out.path / PARTS / FOUND).is_file():
+                run.out.resume(config.stages, config.raw, facts)
+                with run.out.recorded("search"), run.measured("search"):
+                    search.run(config, run)
+                leave_found(run.out, run.found)
+    if finished(config) is None:
+        whole, lm = make_part(config, part, console)
+        if made(whole, part.of) == part.of:
+            execute(config, command=command, console=console, lm=lm)
 
 
 class Opened(NamedTuple):
@@ -114,7 +195,8 @@ def opened(config: Config, command: str, console: Console, lm: LM | None = None)
     place, run = _place(config, who, read), prepared(config, who, read, console)
     if lm:
         run.lm = lm
-    if find(*place) is None:
+    folder = find(*place)
+    if folder is None or RunDir(folder, run_id(*place[2:])).status()["stages"].keys() <= {"config"}:
         preflight(config, run)
     console.rule(Text("  ".join(parts), style="bold"))
     facts = provenance(config, command, who, read)
@@ -123,6 +205,41 @@ def opened(config: Config, command: str, console: Console, lm: LM | None = None)
         if out.status()["state"] == MIXED:
             raise UserError("run folder", str(out.path), "rows from one content of each file", "remove it")
         yield Opened(run, read, facts)
+
+
+def prepared_folder(config: Config, command: str) -> Path:
+    """The folder of a run that other processes are to make: with config and provenance, if there is none yet.
+
+    Raises:
+        UserError: A file cannot be read, or the outputs cannot be written.
+    """
+    read = reads(config)
+    who = identity(config, read)
+    place = _place(config, who, read)
+    if folder := find(*place):
+        return folder
+    with claim(*place, config.raw, provenance(config, command, who, read)) as out:
+        return out.path
+
+
+def recorded(folder: Path) -> Config:
+    """The config of a run folder, from what it records alone.
+
+    Raises:
+        UserError: It is no run folder, or the code, a file or a setting has changed since.
+    """
+    run = open_run(folder.absolute())
+    raw = run.config("runtime")
+    runtime = {**raw["runtime"], "outputs": str(run.path.parents[2])}
+    # Groups that take no part are not recorded: whatever they are, they are not looked at.
+    config = check({**composed().raw, "study": None, "experiment": None, **raw, "runtime": runtime})
+    read = reads(config)
+    found = find(*_place(config, identity(config, read), read))
+    if found is None or not found.samefile(folder):
+        allowed = "one of this code, these libraries and files, and this kind of device"
+        hint = f"give its command again: {run.facts(PROVENANCE).get('command')}"
+        raise UserError("run folder", str(folder), allowed, hint)
+    return config
 
 
 def together(configs: Sequence[Config], *, command: str, console: Console) -> LM | None:
@@ -162,7 +279,7 @@ def sharing(configs: Sequence[Config]) -> list[list[Config]]:
     alike = dict[str, list[Config]]()
     for config in configs:
         stages, runtime = set(config.stages), config.runtime
-        here = config.uses_model and not config.model.base_url and runtime.share
+        here = config.uses_model and not config.model.base_url and runtime.share and runtime.workers == 1
         if here and stages & SHARED.keys() and stages <= SHARED.keys() | {"search", "report"}:
             rest = {key: part for key, part in config.raw.items() if key not in ("method", "typed")}
             if trial(config).prefill() and not finished(config):

@@ -20,6 +20,7 @@ from posbench.files import sources
 from posbench.files.atomic import digest
 from posbench.files.digests import Content, contents, in_place, keys
 from posbench.files.hardware import hardware
+from posbench.late import torch
 from posbench.model.load import torch_device
 from posbench.pipeline.config import Config, data_of
 
@@ -67,7 +68,9 @@ def identity(config: Config, read: Sequence[Content]) -> dict[str, Any]:
         # What the server computes with is not known: its address and the model's name there stand for it.
         asked = ("base_url", "server_name", "api", "chat_template", "context_window")
         return found | {"tokenizer": fingerprint(read), **{name: getattr(model, name) for name in asked}}
-    found["device"] = torch_device(runtime.device).type
+    # A login node may lack what its jobs have.
+    device = torch_device if runtime.device == "auto" else torch.device
+    found["device"] = device(runtime.device).type
     found |= {name: getattr(runtime, name) for name in ("batch_size", "batch_tokens", "share")}
     found["threads"] = threads(config)
     if config.uses_model:

@@ -19,7 +19,8 @@ from posbench.late import pd
 from posbench.report.console import Record
 from posbench.report.tables import cell
 from posbench.report.text import tally
-from posbench.run.folder import CONFIG, MANIFEST, PROVENANCE, STATUS, in_use, opened, runs_in
+from posbench.run.folder import CONFIG, MANIFEST, PROVENANCE, STATUS, opened, runs_in
+from posbench.run.lease import in_use
 from posbench.run.progress import duration
 from posbench.stats.findings import columns
 from posbench.stats.frames import UNMODIFIED, overall, shown
@@ -27,7 +28,10 @@ from posbench.stats.frames import UNMODIFIED, overall, shown
 METRICS, FINDINGS, METHOD = "metrics.csv", "findings.csv", "method.json"
 GROUPS = ("model", "task", "method", "search", "study", "runtime")
 NAMES = GROUPS[:5]
-ASIDE = ("runtime.outputs", "runtime.log_every", "model.concurrency", "model.retries", "model.timeout")
+ASIDE = (
+    *("runtime.outputs", "runtime.log_every", "runtime.workers", "runtime.cluster"),
+    *("model.concurrency", "model.retries", "model.timeout"),
+)
 """Settings that move no number."""
 MEASURED = {"": "score", "difference": "difference", "position_bias": "position_bias"}
 """Columns of a list by the metric that they hold, as :func:`posbench.stats.frames.of_metric` names it."""
@@ -79,7 +83,7 @@ class Listed:
     def settings(self) -> dict[str, str]:
         """Every setting as one types it, by its dotted key; what a search found stands where it was null."""
         asked = {group: self.config.get(group) for group in GROUPS}
-        return {key: value for key, value in _leaves(asked, "") if key not in ASIDE}
+        return {key: value for key, value in _leaves(asked, "") if not key.startswith(ASIDE)}
 
 
 def _found(config: Mapping[str, Any], ran: Mapping[str, Any]) -> dict[str, Any]:

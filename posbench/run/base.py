@@ -28,6 +28,7 @@ from posbench.model.endpoint import Endpoint, text_encoder
 from posbench.model.lm import LM, batches
 from posbench.model.load import ModelConfig, load
 from posbench.run.folder import RunDir
+from posbench.run.parts import Helpers, Part
 from posbench.run.progress import Work, progress
 from posbench.run.runtime import Runtime
 from posbench.stats.frames import SERVED, UNMODIFIED
@@ -76,6 +77,9 @@ class Run:
     every: Mapping[str, MethodChoice] = field(
         default_factory=dict
     )  # empty unless the study measures them all
+    part: Part = field(default_factory=Part)  # of the rows that processes share out, what this one makes
+    main: RunDir | None = None  # the run's own folder, where ``out`` is that of a part
+    helpers: Helpers | None = None  # what makes the other parts
     _orders: dict[Path, list[tuple[Any, ...]]] = field(default_factory=dict)  # keys of the rows of each file
     _loops: dict[str, float] = field(default_factory=dict)  # what the loops of this stage took
 

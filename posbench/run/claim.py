@@ -7,23 +7,24 @@ import itertools
 import json
 import logging
 import os
+import random
 import re
 import shutil
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock, Timeout
-
 from posbench.errors import MachineError, UserError, is_machine_fault
 from posbench.files.atomic import write_text
-from posbench.run.folder import PROVENANCE, RunDir, ids, owned, plain, run_id
+from posbench.run.folder import PROVENANCE, RunDir, ids, plain, run_id
+from posbench.run.lease import LEASE, Lease, owned
 
 log = logging.getLogger(__name__)
 
-WAIT = 60.0
-"""Seconds to wait for another process that is making a version folder."""
+WAIT = LEASE + 30
+"""Seconds to wait for another process that is making a version folder: it may have died elsewhere."""
 
 
 def find(outputs: Path, suite: str, version_key: Mapping[str, Any], name: str) -> Path | None:
@@ -69,7 +70,7 @@ def claim(
     with ExitStack() as stack:
         try:
             (outputs / suite).mkdir(parents=True, exist_ok=True)
-            with _waiting_for(outputs / suite / ".lock"):
+            with _waiting_for(outputs / suite / ".locks" / "versions.lock"):
                 folder = _version(outputs / suite, version_key, name) / name
             stack.enter_context(owned(folder))
             if not folder.is_dir():
@@ -92,20 +93,20 @@ def _waiting_for(lock: Path) -> Iterator[None]:
     Raises:
         MachineError: It was held all the time.
     """
-    held = FileLock(lock)
-    try:
-        held.acquire(timeout=min(1.0, WAIT))
-    except Timeout:
-        log.warning("waiting up to %d seconds for another process that holds %s", WAIT, lock)
-        try:
-            held.acquire(timeout=WAIT)
-        except Timeout as error:
+    lease, began, told = Lease(lock), time.monotonic(), False
+    while not lease.take():
+        waited = time.monotonic() - began
+        if waited > min(1.0, WAIT) and not told:
+            log.warning("waiting up to %d seconds for another process that holds %s", WAIT, lock)
+            told = True
+        if waited > WAIT:
             allowed, hint = f"free within {WAIT:g} seconds", "look for a posbench that hangs, and stop it"
-            raise MachineError("lock", str(lock), allowed, hint) from error
+            raise MachineError("lock", str(lock), allowed, hint)
+        time.sleep(random.uniform(0.02, 0.1))
     try:
         yield
     finally:
-        held.release()
+        lease.free()
 
 
 def _unusable(outputs: Path, error: OSError) -> UserError:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from posbench.model import families
 from posbench.model.lm import LM
-from posbench.model.prefix import token_bytes
+from posbench.model.store import token_bytes
 from posbench.tasks import Example
 
 

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from filelock import FileLock, Timeout
 
 from posbench.errors import UserError
 from posbench.files.atomic import Row, digest, write_text
+from posbench.run.lease import need_owned
 from posbench.run.rows import checksum, lines, read_rows
 
 log = logging.getLogger(__name__)
@@ -41,6 +41,7 @@ class RunDir:
 
     def write_json(self, name: str, data: Any) -> None:
         """Write a JSON file atomically."""
+        need_owned(self.path)
         write_text(self.path / name, json.dumps(data, indent=2, sort_keys=True, default=str) + "\n")
 
     def read_json(self, name: str) -> Any:
@@ -246,6 +247,7 @@ class RunDir:
     def append(self, name: str, rows: Iterable[Mapping[str, Any]]) -> None:
         """Append rows, each with its run and a checksum, in one flushed write."""
         text = lines(rows, self.id)
+        need_owned(self.path)
         with open(self.path / name, "ab+") as stream:
             if stream.tell():
                 stream.seek(-1, os.SEEK_END)
@@ -257,6 +259,7 @@ class RunDir:
 
     def write_rows(self, name: str, rows: Iterable[Mapping[str, Any]]) -> None:
         """Write a whole file of rows."""
+        need_owned(self.path)
         write_text(self.path / name, lines(rows, self.id))
 
     def repair(self, name: str) -> None:
@@ -303,41 +306,6 @@ def ids(folder: Path) -> list[str]:
 def opened(folder: Path) -> RunDir:
     """A folder with the id that most of its bookkeeping files name."""
     return RunDir(folder, max(known := [*ids(folder), ""], key=known.count))
-
-
-@contextmanager
-def owned(folder: Path) -> Iterator[None]:
-    """Keep other processes out of a run folder.
-
-    Raises:
-        UserError: Another process owns it.
-    """
-    folder = folder.absolute()
-    locks = folder.parent / ".locks"
-    locks.mkdir(exist_ok=True)
-    # The lock lies beside the folder and goes with the process that holds it, however that one ends.
-    lock = FileLock(locks / folder.name)
-    try:
-        lock.acquire(timeout=0.2)  # who only looks (:func:`in_use`) holds it for a moment
-    except Timeout as error:
-        hint = "wait for the other run, or stop it"
-        raise UserError("run folder", str(folder), "one process at a time", hint) from error
-    try:
-        yield
-    finally:
-        lock.release()
-
-
-def in_use(folder: Path) -> bool:
-    """Whether a process owns a run folder; also where that cannot be seen."""
-    lock = folder.absolute().parent / ".locks" / folder.name
-    if not lock.is_file():
-        return False
-    try:
-        with FileLock(lock, timeout=0):
-            return False
-    except (Timeout, OSError):
-        return True
 
 
 def is_run(folder: Path) -> bool:

@@ -3,15 +3,35 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from annotated_types import Ge, Le
 
 from posbench.errors import UserError
-from posbench.schema import MOST, Count, Tokens, Whole
+from posbench.schema import MOST, Count, Positive, Tokens, Whole
 
 SIZE = r"(\d+(?:\.\d+)?)([KMG])(i?)B"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """Where ``posbench submit`` sends jobs, and what each asks for; moves no number. The fields are the keys
+    of ``runtime.cluster.*``."""
+
+    kind: Literal["slurm", "local"]  # ``local``: processes of this machine, all at once
+    minutes: Count = 240  # time limit of a job; one that reaches it goes into the queue again and resumes
+    cpus: Count = 1  # of each job
+    gpus: Annotated[int, Ge(0), Le(64)] = 0  # of each job; from 1 up, ``runtime.device=auto`` is cuda
+    memory: Positive | None = None  # GB of each job; None: what the partition gives
+    partition: str | None = None
+    account: str | None = None
+    qos: str | None = None
+    constraint: str | None = None
+    at_once: Count = 256  # jobs that run at the same time
+    requeue: bool = True  # whether a job that is preempted, or whose node fails, goes into the queue again
+    setup: tuple[str, ...] = ()  # lines of shell in front, as ``module load cuda``
+    more: dict[str, str | int | bool] = field(default_factory=dict)  # further options of sbatch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +56,11 @@ class Runtime:
     intervene_examples: Count = 20  # examples per gold position whose attention is measured
     # bootstrap draws behind an interval; of fewer than 100 less than three lie beyond each of its ends
     resamples: Annotated[int, Ge(100), Le(MOST)] = 2000
+
+    # processes that share out the prompts of intervene and evaluate, each with a GPU of its own where there
+    # are GPUs, and with ``threads`` CPU threads, or its share of torch's
+    workers: Annotated[int, Ge(1), Le(64)] = 1
+    cluster: Cluster | None = None  # for ``posbench submit``: runtime/cluster=slurm
 
     def __post_init__(self) -> None:
         if self.device_map and self.device not in ("auto", "cuda"):

@@ -17,10 +17,12 @@ from posbench.measure.replies import room
 from posbench.methods import Method
 from posbench.model.encode import Encoded
 from posbench.model.lm import LM
-from posbench.model.prefix import Prefix, Store, batches, fed, grouped, layout, obstacle, token_bytes
+from posbench.model.prefix import Prefix
+from posbench.model.store import Store, batches, fed, grouped, layout, obstacle, token_bytes
 from posbench.run.base import Run, out_of_memory
 from posbench.run.cost import Work
 from posbench.run.folder import RunDir
+from posbench.run.parts import gather
 from posbench.run.runtime import Runtime
 from posbench.stats.frames import UNMODIFIED
 from posbench.tasks import Example
@@ -217,14 +219,32 @@ class Asks:
 
     def complete(self, run: Run, file: str, stage: str, compute: Compute) -> list[Row]:
         """See :meth:`posbench.run.base.Run.complete`; says what prefills were shared."""
+        key = lambda ask: ask.key  # noqa: E731
+        gather(run.out, file)
+        there = {(row["method"], row["id"]) for row in (run.main or run.out).rows(file) if "error" not in row}
+        lacking = [batch for batch in self.batches if any((*ask.key.values(),) not in there for ask in batch)]
+        mine = [batch for batch in lacking if batch[0].group % run.part.of == run.part.number]
         with self._told(run, stage):
-            return run.complete(file, stage, self.batches, lambda ask: ask.key, compute, self.order)
+            if run.main:
+                rows = run.complete(file, stage, mine, key, compute)
+                run.out.mark(file, done=True)
+                return rows
+            if run.helpers and len(mine) < len(lacking):
+                run.helpers.start(run.found)
+                if mine:
+                    run.complete(file, stage, mine, key, compute)
+                run.helpers.wait(file)
+                gather(run.out, file)
+            return run.complete(file, stage, self.batches, key, compute, self.order)
 
     def fill(self, run: Run, file: str, stage: str, compute: Compute, out: Callable[[Ask], RunDir]) -> None:
         """Compute the rows that files lack, and append each to the folder that ``out`` tells.
 
-        What fails is left, with a word, to the run that it belongs to.
+        What fails is left, with a word, to the run that it belongs to. A part of one run is completed.
         """
+        if run.main:
+            self.complete(run, file, stage, compute)
+            return
         folders = {out(batch[0]).path: out(batch[0]) for batch in self.batches}
         names = list(self.batches[0][0].key) if self.batches else []
         known = {

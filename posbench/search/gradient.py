@@ -105,7 +105,7 @@ def answer_loss(lm: LM, scales: Tensor, pairs: Sequence[tuple[list[int], list[in
 
 
 def _divided(scale: Tensor) -> Callable[[rope.Call], rope.Call]:
-    return lambda call: replace(call, positions=call.positions.float() / scale)
+    return lambda call: replace(call, positions=call.positions.float() / scale.to(call.positions.device))
 
 
 def _with_gradients(call: rope.Call) -> rope.Table:

@@ -251,7 +251,7 @@ BARE = [
         ["study.search", "search.KEY"],
     ),
     ("nothing in a list of methods", ["method=[none,scale_channel]"], ["method", "none", "leave it out"]),
-    ("a launcher that is not there", ["hydra/launcher=joblib"], ["hydra/launcher", "'joblib'", "basic"]),
+    ("a launcher that is not there", ["hydra/launcher=ray"], ["hydra/launcher", "'ray'", "basic"]),
     ("a search without its method", ["search=genetic"], ["search", "'genetic'", "add method=layer_scaling"]),
     ("a file as checkpoint", ["model.path={tiny}/config.json"], ["model.path", "config.json", "directory"]),
     (

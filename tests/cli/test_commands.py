@@ -17,6 +17,7 @@ from posbench.cli.verbs import KINDS
 from posbench.errors import choices
 from posbench.report import paper, sweep, text
 from posbench.report.folder import read_csv
+from posbench.run.folder import opened
 from posbench.schema import build
 from posbench.tasks import KVRetrieval
 from tests.conftest import Result, run_folders
@@ -313,7 +314,12 @@ def test_a_defect_in_one_job_does_not_stop_the_others(
 
     monkeypatch.setattr(runner, "execute", defective)
     assert posbench("-m", *small, *FIXED, "method.factor=1,0").status == 1
-    assert len(seen) == 2 and len(run_folders(outputs)) == 1
+    assert len(seen) == 2 and [opened(folder).done for folder in run_folders(outputs)].count(True) == 1
+    # A defect of what jobs share stops none of them.
+    seen.append(None)
+    monkeypatch.setattr(runner, "SHARED", {"evaluate": lambda runs: 1 / 0})
+    assert posbench("-m", *small, *FIXED, "method.factor=0.5,0.25").status == 0
+    assert len(seen) == 5
     # On its own the defect is shown as what it is.
     seen.clear()
     with pytest.raises(ZeroDivisionError):

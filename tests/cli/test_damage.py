@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from filelock import FileLock
 
 from posbench.cli.main import main
 from posbench.errors import UserError
 from posbench.run.folder import DRAWN, RunDir, checked, opened
+from posbench.run.lease import owned
 from tests.conftest import Result, run_folders
 
 WAYS = ("deleted", "emptied", "halved", "flipped", "swapped")
@@ -247,7 +247,7 @@ def test_what_verbs_make_again_may_be_damaged(
     assert (folder / "metrics.csv").read_bytes() == tree.whole["metrics.csv"] and checked(folder).done
     (folder / "report.html").write_text("")
     (folder / "figures" / "accuracy.png").unlink()
-    with FileLock(folder.parent / ".locks" / folder.name):
+    with owned(folder):
         held = posbench("report", str(folder), verb=True)
     assert held.status == 2 and "one process at a time" in held.err
     assert posbench("report", str(folder), verb=True).status == 0

@@ -111,7 +111,7 @@ def tried(
 
     filled = compose._filled
 
-    def quick(args: list[str], each: Callable[[Any], None]) -> list[dict[str, Any]]:
+    def quick(args: list[str], each: Callable[[Any], None], *_: Any) -> list[dict[str, Any]]:
         key = args[-1].partition("=")[0]
         if "." not in key:
             return whole(args, each)

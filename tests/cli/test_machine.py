@@ -68,7 +68,7 @@ def test_a_finished_run_is_shown_where_nothing_can_be_written(
         raise OSError(errno.EROFS, "Read-only file system")
 
     monkeypatch.setattr(os, "access", lambda *_: False)
-    monkeypatch.setattr(claim.FileLock, "acquire", read_only)
+    monkeypatch.setattr(claim.Lease, "take", read_only)
     shown = posbench(*ROLLOUT)
     assert shown.status == 0 and "finished before" in shown.out and not shown.err
     assert {p: p.stat().st_mtime_ns for p in folder.rglob("*")} == before

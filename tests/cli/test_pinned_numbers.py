@@ -36,9 +36,9 @@ def test_every_number_is_what_it_was(job: str, posbench, outputs: Path) -> None:
             before[column] -= 1
         after = pd.read_csv(run / file.name, keep_default_na=False, na_values=["", "nan"])
         kept = [column for column in before if column not in WORDS]
-        # Another processor rounds elsewhere: nine printed digits, of which six have to agree.
+        # Another processor, and prompts read in parts, round elsewhere: of nine digits five have to agree.
         pd.testing.assert_frame_equal(
-            after[kept], before[kept], rtol=1e-6, atol=1e-9, check_dtype=False, obj=file.name
+            after[kept], before[kept], rtol=1e-5, atol=1e-9, check_dtype=False, obj=file.name
         )
     if (PINNED / job / "found.yaml").is_file():
         (before,), (after,) = (

@@ -10,12 +10,12 @@ from typing import Any
 import pandas as pd
 import pytest
 import torch
-from filelock import FileLock
 
 from posbench.files.atomic import Row
 from posbench.model.lm import LM
 from posbench.pipeline.stages import evaluate
 from posbench.run.folder import opened
+from posbench.run.lease import owned
 from tests.conftest import Result, run_folders
 from tests.kills import Kills, loaded_once
 
@@ -119,11 +119,13 @@ def test_damaged_rows_are_computed_again(
     assert result.status == 0
     assert len(sizes) == (1 if damage in ("torn", "flipped", "errored") else 0)
     if damage in ("torn", "newline"):
-        # The last batch of 4 is read again; what both sessions read adds up, one reply token a prompt.
-        assert ("evaluate scale_channel 32/36 (88 %)" in result.out) is (damage == "torn")
-        tokens, again = [json.loads(line)["tokens"] for line in lines], 4 if damage == "torn" else 0
+        # The batch of 8 is asked again; what both sessions read adds up, one reply token a prompt. Both
+        # methods read all tokens of the prompts but the last once, and these 36 are one group.
+        assert ("evaluate 64/72 (88 %)" in result.out) is (damage == "torn")
+        tokens, again = [json.loads(line)["tokens"] for line in lines], 8 if damage == "torn" else 0
         spent = opened(finished).status()["spent"]["evaluate"]
-        assert spent["prompt_tokens"] == sum([*tokens, *tokens[len(tokens) - again :]])
+        once = sum(tokens[:36]) - 36
+        assert spent["prompt_tokens"] == once * (2 if again else 1) + len(tokens) + again
         assert spent["reply_tokens"] == len(tokens) + again
     assert _results(finished) == wanted
     rows = [json.loads(line) for line in file.read_bytes().splitlines()]
@@ -181,10 +183,9 @@ def test_out_of_memory_halves_the_batches_and_loses_nothing(
     monkeypatch.setattr(LM, "_generate_batch", holds_three)
     other = tmp_path / "other"
     assert posbench(*small, f"runtime.outputs={other}", verb=True).status == 0
-    # 36 prompts in batches of 8, longest first: 8 and 4 fail, and every batch after runs in quarters; then
-    # the second method.
-    per_method = [8, 4, *[2] * 16, *[1] * 4]
-    assert calls == per_method * 2
+    # 36 prompts in batches of 8, longest first, each under both methods: 8 and 4 fail, and every batch after
+    # runs in quarters.
+    assert calls == [8, 4, *[2] * 32, *[1] * 8]
     folder = _only(other)
     assert pd.read_csv(folder / "metrics.csv").equals(pd.read_csv(finished / "metrics.csv"))
     monkeypatch.setattr(
@@ -198,7 +199,7 @@ def test_out_of_memory_halves_the_batches_and_loses_nothing(
 
 def test_one_process_per_folder(finished: Path, posbench: Callable[..., Result], small: list[str]) -> None:
     before = {p: p.read_bytes() for p in finished.rglob("*") if p.is_file()}
-    with FileLock(finished.parent / ".locks" / finished.name):
+    with owned(finished):
         second = posbench(*small)
     assert second.status == 2 and second.err.count("\n") == 1
     assert (

@@ -9,7 +9,7 @@ import posbench
 from posbench.errors import UserError
 from posbench.methods.base import Needs
 from posbench.model import families, rope
-from posbench.model.prefix import Store
+from posbench.model.store import Store
 from posbench.schema import required
 from tests.conftest import config_of
 from tests.models import BUILDERS, build

@@ -14,7 +14,8 @@ import yaml
 from posbench import paths
 from posbench.errors import UserError
 from posbench.model.load import ModelConfig
-from posbench.pipeline.compose import Composed, compose, composed, leave
+from posbench.pipeline.compose import Composed, compose, composed
+from posbench.pipeline.multirun import leave
 from posbench.run.runtime import Runtime
 from posbench.schema import defaults
 from posbench.search.channel import ChannelSearch
@@ -173,7 +174,7 @@ def test_a_job_that_cannot_be_composed_does_not_stop_the_others(tmp_path: Path) 
 
     def each(job: Composed) -> None:
         made.append(job)
-        leave(job.number, {"overrides": job.overrides, "multirun": True, "status": 0})
+        leave(job.records, job.number, {"overrides": job.overrides, "multirun": True, "status": 0})
 
     records = compose(["-m", "task.seed=1,${model.nothing},3"], each)
     assert [job.raw["task"]["seed"] for job in made] == [1, 3]

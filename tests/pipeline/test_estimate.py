@@ -7,7 +7,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from posbench.methods import Unmodified
 from posbench.model.load import load, outline, reader
-from posbench.model.prefix import Store
+from posbench.model.store import Store
 from posbench.pipeline import estimate
 from posbench.pipeline.compose import composed
 from posbench.pipeline.config import trial

@@ -12,12 +12,12 @@ from typing import Any
 import pandas as pd
 import pytest
 import yaml
-from filelock import FileLock
 
 from posbench.cli.main import main
 from posbench.errors import UserError
 from posbench.report.index import age, look, records, run_named, spelled, title
 from posbench.run.folder import RunDir, open_run, runs_in
+from posbench.run.lease import owned
 from posbench.stats.findings import COLUMNS
 from tests.conftest import Result
 from tests.frames import metrics
@@ -104,8 +104,7 @@ def test_what_a_search_found_stands_where_the_config_has_nothing(outputs: Path) 
 def test_states(outputs: Path) -> None:
     states = {name: record["state"] for name, record in by_hash(outputs).items()}
     assert states["bbbb0002"] == "killed" and states["bbbb0003"] == "failed" and states["aaaa0001"] == "done"
-    (outputs / "kv_retrieval/v002/.locks").mkdir()
-    with FileLock(outputs / "kv_retrieval/v002/.locks/tiny__none__bbbb0002"):
+    with owned(outputs / "kv_retrieval/v002/tiny__none__bbbb0002"):
         assert by_hash(outputs)["bbbb0002"]["state"] == "running"
     unfinished = by_hash(outputs)["bbbb0003"]
     assert unfinished["score"] is None, "its table may be half of it"

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from filelock import FileLock
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -15,6 +14,7 @@ from posbench.errors import MachineError, UserError
 from posbench.run import claim as folder
 from posbench.run.claim import claim, find
 from posbench.run.folder import RunDir, open_run, opened
+from posbench.run.lease import Lease
 
 ROWS: list[dict[str, Any]] = [{"id": str(i), "output": f"Grüße\u2028{i}\n", "score": i / 3} for i in range(4)]
 
@@ -215,9 +215,8 @@ def test_a_lock_that_stays_held_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(folder, "WAIT", 0.05)
-    (tmp_path / "suite").mkdir()
-    held = FileLock(tmp_path / "suite/.lock")
-    with held, pytest.raises(MachineError, match="free within"), _claim(tmp_path, 1):
+    assert Lease(tmp_path / "suite/.locks/versions.lock").take()
+    with pytest.raises(MachineError, match="free within"), _claim(tmp_path, 1):
         pass
     assert "waiting up to" in caplog.text and not list(tmp_path.glob("suite/v*"))
 

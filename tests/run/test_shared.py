@@ -9,7 +9,7 @@ import torch
 from rich.console import Console
 
 from posbench.methods import Unmodified
-from posbench.model.prefix import Store, token_bytes
+from posbench.model.store import Store, token_bytes
 from posbench.pipeline.execute import execute
 from posbench.pipeline.ready import prepared, ready
 from posbench.run.answers import planned

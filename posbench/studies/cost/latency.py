@@ -24,6 +24,7 @@ from posbench.run.base import Run
 from posbench.schema import Count, Whole
 from posbench.stats import reference
 from posbench.stats.frames import UNMODIFIED
+from posbench.studies.cost.floors import floors
 from posbench.studies.cost.timing import Shape, Timed, applicable, random_model, table
 
 ANSWER = 4  # tokens whose loss the search measures
@@ -44,9 +45,12 @@ class Latency(Timed):
     search_tokens: Whole = 2048  # prompt length of the search; 0 leaves it out
     candidates: Count = 40  # of the search
     methods: tuple[str, ...] = ()  # these only, with the unmodified model; empty: all that apply
+    floors: bool = False  # also what moice and attention_buckets cannot leave out of a prompt
 
     def check(self, run: Run) -> None:
         """See :meth:`Study.check`."""
+        if self.floors and set(self.new_tokens) != {1}:
+            raise UserError("study.floors", True, "a prompt alone", "study.new_tokens=[1]")
         for name in sorted(set(self.methods) - set(run.every)):
             raise UserError("study.methods", name, ", ".join(run.every), "posbench ls methods shows them")
 
@@ -60,6 +64,7 @@ class Latency(Timed):
         methods = applicable(lm, run.every, lambda choice: choice.cls.example(lm), run.console.out)
         asked, example = (UNMODIFIED, *(self.methods or run.every)), ScaleChannel.example(lm)
         chosen = {name: method for name, method in methods.items() if name in asked}
+        chosen |= floors(chosen) if self.floors else {}
         direct = {"scale_channel": example, "re-projection": Reprojection(**vars(example))}
         plan = [(tokens, chosen) for tokens in self.methods_at]
         plan += [(tokens, {UNMODIFIED: Unmodified(), **direct}) for tokens in self.prompts]

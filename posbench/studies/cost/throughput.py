@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from statistics import median
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from posbench import paths
 from posbench.files.atomic import Row
@@ -28,7 +28,11 @@ from posbench.tasks import Example, KVRetrieval
 from posbench.tasks.kv_retrieval import WORDS, compact_prompt
 
 CHOICES, POSITIONS = 4, 5
-FACTORS = {"Table 1": (0.0,), "Figure 6": (2.0, 1.5, 1.0, 0.5, 0.0, -0.5, -1.0, -1.5, -2.0)}
+Work = Literal["Table 1", "Figure 6"]
+FACTORS: Mapping[Work, tuple[float, ...]] = {
+    "Table 1": (0.0,),
+    "Figure 6": (2.0, 1.5, 1.0, 0.5, 0.0, -0.5, -1.0, -1.5, -2.0),
+}
 """Factors of scale_channel beside the unmodified model, each at five gold positions: Yu et al. 2025."""
 ALONE, BATCHED, SHARED = "one prompt at a time", "in batches", "in batches, prefills shared"
 Outputs = list[str]
@@ -46,11 +50,14 @@ class Throughput(Timed):
     caption: ClassVar[str] = "The evaluate stage and a loop over single prompts, with equal outputs."
 
     shape: Shape = "small"
+    # of the random model; of 16 bits, rounding lets ways differ, and ``equal`` tells in how many outputs
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     pairs: tuple[Several, ...] = (8, 56)  # per prompt of key-value retrieval: short and long prompts
     examples: Several = 60
     new_tokens: Count = 8  # generated
     tokens: Tokens = 2000  # of a prompt in the shapes of the paper, about
     questions: Count = 1  # in these
+    works: tuple[Work, ...] = tuple(FACTORS)  # these
 
     def files(self) -> tuple[Source, ...]:
         """See :meth:`Study.files`: the embedded model."""
@@ -62,15 +69,16 @@ class Throughput(Timed):
         of a second in units of 1e9, ``gflops``."""
         torch.manual_seed(0)
         tiny = load("tiny", device=run.runtime.device)
-        other = random_model(self.shape, torch_device(run.runtime.device), tokenizer=tiny.tokenizer)
+        device = torch_device(run.runtime.device)
+        other = random_model(self.shape, device, self.dtype, tokenizer=tiny.tokenizer)
         rows: list[Row] = []
-        with run.progress("works", 4 * len(self.pairs) + len(FACTORS)) as advance:
+        with run.progress("works", 4 * len(self.pairs) + len(self.works)) as advance:
             for lm in (tiny, other):
                 for pairs in self.pairs:
                     rows += self.replied(run, lm, pairs)
                     advance(2)
-            for shape in FACTORS:
-                rows += self.shaped(run, other, shape)
+            for work in self.works:
+                rows += self.shaped(run, other, work)
                 advance(1)
         return {"throughput": table(rows)}
 
@@ -88,20 +96,23 @@ class Throughput(Timed):
             *self.timed(run, lm, chosen, {UNMODIFIED: Unmodified()}, f"{CHOICES} choices"),
         ]
 
-    def shaped(self, run: Run, lm: LM, shape: str) -> list[Row]:
+    def shaped(self, run: Run, lm: LM, work: Work) -> list[Row]:
         """Rows of the work of a table or figure of Yu et al. 2025."""
         channel, methods = ScaleChannel.example(lm), dict[str, Method]({UNMODIFIED: Unmodified()})
-        methods |= {f"{factor:g}": replace(channel, factor=factor) for factor in FACTORS[shape]}
+        methods |= {f"{factor:g}": replace(channel, factor=factor) for factor in FACTORS[work]}
         examples = [e for number in range(self.questions) for e in moved(lm, self.tokens, number)]
         factors = f"unmodified and {len(methods) - 1} factor{'s' * (len(methods) > 2)}"
-        return self.timed(run, lm, examples, methods, f"{shape}: {factors}, {POSITIONS} positions")
+        return self.timed(run, lm, examples, methods, f"{work}: {factors}, {POSITIONS} positions")
 
     def timed(
         self, run: Run, lm: LM, examples: Sequence[Example], methods: Mapping[str, Method], what: str
     ) -> list[Row]:
         """Rows of each way to make the same outputs."""
         task = KVRetrieval(records="words", prompt="compact", max_new_tokens=self.new_tokens, pairs=8)
-        plain, shared = replace(run.runtime, share=None), replace(run.runtime, share=Runtime.share)
+        plain, shared = (
+            replace(run.runtime, share=None),
+            replace(run.runtime, share=run.runtime.share or Runtime.share),
+        )
         ways = {
             ALONE: partial(looped, lm, task, examples, methods),
             BATCHED: partial(staged, replace(run, task=task, runtime=plain), lm, examples, methods),
@@ -120,7 +131,9 @@ class Throughput(Timed):
             return found
 
         work = f"{lm.name}: {len(examples)} prompts of {round(median(lengths))} tokens, {what}"
-        rows = self.compared(work, {way: partial(counted, way) for way in ways}, lm.device)
+        exact = lm.model.dtype == torch.float32
+        timed = {way: partial(counted, way) for way in ways}
+        rows = self.compared(work, timed, lm.device, same=exact)
         asked = sum(lengths) * len(methods)
         for row in rows:
             way, flops = row["way"], told.get(row["way"], float("nan"))

@@ -19,7 +19,8 @@ import numpy as np
 from posbench.errors import UserError
 from posbench.files.atomic import Row, digest, write_bytes
 from posbench.late import F, torch
-from posbench.run.folder import RunDir, owned
+from posbench.run.folder import RunDir
+from posbench.run.lease import owned
 from posbench.schema import Count, NonNegative, Positive, Several, build
 from posbench.studies.wu2025 import sequences as data
 from posbench.studies.wu2025.network import Attention, AttentionNetwork

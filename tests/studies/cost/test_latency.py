@@ -4,18 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import patch
 
 import pandas as pd
 import pytest
 import torch
+import torch.nn.functional as F
+from torch.utils.flop_counter import FlopCounterMode
 
 import posbench
 from posbench import paths
 from posbench.errors import choices
+from posbench.methods import Unmodified
+from posbench.methods.attention_buckets import AttentionBuckets
 from posbench.methods.base import Method
 from posbench.methods.choice import every
+from posbench.methods.moice import MoICE
 from posbench.model.lm import LM
 from posbench.studies.cost import timing
+from posbench.studies.cost.floors import floors
 from posbench.studies.cost.latency import Latency
 from tests.conftest import Result, config_of, run_folders
 from tests.models import build
@@ -74,15 +81,20 @@ def test_ratios_are_taken_round_by_round(
 def test_the_command(posbench: Callable[..., Result], outputs: Path) -> None:
     """Both ways of the search give equal losses, or it stops."""
     small = ["study.methods_at=[8]", "study.prompts=[8]", "study.search_tokens=8", "study.candidates=2"]
-    result = posbench("study=latency", "study.methods=[ms_poe]", "study.repeats=1", *small)
+    result = posbench(
+        "study=latency", "study.methods=[moice]", "study.floors=true", "study.repeats=1", *small
+    )
     assert result.status == 0, result.err
     (folder,) = run_folders(outputs)
     ways = pd.read_csv(folder / "generation.csv", keep_default_na=False)["way"].tolist()
-    assert ways == ["none", "ms_poe", "none", "scale_channel", "re-projection"]
+    least = ["moice: 7 kernel calls alone", "moice: own kernel alone"]
+    assert ways == ["none", "moice", *least, "none", "scale_channel", "re-projection"]
     assert pd.read_csv(folder / "search.csv")["work"].unique().tolist() == ["2 candidates, 8 + 4 tokens"]
     assert (folder / "figures" / "search.png").is_file()
     refused = posbench("study=latency", "study.methods=[ms_po]")
     assert refused.status == 2 and "study.methods = 'ms_po'" in refused.err
+    refused = posbench("study=latency", "study.floors=true", "study.new_tokens=[1,8]")
+    assert refused.status == 2 and "study.new_tokens=[1]" in refused.err
 
 
 def test_a_method_of_ones_own_is_measured_and_tells_runs_apart(
@@ -101,3 +113,36 @@ def test_its_constants_are_those_of_the_model(model: str, strength: float | None
     assert config.every["damp"].values == {"strength": strength, "layers": None}
     assert config.every["ms_poe"] == config_of("study=precision").every["ms_poe"]
     assert not config_of(OWN, "study=rollout").every
+
+
+def test_floors_do_all_that_the_bases_need_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("posbench.studies.cost.floors.ROWS", 8)
+    lm, ids = posbench.load(build("llama-gqa")), torch.arange(1, 21)[None]
+    buckets = AttentionBuckets(batch_tokens=1)
+    chosen = {"none": Unmodified(), "attention_buckets": buckets, **floors({"m": MoICE(), "a": buckets})}
+    products, kernels, logits = dict[str, int](), dict[str, int](), dict[str, torch.Tensor]()
+    for name, method in chosen.items():
+        with (
+            torch.no_grad(),
+            method.applied(lm),
+            FlopCounterMode(display=False) as counter,
+            patch.object(F, "scaled_dot_product_attention", wraps=F.scaled_dot_product_attention) as kernel,
+        ):
+            logits[name] = lm.model(ids).logits
+        products[name], kernels[name] = counter.get_total_flops(), kernel.call_count
+    first, config = lm.model.model.layers[0].self_attn, lm.model.config
+    shared = sum(2 * 20 * layer.weight.numel() for layer in (first.q_proj, first.k_proj, first.v_proj))
+    tiles = 2 * (8 * 8 + 8 * 16 + 4 * 20) * first.head_dim * config.num_attention_heads * lm.layers
+    plain, added = products["none"], {name: n - products["none"] for name, n in products.items()}
+    assert [n for n, each in added.items() if not each] == ["none", "m: 7 kernel calls alone"]
+    assert added["m: own kernel alone"] == 8 * tiles  # seven scores and one product with values
+    assert added["a: 7 forwards alone"] == added["attention_buckets"] == 6 * (plain - shared)
+    assert added["a: one batch"] == 6 * plain
+    assert kernels == dict.fromkeys(kernels, 7 * lm.layers) | {
+        "none": lm.layers,
+        "m: own kernel alone": 0,
+        "a: one batch": lm.layers,
+    }
+    for name, found in logits.items():
+        other = "attention_buckets" if name.startswith("a") else "none"
+        torch.testing.assert_close(found, logits[other], atol=1e-4, rtol=0)

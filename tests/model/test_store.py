@@ -14,7 +14,7 @@ from posbench.methods import ScaleChannel, Unmodified
 from posbench.methods.composed import Composed
 from posbench.methods.layer_scaling import LayerScaling
 from posbench.methods.position_interpolation import PositionInterpolation
-from posbench.model.prefix import LEAST, Store, batches, grouped, layout, obstacle
+from posbench.model.store import LEAST, Store, batches, grouped, layout, obstacle
 from tests.models import BUILDERS, VOCABULARY, build
 
 CHANGING = ("phi3-longrope",)

@@ -1,0 +1,142 @@
+"""Submitting, in this process: what is refused, what a folder alone tells, and shards one after another."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from posbench.pipeline import jobs
+from posbench.pipeline.execute import prepared_folder, recorded
+from posbench.pipeline.jobs import Submission
+from posbench.run.folder import RunDir, opened
+from posbench.run.lease import owned
+from tests.conftest import Result, config_of, run_folders
+
+LOCAL = "runtime/cluster=local"
+SMALL = ["stages=[evaluate,report]", "task.limit=4", "runtime.batch_tokens=512", "runtime.resamples=100"]
+
+
+@pytest.mark.parametrize(
+    ("args", "field"),
+    [
+        ([], "runtime/cluster"),
+        ([LOCAL, "runtime.device=cuda"], "runtime.cluster.gpus"),
+        ([LOCAL, "--shards", "0"], "--shards"),
+        ([LOCAL, "--shards", "2", "study=printed_tables"], "--shards"),
+        ([LOCAL, "runtime.cluster.gpus=-1"], "runtime.cluster.gpus"),
+        ([LOCAL, "task.pairs=100000"], "task.pairs"),
+        (["-m", LOCAL, "method.factor=1,x"], "method.factor"),
+        (["runtime/cluster=slum"], "runtime/cluster"),
+    ],
+)
+def test_nothing_is_sent_unless_every_run_can_go(
+    args: list[str], field: str, posbench: Callable[..., Result], outputs: Path
+) -> None:
+    told = posbench("submit", *args)
+    assert told.status == 2 and told.err.startswith(f"posbench: {field} = "), told
+    assert not outputs.exists()
+
+
+def test_a_run_here_takes_no_cluster(posbench: Callable[..., Result], outputs: Path) -> None:
+    told = posbench(*SMALL, "runtime/cluster=slurm")
+    assert told.status == 2 and "posbench submit with the same arguments" in told.err and not outputs.exists()
+    none = posbench("jobs", str(outputs), verb=True)
+    assert none.status == 2 and "posbench submit" in none.err
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        [],
+        ["method=[layer_scaling,scale_channel]", "model=tiny_b", "stages=[evaluate]"],
+        ["study=rope_curves"],
+        ["study=rollout", "method=none"],
+        ["experiment=yu2025_table1_kv", "model=tiny"],
+        ["method.factor=0.5", "stages=[search]", "search=exhaustive"],
+        ["method=ms_poe", "runtime.cluster.gpus=1", "runtime/cluster=slurm"],
+    ],
+)
+def test_a_folder_tells_its_run(args: list[str], outputs: Path) -> None:
+    """And none of other code, or settings."""
+    config = config_of(*args, f"runtime.outputs={outputs}")
+    folder = prepared_folder(config, "posbench")
+    again = recorded(folder)
+    assert {**again.raw, "runtime": 0} == {**config.raw, "runtime": 0} and again.stages == config.stages
+    assert prepared_folder(again, "posbench").samefile(folder)
+
+
+def test_shards_one_after_another(posbench: Callable[..., Result], outputs: Path, tmp_path: Path) -> None:
+    """The last one finishes the run; the search is made once, before."""
+    args = [*SMALL, "stages=[search,intervene,evaluate]", "search.strings=6", "task.calibration_examples=6"]
+    args += ["runtime.intervene_examples=2"]
+    assert posbench(*args, f"runtime.outputs={tmp_path / 'serial'}", verb=True).status == 0
+    folder = prepared_folder(config_of(*args, f"runtime.outputs={outputs}"), "posbench")
+    for number in (2, 0, 1):
+        assert not RunDir(folder).done
+        assert posbench("resume", str(folder), f"--shard={number}/3", verb=True).status == 0
+    assert opened(folder).done and not opened(folder).damaged() and not (folder / ".parts").exists()
+    (serial,) = run_folders(tmp_path / "serial")
+    for name in ("found.yaml", "attention.jsonl", "attention.csv", "predictions.jsonl", "metrics.csv"):
+        assert (folder / name).read_bytes() == (serial / name).read_bytes(), name
+    again = posbench("resume", str(folder), "--shard=0/3", verb=True)
+    assert again.status == 0 and not (folder / ".parts").exists()
+
+
+def test_states_are_those_of_the_folders(posbench: Callable[..., Result], outputs: Path) -> None:
+    folder = prepared_folder(config_of(*SMALL, f"runtime.outputs={outputs}"), "posbench")
+    one = Submission("a", "slurm", ("task.limit=4",), True, None, jobs="a", first=1, shards=2)
+    jobs.record(folder, one)
+    assert jobs.submissions(folder) == [one]
+    assert jobs.state(folder, {("a", 2)}) == ("waiting", "0 of 2 shards are made")
+    assert jobs.state(folder, {("a", 0), ("a", 3), ("b", 1)})[0] == "lost"
+    assert jobs.state(folder, None)[0] == "unknown"
+    with owned(folder):
+        assert jobs.state(folder, set())[0] == "running"
+    with owned(folder / ".parts" / "0-of-2"):
+        (folder / ".parts" / "0-of-2").mkdir()
+        assert jobs.state(folder, set())[0] == "running"
+    logs = one.logs(folder)
+    logs.mkdir(parents=True)
+    for number, text in {0: "another run's", 1: "posbench: no memory\n", 2: "started\n\n"}.items():
+        (logs / f"77_{number}_0_log.err").write_text(text)
+        os.utime(logs / f"77_{number}_0_log.err", (time.time() - number,) * 2)
+    RunDir(folder, opened(folder).id).finish("failed", "MachineError: no memory")
+    assert jobs.state(folder, set()) == ("failed", "posbench: no memory")
+    told = posbench("jobs", str(outputs), "--json", verb=True)
+    assert told.status == 1 and json.loads(told.out)[0]["said"] == "posbench: no memory"
+    jobs.record(
+        folder,
+        Submission("b", "local", (), False, None, jobs="b", first=0, pids=(jobs.process(os.getpid()),)),
+    )
+    assert jobs.state(folder, set())[0] == "waiting" and [s.id for s in jobs.submissions(folder)] == [
+        "a",
+        "b",
+    ]
+    missing = posbench("collect", str(folder), verb=True)
+    assert missing.status == 1 and "0 of 1 runs done" in missing.err
+
+
+@pytest.mark.slow
+def test_processes_of_this_machine(posbench: Callable[..., Result], outputs: Path, tmp_path: Path) -> None:
+    args = ["-m", *SMALL, "method.factor=1,0"]
+    assert posbench(*args, f"runtime.outputs={tmp_path / 'serial'}", verb=True).status == 0
+    sent = posbench("submit", *args, LOCAL, "--shards", "2")
+    assert sent.status == 0 and sent.out.count("\tsubmitted\t") == 2, sent
+    twice = posbench("submit", *args, LOCAL)
+    assert twice.status == 0 and "\tsubmitted\t" not in twice.out, "they wait, run, or are done"
+    for _ in range(120):
+        if not {"waiting", "running"} & set(posbench("jobs", str(outputs), verb=True).out.split()):
+            break
+        time.sleep(1)
+    told = posbench("collect", str(outputs), verb=True)
+    assert told.status == 0 and "2 of 2 runs done" in told.err, told
+    for one in (tmp_path / "serial").rglob("*.csv"):
+        if not one.parent.name.startswith("sweep__"):
+            assert (outputs / one.relative_to(tmp_path / "serial")).read_bytes() == one.read_bytes()
+    (summary,), (same) = (tmp_path / "serial").rglob("summary.csv"), [*outputs.rglob("summary.csv")]
+    assert [file.read_bytes() for file in same] == [summary.read_bytes()]
