@@ -63,7 +63,7 @@ def show(config: Config, reader: Reader, measure: bool, console: Console) -> Non
         memory += f"; {what} {decimal(max(sizes))}" if any(sizes) else ""
     console.print(memory, soft_wrap=True)
     if works:
-        console.print(f"about {sum(map(shape.flops, works)):.1e} operations, without a method's own")
+        console.print(f"about {sum(map(shape.flops, works)):.1e} operations, without what a method adds")
     untold = " and ".join(f"the {stage}" for stage in stages if stage not in {w.stage for w in works})
     if measure and works:
         without = untold and f" without {untold}, which cannot be told before"

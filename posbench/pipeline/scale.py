@@ -31,8 +31,10 @@ from posbench.tasks.items import Placed, joined
 
 GIVEN = yaml.safe_load(Path(__file__).with_name("scale.yaml").read_text())
 NAMES, MODEL, MANY = tuple(GIVEN["models"]), "model=vicuna_7b_16k", 8
+SHARDED = ("intervene", "evaluate")
+"""Stages whose prompts processes share out; another stage of a job is one process."""
 FEW = 6
-"""Questions that are looked at: the others have the same form."""
+"""Questions that are made for the stages of a run: the others have the same form."""
 
 
 class Outline(LM):
@@ -135,7 +137,7 @@ def configs(experiment: str) -> list[Config]:
         config = check(job.raw, job.typed, job.folders)
         task: Any = config.task
         if isinstance(task, Placed):
-            task = replace(task, limit=min(FEW, task.limit))
+            task = replace(task, limit=min(getattr(config.study, "examples", None) or FEW, task.limit))
         if form := GIVEN["prompts"].get(task.name):
             same = {f.name: getattr(task, f.name) for f in fields(Task)}
             new = form.get("new", task.max_new_tokens)
@@ -163,11 +165,10 @@ def works(experiment: str, model: str) -> list[Work]:
 def _many(config: Config, stage: str) -> float:
     """How many times as many questions the experiment asks as were looked at."""
     asked: Any = getattr(config.task, "asked", config.task)
-    if not isinstance(asked, Placed) or stage.startswith("search"):
+    if not isinstance(asked, Placed) or stage not in SHARDED:
         return 1
-    whole = config.raw["task"]["limit"]
-    own = {"study": getattr(config.study, "examples", None), "intervene": config.runtime.intervene_examples}
-    return min(whole, own.get(stage.split(":")[0]) or whole) / asked.limit
+    whole: int = config.raw["task"]["limit"]
+    return (min(whole, config.runtime.intervene_examples) if stage == "intervene" else whole) / asked.limit
 
 
 def row(experiment: str) -> list[str]:
@@ -177,13 +178,15 @@ def row(experiment: str) -> list[str]:
         every, shape = works(experiment, name), costs(name)
         devices = max(shape.devices(w) for w in every)
         hours = sum(shape.seconds(w) for w in every) / 3600
+        alone = sum(shape.seconds(w) for w in every if w.stage not in SHARDED) / 3600
+        processes, jobs = MANY // devices, len(configs(experiment))
+        eight = (hours - alone) / processes + alone / jobs * -(-jobs // processes)
         if name == NAMES[0]:
             cells += [f"{sum(w.prompts for w in every):,}", f"{sum(w.tokens for w in every) / 1e6:,.1f}"]
         size = max(map(shape.bytes, every)) / 1e9
         flops = sum(map(shape.flops, every)) / 1e15
         cells.append(f"{sum(w.computed for w in every) / 1e6:,.1f} M, {flops:,.0f} PFLOP, {size:.0f} GB")
-        one, eight = _hours(hours), _hours(hours / (MANY // devices))
-        cells.append(f"{one if devices == 1 else f'no ({devices})'} / {eight}")
+        cells.append(f"{_hours(hours) if devices == 1 else f'no ({devices})'} / {_hours(eight)}")
     return cells
 
 
