@@ -63,7 +63,7 @@ def show(config: Config, reader: Reader, measure: bool, console: Console) -> Non
         memory += f"; {what} {decimal(max(sizes))}" if any(sizes) else ""
     console.print(memory, soft_wrap=True)
     if works:
-        console.print(f"about {sum(map(shape.flops, works)):.1e} operations, without a method's own")
+        console.print(f"about {sum(map(shape.flops, works)):.1e} operations, without what a method adds")
     untold = " and ".join(f"the {stage}" for stage in stages if stage not in {w.stage for w in works})
     if measure and works:
         without = untold and f" without {untold}, which cannot be told before"
@@ -92,7 +92,11 @@ def work(config: Config, run: Run, methods: Mapping[str, Method] | None = None) 
             found.append(_read(run, f"search: {side.name}", side, prompts, Reads(times * len(prompts))))
     if "study" in stages and config.study:
         for seen in config.study.reads(run):
-            found += [_read(run, "study", task, (), seen)] if isinstance(seen, Reads) else _looked(run, seen)
+            found += (
+                [_read(run, "study", task, (), seen)]
+                if isinstance(seen, Reads)
+                else _looked(run, seen, trial(config))
+            )
     if "intervene" in stages and (examples := placed(task.evaluation(), run.runtime.intervene_examples)):
         found.append(_asked(subjects, "intervene", examples))
     if "evaluate" in stages and (examples := task.evaluation()):
@@ -123,9 +127,9 @@ def _asked(subjects: Sequence[Subject], stage: str, examples: Sequence[Example])
     return replace(found, prompts=len(subjects) * len(examples))
 
 
-def _looked(run: Run, seen: Looks) -> list[Work]:
-    """What a study asks of prompts."""
-    share = run.runtime.share if seen.shared else None
+def _looked(run: Run, seen: Looks, method: Method) -> list[Work]:
+    """What a study asks of prompts, inside a method."""
+    share = run.runtime.share if seen.shared and method.prefill() == method else None
     asker = replace(run, runtime=replace(run.runtime, share=share))
     asker.lm, (asker.evaluation, factor) = run.lm, _some(seen.examples)
     asks, _ = answers.planned([Subject(asker, "", Unmodified())], run.encode(asker.evaluation))
@@ -141,7 +145,7 @@ def _read(run: Run, stage: str, task: Task, examples: Sequence[Example], reads: 
     prompt, pairs = np.mean(lengths), np.mean([n * (n + 1) / 2 for n in lengths])
     texts, new = reads.texts * reads.length, task.max_new_tokens
     asked = round(reads.prompts * prompt + reads.answers + texts)
-    fed, later, each = reads.replies * (new - 1), prompt + new / 2, max(lengths) + task.max_new_tokens
+    fed, later, each = reads.replies * (new - 1), prompt + new / 2, max(*lengths, reads.length) + new
     return Work(
         stage,
         prompts=reads.prompts,

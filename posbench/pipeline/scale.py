@@ -23,7 +23,7 @@ from posbench.pipeline.compose import Composed, compose
 from posbench.pipeline.config import Config, check, trial
 from posbench.pipeline.estimate import work
 from posbench.pipeline.ready import prepared
-from posbench.run.cost import H100, Costs, Work
+from posbench.run.cost import Costs, Work
 from posbench.stats.frames import UNMODIFIED
 from posbench.tasks import Example, Task
 from posbench.tasks.base import Split
@@ -31,8 +31,10 @@ from posbench.tasks.items import Placed, joined
 
 GIVEN = yaml.safe_load(Path(__file__).with_name("scale.yaml").read_text())
 NAMES, MODEL, MANY = tuple(GIVEN["models"]), "model=vicuna_7b_16k", 8
+SHARDED = ("intervene", "evaluate")
+"""Stages whose prompts processes share out; another stage of a job is one process."""
 FEW = 6
-"""Questions that are looked at: the others have the same form."""
+"""Questions that are made for the stages of a run: the others have the same form."""
 
 
 class Outline(LM):
@@ -121,6 +123,12 @@ def outline(name: str, rate: float) -> Outline:
 
 
 @cache
+def costs(name: str) -> Costs:
+    """The numbers of such a model."""
+    return Costs.of(outline(name, 1.0))
+
+
+@cache
 def configs(experiment: str) -> list[Config]:
     """The jobs of an experiment with the paper's settings, their prompts such as are here, few of them."""
     jobs, found = list[Composed](), []
@@ -129,12 +137,11 @@ def configs(experiment: str) -> list[Config]:
         config = check(job.raw, job.typed, job.folders)
         task: Any = config.task
         if isinstance(task, Placed):
-            task = replace(task, limit=min(FEW, task.limit))
+            task = replace(task, limit=min(getattr(config.study, "examples", None) or FEW, task.limit))
         if form := GIVEN["prompts"].get(task.name):
             same = {f.name: getattr(task, f.name) for f in fields(Task)}
-            task = StandIn(
-                **{**same, "max_new_tokens": form.get("new", task.max_new_tokens)}, asked=task, form=form
-            )
+            new = form.get("new", task.max_new_tokens)
+            task = StandIn(**{**same, "max_new_tokens": new}, asked=task, form=form)
         found.append(replace(config, task=task))
     return found
 
@@ -158,29 +165,33 @@ def works(experiment: str, model: str) -> list[Work]:
 def _many(config: Config, stage: str) -> float:
     """How many times as many questions the experiment asks as were looked at."""
     asked: Any = getattr(config.task, "asked", config.task)
-    whole: int = getattr(config.raw["task"], "limit", 0) or config.raw["task"].get("limit", 0)
-    if not isinstance(asked, Placed) or stage.startswith("search"):
+    if not isinstance(asked, Placed) or stage not in SHARDED:
         return 1
-    own = getattr(config.study, "examples", None) if stage.startswith("study") else None
-    most = config.runtime.intervene_examples if stage == "intervene" else own
-    return min(whole, most or whole) / asked.limit
+    whole: int = config.raw["task"]["limit"]
+    return (min(whole, config.runtime.intervene_examples) if stage == "intervene" else whole) / asked.limit
 
 
 def row(experiment: str) -> list[str]:
     """Name, tokens asked, and by model tokens computed, operations, memory, hours on one and on eight."""
     cells = [f"[`{experiment}`](../experiments/{experiment}.yaml)"]
     for name in NAMES:
-        every, shape = works(experiment, name), Costs.of(outline(name, 1.0))
-        devices = max(shape.devices(w, H100) for w in every)
-        hours = sum(shape.seconds(w, H100) for w in every) / 3600
+        every, shape = works(experiment, name), costs(name)
+        devices = max(shape.devices(w) for w in every)
+        hours = sum(shape.seconds(w) for w in every) / 3600
+        alone = sum(shape.seconds(w) for w in every if w.stage not in SHARDED) / 3600
+        processes, jobs = MANY // devices, len(configs(experiment))
+        eight = (hours - alone) / processes + alone / jobs * -(-jobs // processes)
         if name == NAMES[0]:
             cells += [f"{sum(w.prompts for w in every):,}", f"{sum(w.tokens for w in every) / 1e6:,.1f}"]
         size = max(map(shape.bytes, every)) / 1e9
         flops = sum(map(shape.flops, every)) / 1e15
         cells.append(f"{sum(w.computed for w in every) / 1e6:,.1f} M, {flops:,.0f} PFLOP, {size:.0f} GB")
-        one, eight = (f"{h:.0f}" if h >= 10 else f"{h:.2g}" for h in (hours, hours / (MANY // devices)))
-        cells.append(f"{one if devices == 1 else f'no ({devices})'} / {eight}")
+        cells.append(f"{_hours(hours) if devices == 1 else f'no ({devices})'} / {_hours(eight)}")
     return cells
+
+
+def _hours(hours: float) -> str:
+    return "<0.01" if hours < 0.01 else f"{hours:.2g}" if hours < 10 else f"{hours:.0f}"
 
 
 def page() -> str:

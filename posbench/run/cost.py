@@ -44,8 +44,8 @@ class Work:
     steps: int = 0  # of generation: a token of each reply of a batch
     fed: int = 0  # tokens of replies that the model reads again: all but the last ones
     later: int = 0  # pairs of these
-    batch: int = 0  # tokens of the largest batch, padding and reply counted
-    held: int = 0  # tokens of the largest shared prefill
+    batch: int = 0  # tokens of a batch, padding and reply counted, where that and ``held`` are most
+    held: int = 0  # tokens of the shared prefill that it goes on from
 
     def times(self, factor: float) -> Work:
         """So much of it; batches stay as large as they are."""
@@ -54,20 +54,10 @@ class Work:
         return Work(**{k: v if k in kept else round(v * factor) for k, v in every.items()})
 
 
-@dataclass(frozen=True)
-class Device:
-    """An accelerator, by its data sheet."""
-
-    name: str
-    flops: float  # a second, dense, in the type of the weights
-    bandwidth: float  # bytes a second
-    memory: float  # bytes
-
-
-H100 = Device("H100 SXM", 989e12, 3.35e12, 80e9)
-"""NVIDIA's data sheet: bfloat16 without sparsity, HBM3."""
+FLOPS, BANDWIDTH, MEMORY = 989e12, 3.35e12, 80e9
+"""An H100 SXM by NVIDIA's data sheet: operations a second in bfloat16, dense; bytes a second; bytes."""
 COMPUTE, READING, FILLED = 0.4, 0.6, 0.9
-"""Assumed: shares of the peak in prefills, of the bandwidth in generation, of the memory that is used."""
+"""Assumed: shares of the first in prefills, of the second in generation, of the third that is used."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +97,7 @@ class Costs:
         return self.cache * self.width * work.batch
 
     def bytes(self, work: Work) -> int:
-        """Weights, the KV cache of a batch, and a shared prefill."""
+        """Weights, the KV cache of the largest batch, and the shared prefill that it goes on from."""
         return self.weights + self.cached(work) + self.stored * work.held
 
     def prefill(self, work: Work) -> float:
@@ -122,12 +112,12 @@ class Costs:
     def _flops(self, tokens: int, pairs: int, outputs: int) -> float:
         return 2.0 * self.body * tokens + 4.0 * self.layers * self.heads * pairs + 2.0 * self.head * outputs
 
-    def seconds(self, work: Work, device: Device) -> float:
-        """Prefills take their operations; a step of generation reads the weights, and a batch's cache."""
+    def seconds(self, work: Work) -> float:
+        """On an H100: prefills take their operations, a step of generation reads weights and cache."""
         read = work.steps * self.weights + work.later * self.cache * self.width
-        prefills = self.prefill(work) / (COMPUTE * device.flops)
-        return prefills + read / (READING * device.bandwidth)
+        prefills = self.prefill(work) / (COMPUTE * FLOPS)
+        return prefills + read / (READING * BANDWIDTH)
 
-    def devices(self, work: Work, device: Device) -> int:
-        """How many devices hold it, its layers spread over them."""
-        return -(-self.bytes(work) // int(FILLED * device.memory))
+    def devices(self, work: Work) -> int:
+        """How many such cards hold it, its layers spread over them."""
+        return -(-self.bytes(work) // int(FILLED * MEMORY))

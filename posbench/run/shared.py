@@ -145,37 +145,36 @@ class Asks:
     def work(self, stage: str, answered: bool) -> Work:
         """What all of it asks of the model, with or without replies, before any of it is done;
         :attr:`LM.read` will count as many computed tokens."""
-        spans, held, runtime = list[tuple[int, int]](), 0, self.runtime
-        for group in self._groups:
-            rows = [self.encoded[e.id].ids[:-1] for e in group.examples if group.under]
+        spans, held, runtime = list[tuple[int, int]](), list[int](), self.runtime
+        for each in self._groups:
+            rows = [self.encoded[e.id].ids[:-1] for e in each.examples if each.under]
             plan = layout(rows)
-            held = max(held, plan.size)
+            held.append(plan.size)
             for part in batches(rows, plan.stretches, runtime.batch_size, runtime.batch_tokens):
                 spans += fed(rows, part)
-        replies, most, steps = list[tuple[int, int]](), 0, 0
+        replies, memory, steps = list[tuple[int, int]](), [(0, 0)], 0
         for batch in self.batches:
-            sizes = [len(self.encoded[ask.example.id].ids) for ask in batch]
-            new = [
-                room(self.lm, a.subject.run.task, a.example) * answered * (not a.example.choices)
-                for a in batch
-            ]
-            spans += [(size - 1 if self._groups[batch[0].group].under else 0, size) for size in sizes]
+            sizes, group = [len(self.encoded[ask.example.id].ids) for ask in batch], batch[0].group
+            answers = [room(self.lm, ask.subject.run.task, ask.example) for ask in batch]
+            new = [n * (answered and not ask.example.choices) for n, ask in zip(answers, batch, strict=True)]
+            spans += [(size - 1 if held[group] else 0, size) for size in sizes]
             replies += [(size, max(more - 1, 0)) for size, more in zip(sizes, new, strict=True)]
-            most = max(most, len(batch) * (max(sizes) + max(new)))
+            memory.append((len(batch) * (max(sizes) + max(new)), held[group]))
             steps += max(new)
+        batch_tokens, most_held = max(memory, key=sum)
         first, end = np.array(spans, np.int64).reshape(-1, 2).T
-        size, more = np.array(replies, np.int64).reshape(-1, 2).T
+        length, more = np.array(replies, np.int64).reshape(-1, 2).T
         return Work(
             stage,
             prompts=len(replies),
-            tokens=int(size.sum()),
+            tokens=int(length.sum()),
             computed=int((end - first).sum()),
             pairs=int((end * (end + 1) - first * (first + 1)).sum()) // 2,
             steps=steps,
             fed=int(more.sum()),
-            later=int((more * size + more * (more + 1) // 2).sum()),
-            batch=most,
-            held=held,
+            later=int((more * length + more * (more + 1) // 2).sum()),
+            batch=batch_tokens,
+            held=most_held,
         )
 
     @contextmanager

@@ -11,10 +11,11 @@ from posbench.model.store import Store
 from posbench.pipeline import estimate
 from posbench.pipeline.compose import composed
 from posbench.pipeline.config import trial
+from posbench.pipeline.execute import execute
 from posbench.pipeline.ready import prepared, ready
 from posbench.pipeline.stages import intervene
 from posbench.run import answers
-from posbench.run.cost import H100, Costs, Work
+from posbench.run.cost import Costs, Work
 from posbench.run.shared import Subject
 from posbench.stats.frames import UNMODIFIED
 from tests.models import build
@@ -61,6 +62,29 @@ def test_tokens_are_those_that_the_model_reads(share, method, tiny, monkeypatch)
         )
 
 
+STUDIES = [
+    ["study=attention_to_gold", "study.examples=2", "study.items=[8]"],
+    ["study=crop_mask", "study.examples=2", "study.crossed=true"],
+    ["study=doubling", "study.examples=2"],
+    ["study=channel_subtraction", "study.examples=2"],
+    ["study=hidden_perturbation", "study.texts=6", "study.length=200"],
+    ["study=score_map", "study.samples=6"],
+    ["study=rope_curves", "study.prompts=6"],
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("given", STUDIES, ids=lambda given: given[0])
+def test_studies_read_what_they_tell(given, tiny, tmp_path, monkeypatch):
+    given = [*given, "task.positions=[0%,50%,100%]", "stages=[study]", f"runtime.outputs={tmp_path}"]
+    config, works = told(*given)
+    monkeypatch.setattr("posbench.pipeline.execute.preflight", lambda *args: None)  # reads a few tokens
+    monkeypatch.setattr("posbench.run.base.load", lambda *args, **kwargs: tiny)
+    before = tiny.read
+    execute(config, command="test", console=QUIET)
+    assert sum(work.computed for work in works) == tiny.read - before > 0
+
+
 def test_many_prompts_are_told_from_some(monkeypatch):
     _, (_, whole) = told("task.limit=40")
     monkeypatch.setattr(estimate, "LOOK", 3000)
@@ -104,5 +128,5 @@ def test_time_is_the_formula_by_hand():
     assert shape.prefill(work) == flops
     assert shape.flops(work) == flops + 2 * 5 * 190 + 4 * 2 * 3 * 5000 + 2 * 190
     read = 20 * 7 * 2 + 5000 * 8 * 2
-    assert shape.seconds(work, H100) == pytest.approx(flops / (0.4 * 989e12) + read / (0.6 * 3.35e12))
-    assert shape.bytes(work) == 14 + 64 * 16 + 300 * 4 and shape.devices(work, H100) == 1
+    assert shape.seconds(work) == pytest.approx(flops / (0.4 * 989e12) + read / (0.6 * 3.35e12))
+    assert shape.bytes(work) == 14 + 64 * 16 + 300 * 4 and shape.devices(work) == 1

@@ -103,7 +103,8 @@ class AttentionToGold(Study):
     def reads(self, run: Run) -> list[Looks]:
         """See :meth:`Study.reads`."""
         every = [placed(shared.need_items(task), self.examples) for task in self.tasks(run.task)]
-        return [Looks(examples, times=1, replies=1, shared=True) for examples in every]
+        looks = [Looks(examples, times=1, replies=1, shared=True) for examples in every]
+        return [*looks, Looks(placed(every[0], HEAD_EXAMPLES), times=1, shared=True)]  # maps of heads
 
     def measure(self, run: Run) -> dict[str, pd.DataFrame]:
         """Six tables.
