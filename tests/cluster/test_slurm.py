@@ -50,6 +50,7 @@ def slurm() -> Iterator[Slurm]:
 @pytest.fixture
 def shared(slurm: Slurm) -> Iterator[Path]:
     """A folder that both nodes see."""
+    subprocess.run(["scancel", "--user=root"], check=True)  # what a failed test left
     slurm.wait_idle()
     found = Path(tempfile.mkdtemp(prefix="runs-", dir=slurm.place))
     yield found
@@ -107,7 +108,7 @@ def sent(outputs: Path) -> str:
     return jobs.submissions(run_folders(outputs)[0])[-1].id
 
 
-def test_a_sweep_of_twelve_runs_one_of_them_requeued(
+def test_a_sweep_of_twelve_runs_some_requeued_or_preempted(
     posbench: Callable[..., Result],
     shared: Path,
     slurm: Slurm,
@@ -124,14 +125,17 @@ def test_a_sweep_of_twelve_runs_one_of_them_requeued(
     assert early.status == 1 and "of 12 runs done" in early.err
     rows = one_is_at_work(outputs, "*/v*/*/predictions.jsonl")
     subprocess.run(["scontrol", "requeue", running(sent(outputs))[0]], check=True)
+    while not [*outputs.glob("*/v*/*/metrics.csv")] or not (now := running(sent(outputs))):
+        time.sleep(0.2)
+    for job in now:  # as Slurm says that a job is preempted, or that its time is nearly up
+        subprocess.run(["scancel", "--signal=USR2", job], check=False)
     assert settled(posbench, outputs, shown) == {"done": 12}
     told = posbench("collect", str(outputs), verb=True)
     assert told.status == 0 and "12 of 12 runs done" in told.err and "sweep:" in told.out, told
     files = need_same(outputs, tmp_path)
     with capsys.disabled():
-        print(
-            f"\nsweep of 12, one requeued at {rows.parent.name}: {'; '.join(shown)}; {files} files the same"
-        )
+        print(f"\nsweep of 12, requeued at {rows.parent.name}, {now} preempted: {'; '.join(shown)}")
+        print(f"{files} files the same")
 
 
 def test_a_sharded_run_of_900_prompts_whatever_is_killed(
