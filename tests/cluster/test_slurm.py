@@ -188,6 +188,15 @@ def test_a_sharded_run_of_900_prompts_whatever_is_killed(
         print(f"\n900 prompts in 6 shards: {'; '.join(shown)}; {files} files the same")
 
 
+def test_hydras_launcher(posbench: Callable[..., Result], shared: Path, tmp_path: Path) -> None:
+    args = ["-m", "method.factor=1,0,-1", *SMALL, "task.limit=4"]
+    assert posbench(*args, f"runtime.outputs={tmp_path}", verb=True).status == 0
+    launcher = ["hydra/launcher=submitit_slurm", f"runtime.outputs={shared / 'outputs'}"]
+    told = posbench(*args, *launcher, verb=True)
+    assert told.status == 0, told
+    assert need_same(shared / "outputs", tmp_path) == 2 * 3 and not (shared / "outputs/.sweeps").exists()
+
+
 def test_what_fails_is_listed_with_its_last_line(posbench: Callable[..., Result], shared: Path) -> None:
     outputs, shown = shared / "outputs", list[str]()
     args = ["method=none", *SMALL, "task.limit=4", f"runtime.outputs={outputs}"]
