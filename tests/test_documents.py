@@ -128,7 +128,8 @@ def needs_no_weights(text: str) -> bool:
     weights = experiments().get(values.get("experiment", ""), {}).get("experiment", {}).get("needs_weights")
     hours = values.get("study") == "embedded_model" or values.get("study.preset") == "paper"
     served = "model.base_url" in values  # tests of their own start the servers
-    return values.get("model", "tiny").startswith("tiny") and not (weights or hours or served)
+    lacks = weights or hours or served or values.get("runtime") == "gpu"
+    return values.get("model", "tiny").startswith("tiny") and not lacks
 
 
 def test_the_runs_that_documents_show_compose_and_check(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 LAYERS = PROJECT["tool"]["posbench"]["layers"]
 GROUND = {"errors", "late", "paths", "schema", "versions"}
-MOST_LINES = 32_000
+MOST_LINES = 33_000
 """What the package may grow to: raise it in a commit that says what the lines are for."""
 
 

@@ -234,7 +234,8 @@ def keys_are_linear(model: PreTrainedModel, layer: int) -> bool:
     key = getattr(attention, family.key)
     # Subclasses are quantised or adapted, but for this one, which only orders the sum its own way.
     plain = type(key) is nn.Linear or type(key).__name__ == "FalconLinear"
-    if not plain or key.weight.is_meta or family.key_norm:
+    offloaded = key.weight.is_meta and hasattr(key, "_hf_hook")  # no weights at all is an outline
+    if not plain or offloaded or family.key_norm:
         return False
     return not (family.clip and getattr(attention, family.clip))
 

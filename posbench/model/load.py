@@ -231,13 +231,12 @@ def _load_checkpoint(
     sources.shards(Path(path))
     with _explained(config, where):
         kernel = _kernel(read.facts, config.attention)
-        dtype = config.dtype if config.dtype != "auto" else ("float32" if where.type == "cpu" else "auto")
         with torch.random.fork_rng(range(torch.cuda.device_count())):
             # Tensors that a partial checkpoint lacks are drawn: the same ones each time.
             torch.manual_seed(0)
             model, told = transformers.AutoModelForCausalLM.from_pretrained(
                 path,
-                dtype=dtype,
+                dtype=_dtype(config, where),
                 attn_implementation=kernel,
                 use_safetensors=True,
                 device_map=device_map or {"": where},
@@ -252,6 +251,11 @@ def _load_checkpoint(
     return _with_reader(config, read, model)
 
 
+def _dtype(config: ModelConfig, where: torch.device) -> str:
+    """The weight type to load with; ``auto`` is the checkpoint's own."""
+    return config.dtype if config.dtype != "auto" else ("float32" if where.type == "cpu" else "auto")
+
+
 def outline(config: ModelConfig, read: Reader, device: str) -> LM:
     """The model on the meta device, without weights: its parts, to compare settings with; it cannot be run.
 
@@ -264,7 +268,9 @@ def outline(config: ModelConfig, read: Reader, device: str) -> LM:
             with safe_open(file, "pt"):
                 pass  # its header tells whether all of it is there
         kernel = _kernel(read.facts, config.attention)
-        model = transformers.AutoModelForCausalLM.from_config(read.facts, attn_implementation=kernel)
+        dtype = _dtype(config, where)
+        given = {} if dtype == "auto" else {"dtype": dtype}
+        model = transformers.AutoModelForCausalLM.from_config(read.facts, attn_implementation=kernel, **given)
     return _with_reader(config, read, model)
 
 

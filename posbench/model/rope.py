@@ -74,11 +74,14 @@ def steady(module: nn.Module) -> AbstractContextManager[None]:
 
 
 class _Tables(tuple[Any, Any]):
-    """Tables that remember the call they were made for: the method of an inner block starts from it."""
+    """Tables that remember the call they were made for: the method of an inner block starts from it.
 
-    call: Call
+    Inside the attention module they do so no longer: accelerate makes them anew on the layer's own GPU.
+    """
 
-    def __new__(cls, table: Table, call: Call) -> Self:
+    call: Call | None
+
+    def __new__(cls, table: Iterable[Tensor], call: Call | None = None) -> Self:
         made = super().__new__(cls, table)
         made.call = call
         return made
@@ -86,8 +89,7 @@ class _Tables(tuple[Any, Any]):
 
 def _given(kwargs: Mapping[str, Any], call_of: Callable[[int], Call], layer: int) -> Call:
     """The call that an attention module's tables were made for, as the methods of outer blocks left it."""
-    tables = kwargs["position_embeddings"]
-    return tables.call if isinstance(tables, _Tables) else call_of(layer)
+    return getattr(kwargs["position_embeddings"], "call", None) or call_of(layer)
 
 
 def rotary_module(model: PreTrainedModel) -> nn.Module | None:

@@ -213,18 +213,23 @@ def batches(
         yield batch
 
 
+def fed(rows: Rows, batch: Sequence[Stretch]) -> list[tuple[int, int]]:
+    """First token and end of what each stretch of a batch feeds."""
+    width = max(len(rows[each.row]) - each.start for each in batch)
+    # Every row feeds as many tokens, if need be some before its own: then no row has a gap, which sliding
+    # windows and ALiBi would count.
+    return [(max(len(rows[each.row]) - width, 0), len(rows[each.row])) for each in batch]
+
+
 @guarded
 @inference_mode
 def _compute(lm: LM, store: Store, batch: Sequence[Stretch]) -> None:
     """Run stretches of one level and keep what they give."""
-    ends = [len(store.rows[each.row]) for each in batch]
+    starts, ends = zip(*fed(store.rows, batch), strict=True)
     width = max(end - each.start for each, end in zip(batch, ends, strict=True))
-    # Every row feeds as many tokens, if need be some before its own: then no row has a gap, which sliding
-    # windows and ALiBi would count.
-    starts = [max(end - width, 0) for end in ends]
     slots = [store.layout.slots[each.row][:start] for each, start in zip(batch, starts, strict=True)]
-    fed = [list(store.rows[each.row][start:]) for each, start in zip(batch, starts, strict=True)]
-    before, given = store._gathered(lm, slots), lm.pad(fed)
+    given = lm.pad([store.rows[each.row][start:] for each, start in zip(batch, starts, strict=True)])
+    before = store._gathered(lm, slots)
     cache = before.cache
     known = torch.tensor([len(each) for each in slots], device=lm.device)[:, None]
     if before.tokens:

@@ -1,65 +1,69 @@
 """What a run would take: prompts, tokens, memory and time, told from config.json and the tokenizer.
 
-Lengths are characters times the tokens per character of the longest prompt; replies count in full.
+Of many prompts the first :data:`LOOK` characters are tokenised, the others told from their length; replies
+count in full, and of choices the prompt alone.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
+import numpy as np
 from rich.console import Console
 from rich.filesize import decimal
 
-from posbench.files.sources import cached, shards
-from posbench.measure.replies import encode, room
+from posbench.methods import Method
 from posbench.methods.unmodified import Unmodified
-from posbench.model.lm import batches
-from posbench.model.load import Reader
+from posbench.model import families
+from posbench.model.load import Reader, outline
 from posbench.pipeline.config import Config, trial
 from posbench.pipeline.ready import prepared
+from posbench.pipeline.stages import intervene
 from posbench.report.terminal import text_table
+from posbench.run import answers
+from posbench.run.base import Run
+from posbench.run.cost import Costs, Looks, Reads, Work
 from posbench.run.progress import duration
-from posbench.tasks import Example
+from posbench.run.shared import Subject
+from posbench.stats.frames import UNMODIFIED
+from posbench.tasks import Example, Task
 from posbench.tasks.items import placed
 
-WIDTHS = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 BATCHES, STEPS = 3, 8
 """Batches that are timed, and tokens that each of them generates."""
-
-
-@dataclass(frozen=True)
-class Work:
-    """What a stage asks of the model at most, of both methods together; a step is one token of a batch."""
-
-    stage: str
-    prompts: int
-    tokens: int
-    steps: int = 0
+LOOK = 500_000
 
 
 def show(config: Config, reader: Reader, measure: bool, console: Console) -> None:
     """Print what a run would take; with ``measure`` the time, too, from a few batches."""
-    stages = [stage for stage in config.stages if stage != "report"]
-    works, measure = work(config, reader), measure and not config.model.base_url
+    stages, served = [stage for stage in config.stages if stage != "report"], config.model.base_url
+    run = prepared(config, {}, (), Console(quiet=True))
+    run.lm = reader if served else outline(config.model, reader, config.runtime.device)  # type: ignore[assignment]
+    works, measure = work(config, run), measure and not served
     token, step = _seconds(config, console) if measure and works else (0.0, 0.0)
-    spent = [w.tokens * token + w.steps * step for w in works]
-    header = ["stage", "prompts", "tokens read", "steps of generation"] + ["about"] * measure
+    spent = [w.computed * token + w.steps * step for w in works]
+    header = ["stage", "prompts", "tokens asked", "computed", "steps of generation"] + ["about"] * measure
     rows = [
-        [w.stage, f"{w.prompts:,}", f"{w.tokens:,}", f"{w.steps:,}", *[duration(seconds)] * measure]
+        [w.stage, f"{w.prompts:,}", f"{w.tokens:,}", f"{w.computed:,}", f"{w.steps:,}"]
+        + [duration(seconds)] * measure
         for w, seconds in zip(works, spent, strict=True)
     ]
     if works:
         console.print(text_table(header, rows))
-    if config.model.base_url:
+    if served:
         return
-    parameters, weights, cache = _memory(config, reader, works)
-    console.print(
-        f"{parameters:,} parameters, {decimal(weights)} in memory; KV cache of a batch {decimal(cache)}"
-    )
+    shape = Costs.of(run.lm)
+    memory = f"{shape.parameters:,} parameters, {decimal(shape.weights)} in memory"
+    for what, sizes in (
+        ("KV cache of a batch", [shape.cached(w) for w in works]),
+        ("prefills that prompts share", [shape.stored * w.held for w in works]),
+    ):
+        memory += f"; {what} {decimal(max(sizes))}" if any(sizes) else ""
+    console.print(memory, soft_wrap=True)
+    if works:
+        console.print(f"about {sum(map(shape.flops, works)):.1e} operations, without a method's own")
     untold = " and ".join(f"the {stage}" for stage in stages if stage not in {w.stage for w in works})
     if measure and works:
         without = untold and f" without {untold}, which cannot be told before"
@@ -72,66 +76,83 @@ def show(config: Config, reader: Reader, measure: bool, console: Console) -> Non
         console.print("time: posbench validate --measure runs a few batches")
 
 
-def work(config: Config, reader: Reader) -> list[Work]:
-    """What each stage asks of the model; a study, and some searches, cannot tell before."""
+def work(config: Config, run: Run, methods: Mapping[str, Method] | None = None) -> list[Work]:
+    """What each stage asks of the model; some studies cannot tell before. The methods are the run's, unless
+    those of several runs that share prefills are given."""
     task, stages, found = config.task, config.stages, list[Work]()
-    methods = 1 if isinstance(trial(config), Unmodified) else 2
+    own = {UNMODIFIED: Unmodified()} | ({} if isinstance(trial(config), Unmodified) else {"": trial(config)})
+    subjects = [Subject(run, name, method) for name, method in (methods or own).items()]
     if "search" in stages:
-        asked, text = task.examples("calibration"), _text(reader)
-        answer = len(reader.need_tokenizer()(asked[0].answers[0])["input_ids"])
-        told = config.search.asks(len(asked), answer, text.num_hidden_layers, text.hidden_size)
-        if told:
-            length = _lengths(config, reader, asked)[0] / len(asked)
-            steps = told[2] * task.max_new_tokens
-            found.append(Work("search", told[0], round(told[0] * length + told[1]), steps))
+        asked, text = task.examples("calibration"), families.text_config(run.lm.model)
+        answer = len(run.encoder.need_tokenizer()(asked[0].answers[0])["input_ids"])
+        if told := config.search.asks(len(asked), answer, text.num_hidden_layers, text.hidden_size):
+            found.append(_read(run, "search", task, asked, told))
         if beside := config.search.beside():
             side, prompts, times = beside
-            read = times * _lengths(replace(config, task=side), reader, prompts)[0]
-            found.append(Work(f"search: {side.name}", times * len(prompts), read))
-    for stage in ("intervene", "evaluate"):
-        examples = task.evaluation() if stage in stages else []
-        examples = placed(examples, config.runtime.intervene_examples) if stage == "intervene" else examples
-        if examples:
-            read, steps = _lengths(config, reader, examples)
-            steps = methods * steps if stage == "evaluate" else 0
-            found.append(Work(stage, methods * len(examples), methods * read, steps))
+            found.append(_read(run, f"search: {side.name}", side, prompts, Reads(times * len(prompts))))
+    if "study" in stages and config.study:
+        for seen in config.study.reads(run):
+            found += [_read(run, "study", task, (), seen)] if isinstance(seen, Reads) else _looked(run, seen)
+    if "intervene" in stages and (examples := placed(task.evaluation(), run.runtime.intervene_examples)):
+        found.append(_asked(subjects, "intervene", examples))
+    if "evaluate" in stages and (examples := task.evaluation()):
+        found.append(_asked(subjects, "evaluate", examples))
     return found
 
 
-def _text(reader: Reader) -> Any:
-    return reader.facts.get_text_config()
+def _some(examples: Sequence[Example]) -> tuple[list[Example], float]:
+    """The first questions at all their places, and how many times as many characters all have."""
+    questions, size = dict[str, list[Example]](), 0
+    for e in examples:
+        questions.setdefault(e.cluster or e.id, []).append(e)
+    taken = list[Example]()
+    for members in questions.values():
+        if size < LOOK:
+            taken += members
+            size += sum(len(e.prompt) for e in members)
+    return taken, sum(len(e.prompt) for e in examples) / max(size, 1)
 
 
-def _lengths(config: Config, reader: Reader, examples: Sequence[Example]) -> tuple[int, int]:
-    """Tokens of prompts, and steps of generation in the batches that they make."""
-    longest = max(examples, key=lambda e: len(e.prompt))
-    share = len(encode(reader, config.task, longest).ids) / max(len(longest.prompt), 1)
-    new = [0 if e.choices else room(reader, config.task, e) for e in examples]
-    lengths, runtime = [round(share * len(e.prompt)) for e in examples], config.runtime
-    whole = [a + b for a, b in zip(lengths, new, strict=True)]
-    plan = batches(whole, runtime.batch_size, runtime.batch_tokens)
-    return sum(lengths), sum(max(new[i] for i in group) for group in plan)
+def _asked(subjects: Sequence[Subject], stage: str, examples: Sequence[Example]) -> Work:
+    """Examples under methods, as the run will plan them."""
+    run = subjects[0].run
+    run.evaluation, factor = _some(examples)
+    plan = answers.planned if stage == "evaluate" else intervene.planned
+    asks, _ = plan(subjects, run.encode(run.evaluation))
+    found = asks.work(stage, answered=stage == "evaluate").times(factor)
+    return replace(found, prompts=len(subjects) * len(examples))
 
 
-def _memory(config: Config, reader: Reader, works: Sequence[Work]) -> tuple[int, int, int]:
-    """Parameters; bytes of the weights as they are loaded, and of the KV cache of the largest batch."""
-    text, runtime, folder = _text(reader), config.runtime, cached(config.model.checkpoint)
-    stored = WIDTHS.get(str(getattr(text, "dtype", "")).removeprefix("torch."), 4)
-    parameters = sum(_content(folder / name) for name in shards(folder)) // stored if folder else 0
-    own = config.model.dtype == "auto" and runtime.device not in ("auto", "cpu")
-    width = stored if own else WIDTHS.get(config.model.dtype, 4)
-    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    each = max([-(-w.tokens // w.prompts) for w in works], default=0) + config.task.max_new_tokens
-    most = runtime.batch_size * each
-    tokens = max(min(most, runtime.batch_tokens or most), each)
-    return parameters, parameters * width, 2 * text.num_hidden_layers * heads * size * width * tokens
+def _looked(run: Run, seen: Looks) -> list[Work]:
+    """What a study asks of prompts."""
+    share = run.runtime.share if seen.shared else None
+    asker = replace(run, runtime=replace(run.runtime, share=share))
+    asker.lm, (asker.evaluation, factor) = run.lm, _some(seen.examples)
+    asks, _ = answers.planned([Subject(asker, "", Unmodified())], run.encode(asker.evaluation))
+    looks = asks.work("study", answered=False).times(factor * seen.times)
+    replies = asks.work("study: replies", answered=True).times(factor * seen.replies)
+    return [each for each in (looks, replies) if each.prompts]
 
 
-def _content(file: Path) -> int:
-    """Bytes of the tensors in a safetensors file: all but its header, whose length stands in front."""
-    with open(file, "rb") as stream:
-        return file.stat().st_size - 8 - int.from_bytes(stream.read(8), "little")
+def _read(run: Run, stage: str, task: Task, examples: Sequence[Example], reads: Reads) -> Work:
+    """What is counted in prompts of about one length."""
+    some, _ = _some(examples)
+    lengths = [len(code.ids) for code in run.encode(some, task).values()] or [0]
+    prompt, pairs = np.mean(lengths), np.mean([n * (n + 1) / 2 for n in lengths])
+    texts, new = reads.texts * reads.length, task.max_new_tokens
+    asked = round(reads.prompts * prompt + reads.answers + texts)
+    fed, later, each = reads.replies * (new - 1), prompt + new / 2, max(lengths) + task.max_new_tokens
+    return Work(
+        stage,
+        prompts=reads.prompts,
+        tokens=asked,
+        computed=asked,
+        pairs=round(reads.prompts * pairs + reads.answers * prompt + texts * (reads.length + 1) / 2),
+        steps=reads.batches * new,
+        fed=fed,
+        later=round(fed * later),
+        batch=max(min(run.runtime.batch_size * each, run.runtime.batch_tokens or 2**62), each),
+    )
 
 
 def _seconds(config: Config, console: Console) -> tuple[float, float]:

@@ -8,15 +8,19 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import numpy as np
+
 from posbench.errors import UserError
 from posbench.files.atomic import Row
 from posbench.late import torch
+from posbench.measure.replies import room
 from posbench.methods import Method
 from posbench.model.encode import Encoded
 from posbench.model.lm import LM
 from posbench.model.prefix import Prefix
-from posbench.model.store import Store, grouped, obstacle, token_bytes
+from posbench.model.store import Store, batches, fed, grouped, layout, obstacle, token_bytes
 from posbench.run.base import Run, out_of_memory
+from posbench.run.cost import Work
 from posbench.run.folder import RunDir
 from posbench.run.parts import gather
 from posbench.run.runtime import Runtime
@@ -137,6 +141,42 @@ class Asks:
             return [], None
         capacity = min(room - batch, BATCHES * (tokens or room))
         return [[examples[i] for i in group] for group in grouped(rows, capacity)], batch
+
+    def work(self, stage: str, answered: bool) -> Work:
+        """What all of it asks of the model, with or without replies, before any of it is done;
+        :attr:`LM.read` will count as many computed tokens."""
+        spans, held, runtime = list[tuple[int, int]](), 0, self.runtime
+        for group in self._groups:
+            rows = [self.encoded[e.id].ids[:-1] for e in group.examples if group.under]
+            plan = layout(rows)
+            held = max(held, plan.size)
+            for part in batches(rows, plan.stretches, runtime.batch_size, runtime.batch_tokens):
+                spans += fed(rows, part)
+        replies, most, steps = list[tuple[int, int]](), 0, 0
+        for batch in self.batches:
+            sizes = [len(self.encoded[ask.example.id].ids) for ask in batch]
+            new = [
+                room(self.lm, a.subject.run.task, a.example) * answered * (not a.example.choices)
+                for a in batch
+            ]
+            spans += [(size - 1 if self._groups[batch[0].group].under else 0, size) for size in sizes]
+            replies += [(size, max(more - 1, 0)) for size, more in zip(sizes, new, strict=True)]
+            most = max(most, len(batch) * (max(sizes) + max(new)))
+            steps += max(new)
+        first, end = np.array(spans, np.int64).reshape(-1, 2).T
+        size, more = np.array(replies, np.int64).reshape(-1, 2).T
+        return Work(
+            stage,
+            prompts=len(replies),
+            tokens=int(size.sum()),
+            computed=int((end - first).sum()),
+            pairs=int((end * (end + 1) - first * (first + 1)).sum()) // 2,
+            steps=steps,
+            fed=int(more.sum()),
+            later=int((more * size + more * (more + 1) // 2).sum()),
+            batch=most,
+            held=held,
+        )
 
     @contextmanager
     def under(self, batch: Sequence[Ask]) -> Iterator[Prefix | None]:

@@ -23,6 +23,7 @@ from posbench.methods.choice import MethodChoice
 from posbench.methods.unmodified import Unmodified
 from posbench.plots.section import Section
 from posbench.run.base import Run
+from posbench.run.cost import Reads
 from posbench.schema import Count
 from posbench.search import held_back
 from posbench.stats.frames import UNMODIFIED
@@ -69,10 +70,9 @@ class Search(ABC):
         tokenizer may not spell letters and digits."""
         return {}
 
-    def asks(self, prompts: int, answer: int, layers: int, channels: int) -> tuple[int, int, int] | None:
-        """Prompts that it reads whole, further tokens that it reads, and batches of prompts that it answers,
-        at most, of so many calibration prompts with answers of so many tokens; None where that cannot be
-        told before."""
+    def asks(self, prompts: int, answer: int, layers: int, channels: int) -> Reads | None:
+        """What it reads at most, of so many calibration prompts with answers of so many tokens; None where
+        that cannot be told before."""
         return None
 
     def beside(self) -> tuple[Task, list[Example], int] | None:

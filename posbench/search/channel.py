@@ -23,6 +23,7 @@ from posbench.model.lm import batches
 from posbench.plots.search import candidate_label, candidate_losses_figure, channel_curves
 from posbench.plots.section import Section
 from posbench.run.base import Run
+from posbench.run.cost import Reads
 from posbench.schema import Count, Seed, Whole
 from posbench.search import statistics
 from posbench.search.base import ROWS, Read, save, saved
@@ -97,13 +98,13 @@ class ChannelSearch(DeploySearch):
             found |= {"window": max(length // 10, 1), "skip": 3 * length // 100}
         return {name: value for name, value in found.items() if value != getattr(self, name)}
 
-    def asks(self, prompts: int, answer: int, layers: int, channels: int) -> tuple[int, int, int]:
+    def asks(self, prompts: int, answer: int, layers: int, channels: int) -> Reads:
         """Calibration prompts, then the check of the winner; strings, and answers of every candidate."""
         tried = self.top_k if self.candidates == "monotone" else channels
         tried *= len(self.factors) * len(self.layer_ranges(layers, None))
         again = min(self.asked_again, tried) if self.folds else 0  # without a prefill that all share
-        further = self.strings * self.length + prompts * (1 + tried + again) * answer
-        return (3 + again) * prompts, further, 0
+        answers = prompts * (1 + tried + again) * answer
+        return Reads((3 + again) * prompts, answers, texts=self.strings, length=self.length)
 
     def check(self, run: Run) -> None:
         """Refuse strings and layers that do not fit the model, and several channels typed at once."""

@@ -19,6 +19,7 @@ from posbench.methods import curves
 from posbench.plots.search import convergence, curve_figure
 from posbench.plots.section import Section
 from posbench.run.base import Run
+from posbench.run.cost import Reads
 from posbench.schema import Count, NonNegative, Positive, Several, Whole
 from posbench.search.base import ROWS, Read
 from posbench.search.scales import NEUTRAL, POSITIONS, Scales, ScaleSearch, Scores, answering, calibration
@@ -109,13 +110,14 @@ class GeneticSearch(ScaleSearch):
         few = self.curve != "free" and self.constrained and self.points > places
         return {"points": places} if few else {}
 
-    def asks(self, prompts: int, answer: int, layers: int, channels: int) -> tuple[int, int, int]:
+    def asks(self, prompts: int, answer: int, layers: int, channels: int) -> Reads:
         """All candidates, every child and the unmodified model among them, then both methods of the check, on
         questions with the answer at three places."""
         tried = 1 + self.population + self.generations * (self.mutations + 2 * self.crossovers)
         asked = [(tried, len(POSITIONS) * prompts), (2, len(POSITIONS) * (self.held_back or prompts))]
         batches = sum(n * -(-count // self.batch_size) for n, count in asked)
-        return sum(n * count for n, count in asked), 0, batches
+        prompts = sum(n * count for n, count in asked)
+        return Reads(prompts, replies=prompts, batches=batches)
 
     def decode(self, genome: Genome, layers: int) -> Scales:
         """The scale of each of the L layers."""

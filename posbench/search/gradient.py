@@ -16,6 +16,7 @@ from posbench.model.guard import guarded
 from posbench.model.lm import LM
 from posbench.plots.section import Section
 from posbench.run.base import Run
+from posbench.run.cost import Reads
 from posbench.schema import Count, Positive, Scale
 from posbench.search.base import Read, save, saved, steps_section
 from posbench.search.scales import NEUTRAL, POSITIONS, ScaleSearch, Scores, answering, calibration
@@ -39,6 +40,13 @@ class GradientSearch(ScaleSearch):
     learning_rate: Positive = 1e-5
     epochs: Count = 30
     samples: Count = 2000
+
+    def asks(self, prompts: int, answer: int, layers: int, channels: int) -> Reads:
+        """Every example forwards and back, which takes as long where the weights are fixed; then answers of
+        the unmodified model and of what it found, here and on held-back questions."""
+        back, asked = 2 * self.epochs * self.samples, len(POSITIONS) * (prompts + (self.held_back or prompts))
+        batches = 2 * -(-asked // self.batch_size)
+        return Reads(back + 2 * asked, back * answer, replies=2 * asked, batches=batches)
 
     def target(self, choice: MethodChoice) -> MethodChoice | None:
         """Alone: a method inside the scales would stand between them and their gradients."""
@@ -97,7 +105,7 @@ def answer_loss(lm: LM, scales: Tensor, pairs: Sequence[tuple[list[int], list[in
 
 
 def _divided(scale: Tensor) -> Callable[[rope.Call], rope.Call]:
-    return lambda call: replace(call, positions=call.positions.float() / scale)
+    return lambda call: replace(call, positions=call.positions.float() / scale.to(call.positions.device))
 
 
 def _with_gradients(call: rope.Call) -> rope.Table:

@@ -11,6 +11,7 @@ from posbench.files.sources import Source
 from posbench.late import pd
 from posbench.plots.section import Drawn
 from posbench.run.base import Run
+from posbench.run.cost import Looks, Reads
 from posbench.stats.findings import Finding
 
 Tables: TypeAlias = "Mapping[str, pd.DataFrame]"
@@ -36,6 +37,10 @@ class Study(ABC):
 
     def files(self) -> tuple[Source, ...]:
         """Further files that the numbers come from; what they hold is part of a run's identity."""
+        return ()
+
+    def reads(self, run: Run) -> Sequence[Looks | Reads]:
+        """What it asks of the model at most; nothing where that cannot be told before."""
         return ()
 
     @abstractmethod

@@ -102,6 +102,7 @@ JOBS = {
     **_study("crop_mask", *FEW, *PROMPTS, "study.layers=[0,1]", "study.retrieval=[2,3]"),
     **_study("doubling", *FEW, *PROMPTS),
     **_study("embedded_model", "study.seeds=[4,5]", model="", setup=_micro, timed=("seconds",)),
+    **_study("gpu_check", "study.models=[tiny]", "study.prompts=4", "study.bench=false", model=""),
     **_study("gram", "study.samples=4", "study.tokens=12", "runtime.batch_size=3", model="tiny_nope"),
     **_study("hidden_perturbation", *FEW, "study.texts=4", "study.length=48", "study.controls=1"),
     **_study("latency", *LATENCY, "study.repeats=1", model="", timed=TIMES),

@@ -9,14 +9,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from accelerate import dispatch_model
 
 import posbench
+from posbench import paths
 from posbench.cli.main import main
-from posbench.errors import UserError
+from posbench.errors import UserError, choices
 from posbench.measure.items import attention_to_items
 from posbench.measure.losses import candidate_losses
 from posbench.measure.states import Strings, average_states
 from posbench.methods import ScaleChannel
+from posbench.methods.choice import every
 from posbench.model.guard import probe
 from posbench.model.lm import LM
 from posbench.model.load import load
@@ -159,3 +162,15 @@ def test_an_answer_longer_than_the_window_is_refused_even_with_truncation(checkp
     lm = load(checkpoint, context_window=20)
     with pytest.raises(UserError, match="at most 0 tokens"):
         lm.encode(" ".join(WORDS[:30]), truncation="middle", reserve=20)
+
+
+@pytest.mark.parametrize("name", choices(paths.CONF / "method"))
+def test_methods_on_a_model_whose_modules_accelerate_serves(name: str) -> None:
+    """As with layers on several GPUs, it sends what each module gets to the module's device."""
+
+    def logits(model: Any) -> torch.Tensor:
+        lm = load(model)
+        with every([paths.CONF], {})[name].cls.example(lm).applied(lm):
+            return lm.logits(torch.arange(5, 40)[None])
+
+    assert logits(dispatch_model(build("llama"), {"": "cpu"}, force_hooks=True)).equal(logits(build("llama")))

@@ -92,7 +92,8 @@ def test_racing_and_memory_halve_the_work_and_change_nothing():
         # every crossover.
         ratios.append(scores.evaluations / ((32 + 20 * (16 + 2 * 4)) * 600))
         # The estimate has the unmodified model, too, and two methods on new questions in the end.
-        most, _, batches = plain_search.asks(200, 1, LAYERS, 64)
+        told = plain_search.asks(200, 1, LAYERS, 64)
+        most, batches = told.prompts, told.batches
         assert 0.8 * (most - 3 * 600) < every.evaluations <= most - 3 * 600
         assert batches == most / 600 * math.ceil(600 / 16)
     assert max(ratios) <= 0.5

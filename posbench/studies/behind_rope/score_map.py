@@ -19,6 +19,7 @@ from posbench.model import families
 from posbench.model.lm import LM
 from posbench.plots.section import Drawn
 from posbench.run.base import Run
+from posbench.run.cost import Reads
 from posbench.schema import Seed, Several
 from posbench.stats.findings import Finding, estimate, joint
 from posbench.studies.base import Study, Tables
@@ -53,6 +54,10 @@ class Sampled(Study):
             raise UserError("study.tokens", self.tokens, allowed, "take fewer tokens")
         check_interface(run.lm)
         self.rows(run.lm)
+
+    def reads(self, run: Run) -> list[Reads]:
+        """See :meth:`Study.reads`."""
+        return [Reads(texts=self.samples, length=self.tokens)]
 
     def rows(self, lm: LM) -> list[list[int]]:
         """The token rows.

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from statistics import median
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from posbench import paths
 from posbench.files.atomic import Row
@@ -18,8 +18,9 @@ from posbench.model.lm import LM
 from posbench.model.load import load, torch_device
 from posbench.run.answers import planned
 from posbench.run.base import Run
+from posbench.run.cost import Costs
 from posbench.run.runtime import Runtime
-from posbench.run.shared import Subject
+from posbench.run.shared import Asks, Compute, Subject
 from posbench.schema import Count, Several, Tokens
 from posbench.stats.frames import UNMODIFIED
 from posbench.studies.cost.timing import Shape, Timed, random_model, table
@@ -27,7 +28,11 @@ from posbench.tasks import Example, KVRetrieval
 from posbench.tasks.kv_retrieval import WORDS, compact_prompt
 
 CHOICES, POSITIONS = 4, 5
-FACTORS = {"Table 1": (0.0,), "Figure 6": (2.0, 1.5, 1.0, 0.5, 0.0, -0.5, -1.0, -1.5, -2.0)}
+Work = Literal["Table 1", "Figure 6"]
+FACTORS: Mapping[Work, tuple[float, ...]] = {
+    "Table 1": (0.0,),
+    "Figure 6": (2.0, 1.5, 1.0, 0.5, 0.0, -0.5, -1.0, -1.5, -2.0),
+}
 """Factors of scale_channel beside the unmodified model, each at five gold positions: Yu et al. 2025."""
 ALONE, BATCHED, SHARED = "one prompt at a time", "in batches", "in batches, prefills shared"
 Outputs = list[str]
@@ -45,11 +50,14 @@ class Throughput(Timed):
     caption: ClassVar[str] = "The evaluate stage and a loop over single prompts, with equal outputs."
 
     shape: Shape = "small"
+    # of the random model; of 16 bits, rounding lets ways differ, and ``equal`` tells in how many outputs
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     pairs: tuple[Several, ...] = (8, 56)  # per prompt of key-value retrieval: short and long prompts
     examples: Several = 60
     new_tokens: Count = 8  # generated
     tokens: Tokens = 2000  # of a prompt in the shapes of the paper, about
     questions: Count = 1  # in these
+    works: tuple[Work, ...] = tuple(FACTORS)  # these
 
     def files(self) -> tuple[Source, ...]:
         """See :meth:`Study.files`: the embedded model."""
@@ -57,18 +65,20 @@ class Throughput(Timed):
 
     def measure(self, run: Run) -> dict[str, pd.DataFrame]:
         """Table ``throughput``: see :meth:`Timed.compared`; and the prompt tokens that a way was asked for
-        (``tokens_asked``) and computed."""
+        (``tokens_asked``) and computed; of batches also ``operations``, as a run is told to take, and those
+        of a second in units of 1e9, ``gflops``."""
         torch.manual_seed(0)
         tiny = load("tiny", device=run.runtime.device)
-        other = random_model(self.shape, torch_device(run.runtime.device), tokenizer=tiny.tokenizer)
+        device = torch_device(run.runtime.device)
+        other = random_model(self.shape, device, self.dtype, tokenizer=tiny.tokenizer)
         rows: list[Row] = []
-        with run.progress("works", 4 * len(self.pairs) + len(FACTORS)) as advance:
+        with run.progress("works", 4 * len(self.pairs) + len(self.works)) as advance:
             for lm in (tiny, other):
                 for pairs in self.pairs:
                     rows += self.replied(run, lm, pairs)
                     advance(2)
-            for shape in FACTORS:
-                rows += self.shaped(run, other, shape)
+            for work in self.works:
+                rows += self.shaped(run, other, work)
                 advance(1)
         return {"throughput": table(rows)}
 
@@ -86,26 +96,33 @@ class Throughput(Timed):
             *self.timed(run, lm, chosen, {UNMODIFIED: Unmodified()}, f"{CHOICES} choices"),
         ]
 
-    def shaped(self, run: Run, lm: LM, shape: str) -> list[Row]:
+    def shaped(self, run: Run, lm: LM, work: Work) -> list[Row]:
         """Rows of the work of a table or figure of Yu et al. 2025."""
         channel, methods = ScaleChannel.example(lm), dict[str, Method]({UNMODIFIED: Unmodified()})
-        methods |= {f"{factor:g}": replace(channel, factor=factor) for factor in FACTORS[shape]}
+        methods |= {f"{factor:g}": replace(channel, factor=factor) for factor in FACTORS[work]}
         examples = [e for number in range(self.questions) for e in moved(lm, self.tokens, number)]
         factors = f"unmodified and {len(methods) - 1} factor{'s' * (len(methods) > 2)}"
-        return self.timed(run, lm, examples, methods, f"{shape}: {factors}, {POSITIONS} positions")
+        return self.timed(run, lm, examples, methods, f"{work}: {factors}, {POSITIONS} positions")
 
     def timed(
         self, run: Run, lm: LM, examples: Sequence[Example], methods: Mapping[str, Method], what: str
     ) -> list[Row]:
         """Rows of each way to make the same outputs."""
         task = KVRetrieval(records="words", prompt="compact", max_new_tokens=self.new_tokens, pairs=8)
-        plain, shared = replace(run.runtime, share=None), replace(run.runtime, share=Runtime.share)
+        plain, shared = (
+            replace(run.runtime, share=None),
+            replace(run.runtime, share=run.runtime.share or Runtime.share),
+        )
         ways = {
             ALONE: partial(looped, lm, task, examples, methods),
             BATCHED: partial(staged, replace(run, task=task, runtime=plain), lm, examples, methods),
             SHARED: partial(staged, replace(run, task=task, runtime=shared), lm, examples, methods),
         }
         lengths, computed = [len(lm.encode(e.prompt).ids) for e in examples], dict[str, int]()
+        shape, told = Costs.of(lm), dict[str, float]()
+        for way, runtime in ((BATCHED, plain), (SHARED, shared)):
+            asks, _ = asked_of(replace(run, task=task, runtime=runtime), lm, examples, methods)
+            told[way] = shape.flops(asks.work("evaluate", answered=True))
 
         def counted(way: str) -> Outputs:
             before = lm.read
@@ -114,9 +131,15 @@ class Throughput(Timed):
             return found
 
         work = f"{lm.name}: {len(examples)} prompts of {round(median(lengths))} tokens, {what}"
-        rows = self.compared(work, {way: partial(counted, way) for way in ways}, lm.device)
+        exact = lm.model.dtype == torch.float32
+        timed = {way: partial(counted, way) for way in ways}
+        rows = self.compared(work, timed, lm.device, same=exact)
         asked = sum(lengths) * len(methods)
-        return [{**row, "tokens_asked": asked, "tokens_computed": computed[row["way"]]} for row in rows]
+        for row in rows:
+            way, flops = row["way"], told.get(row["way"], float("nan"))
+            row |= {"tokens_asked": asked, "tokens_computed": computed[way], "operations": flops}
+            row["gflops"] = flops / row["seconds"] / 1e9
+        return rows
 
 
 def moved(lm: LM, tokens: int, number: int) -> list[Example]:
@@ -139,13 +162,20 @@ def moved(lm: LM, tokens: int, number: int) -> list[Example]:
 
 def staged(run: Run, lm: LM, examples: Sequence[Example], methods: Mapping[str, Method]) -> Outputs:
     """Outputs as the evaluate stage makes them."""
-    run.lm, run.evaluation = lm, list(examples)
-    asks, compute = planned([Subject(run, *each) for each in methods.items()], run.encode(examples))
+    asks, compute = asked_of(run, lm, examples, methods)
     out: dict[tuple[str, str], str] = {}
     for batch in asks.batches:
         rows = zip(batch, compute(batch), strict=True)
         out |= {(ask.subject.name, ask.example.id): str(row["output"]) for ask, row in rows}
     return [out[name, e.id] for name in methods for e in examples]
+
+
+def asked_of(
+    run: Run, lm: LM, examples: Sequence[Example], methods: Mapping[str, Method]
+) -> tuple[Asks, Compute]:
+    """The evaluate stage's plan."""
+    run.lm, run.evaluation = lm, list(examples)
+    return planned([Subject(run, *each) for each in methods.items()], run.encode(examples))
 
 
 @inference_mode

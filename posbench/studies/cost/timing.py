@@ -49,6 +49,7 @@ class Timed(Study):
         device: torch.device,
         *,
         faster: bool = True,
+        same: bool = True,
         advance: Callable[[int], None] = lambda n: None,
     ) -> list[Row]:
         """Time the ways of doing a work in turn, A B C A B C ..., after a warm-up: drift hits all alike.
@@ -56,6 +57,7 @@ class Timed(Study):
         Returns:
             Rows of work, way, base (the first way), seconds (median round) and ``speedup`` over the base, or
             with ``faster`` off ``ratio`` to it: median over the n rounds, its range in ``_min`` and ``_max``.
+            With ``same`` off a way may return another list than the base; ``equal`` is the share that it has.
 
         Raises:
             RuntimeError: A way returns something else than the base.
@@ -72,14 +74,16 @@ class Timed(Study):
                 spent = clock() - start
                 times[way] += [spent] if number else []
                 advance(1)
-                if found[way] != found[base]:
+                if same and found[way] != found[base]:
                     raise RuntimeError(f"{work}: {way} gives other results than {base}")
         rows, kind = [], "speedup" if faster else "ratio"
         for way, own in times.items():
             each = [b / a if faster else a / b for a, b in zip(own, times[base], strict=True)]
             ratios = {kind: median(each), f"{kind}_min": min(each), f"{kind}_max": max(each)}
             told = {"work": work, "way": way, "base": base, "seconds": median(own)}
-            rows.append({**told, **ratios, "n": len(own)})
+            pairs = [] if same else list(zip(found[way], found[base], strict=True))
+            alike = {"equal": sum(a == b for a, b in pairs) / len(pairs)} if pairs else {}
+            rows.append({**told, **ratios, "n": len(own), **alike})
         return rows
 
     def figures(self, tables: Tables) -> Drawn:
@@ -110,7 +114,7 @@ def applicable(
     return found
 
 
-def random_model(shape: Shape, device: torch.device, dtype: str = "float32", tokenizer: Any = None) -> LM:
+def random_model(shape: str, device: torch.device, dtype: str = "float32", tokenizer: Any = None) -> LM:
     """A model of a shape of ``shapes.yaml`` with random weights."""
     shapes = yaml.safe_load(Path(__file__).with_name("shapes.yaml").read_text())
     config = transformers.AutoConfig.for_model(**shapes[shape])

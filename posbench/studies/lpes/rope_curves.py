@@ -13,10 +13,12 @@ from posbench.methods.position_interpolation import PositionInterpolation
 from posbench.plots import base as plot
 from posbench.plots.section import Drawn
 from posbench.run.base import Run
+from posbench.run.cost import Looks
 from posbench.schema import Count, Several
 from posbench.stats.bootstrap import difference
 from posbench.stats.findings import Finding, ends, estimate, joint
 from posbench.studies.base import Study, Tables
+from posbench.tasks import Example
 from posbench.theory.waves import decay, wave
 
 SCALES = (1.0, 1.2, 1.5, 2.0)
@@ -48,6 +50,13 @@ class RopeCurves(Study):
         """See :meth:`Study.check`."""
         PositionInterpolation(scale=SCALES[-1]).check(run.lm)
 
+    def reads(self, run: Run) -> list[Looks]:
+        """See :meth:`Study.reads`."""
+        return [Looks(self._chosen(run), len(SCALES))]
+
+    def _chosen(self, run: Run) -> list[Example]:
+        return run.evaluation[:: max(len(run.evaluation) // self.prompts, 1)][: self.prompts]
+
     def measure(self, run: Run) -> dict[str, pd.DataFrame]:
         """Tables ``curves`` (a column for each line) and ``thirds``: attention by scale, layer and third, and
         its ``change`` from the scale before (0 of the first); intervals over questions."""
@@ -56,7 +65,7 @@ class RopeCurves(Study):
         lines |= {f"decay_scale_{s:g}": decay(distance, self.dim, scale=s) for s in SCALES}
         lines |= {f"wave_scale_{s:g}": wave(distance, self.dim, scale=s) for s in SCALES}
         lines |= {f"wave_base_{b:g}": wave(distance, self.dim, b) for b in (10000.0, 17500.0, 25000.0)}
-        chosen = run.evaluation[:: max(len(run.evaluation) // self.prompts, 1)][: self.prompts]
+        chosen = self._chosen(run)
         prompts, rows = [code.ids for code in run.encode(chosen).values()], list[Row]()
         asked, before = [e.cluster or e.id for e in chosen], None
         plan = run.batches(range(len(prompts)), lambda i: len(prompts[i]))

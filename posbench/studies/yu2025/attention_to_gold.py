@@ -19,6 +19,7 @@ from posbench.plots import base as plot
 from posbench.plots.attention import over_positions
 from posbench.plots.section import Drawn
 from posbench.run.base import Run
+from posbench.run.cost import Looks
 from posbench.schema import Several
 from posbench.stats import bootstrap
 from posbench.stats.bootstrap import RESAMPLES, Array, Estimate
@@ -29,6 +30,7 @@ from posbench.studies import prompts as shared
 from posbench.studies.base import Study, Tables
 from posbench.studies.prompts import Prompts, gold
 from posbench.tasks import Example, Task
+from posbench.tasks.items import placed
 
 Integers = NDArray[np.int64]
 View = Literal["maps", "heads", "head_maps", "gold", "lengths"]
@@ -97,6 +99,11 @@ class AttentionToGold(Study):
         if more and not hasattr(task, "pairs"):
             raise UserError("study.items", more, f"null with task {task.name}", "take task=kv_retrieval")
         return [task, *(replace(task, pairs=n) for n in more)]  # type: ignore[call-arg]
+
+    def reads(self, run: Run) -> list[Looks]:
+        """See :meth:`Study.reads`."""
+        every = [placed(shared.need_items(task), self.examples) for task in self.tasks(run.task)]
+        return [Looks(examples, times=1, replies=1, shared=True) for examples in every]
 
     def measure(self, run: Run) -> dict[str, pd.DataFrame]:
         """Six tables.

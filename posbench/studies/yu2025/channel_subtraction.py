@@ -19,6 +19,7 @@ from posbench.perturbations.subtract_channel import subtract_channel
 from posbench.plots import base as plot
 from posbench.plots.section import Drawn
 from posbench.run.base import Run
+from posbench.run.cost import Looks
 from posbench.schema import Count, Positive, Seed, Share
 from posbench.stats import bootstrap
 from posbench.stats.bootstrap import Array
@@ -74,6 +75,11 @@ class ChannelSubtraction(Study):
 
     def _item(self, example: Example, where: str) -> int:
         return gold(example) if where.startswith("gold") else round(self.other * (len(example.items) - 1))
+
+    def reads(self, run: Run) -> list[Looks]:
+        """See :meth:`Study.reads`."""
+        variants = 1 + len(WHERE) * (1 + self.controls + self.opposite)
+        return [Looks(self._examples(run), variants, variants)]
 
     def measure(self, run: Run) -> dict[str, pd.DataFrame]:
         """Tables ``items`` (channel and attention of each item, score as item -1), amounts and effects."""

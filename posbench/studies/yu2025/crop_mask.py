@@ -17,6 +17,7 @@ from posbench.perturbations.move_positions import can_move, move_positions
 from posbench.plots import base as plot
 from posbench.plots.section import Drawn
 from posbench.run.base import Run
+from posbench.run.cost import Looks
 from posbench.schema import Count, Seed
 from posbench.stats import bootstrap
 from posbench.stats.findings import Finding, ends
@@ -25,6 +26,7 @@ from posbench.studies import prompts as shared
 from posbench.studies.base import Study, Tables
 from posbench.studies.prompts import Block, Measured, Prompts, Range, gold
 from posbench.tasks import Example
+from posbench.tasks.items import placed
 
 LABELS = {
     UNMODIFIED: "unmodified",
@@ -72,6 +74,11 @@ class CropMask(Study):
         moved = move_positions(run.lm, *nothing, nothing[1]) if can_move(run.lm) else nullcontext()
         with run.trial().applied(run.lm), crop_mask(run.lm, *nothing, []), moved:
             pass
+
+    def reads(self, run: Run) -> list[Looks]:
+        """See :meth:`Study.reads`."""
+        variants = len(LABELS) + self.crossed * len(CROSSED)
+        return [Looks(placed(shared.need_items(run.task), self.examples), variants, variants)]
 
     def measure(self, run: Run) -> dict[str, pd.DataFrame]:
         """Tables ``crop_mask`` (by variant, gold position), ``crop_mask_layers``, ``crop_mask_effects``."""

@@ -14,6 +14,7 @@ from posbench.plots import base as plot
 from posbench.plots.attention import over_positions
 from posbench.plots.section import Drawn
 from posbench.run.base import Run
+from posbench.run.cost import Looks
 from posbench.schema import Positive, Seed, Several, Share
 from posbench.stats import bootstrap
 from posbench.stats.findings import Finding, estimate
@@ -22,7 +23,7 @@ from posbench.studies import prompts as shared
 from posbench.studies.base import Study, Tables
 from posbench.studies.prompts import Prompts, gold
 from posbench.tasks import Example
-from posbench.tasks.items import at_share
+from posbench.tasks.items import at_share, placed
 
 LABELS = {
     UNMODIFIED: "unmodified",
@@ -57,6 +58,10 @@ class Doubling(Study):
         """See :meth:`Study.check`."""
         shared.check_each_layer(run.lm, "study.layers", self.layers)
         shared.check_prompts(run)
+
+    def reads(self, run: Run) -> list[Looks]:
+        """See :meth:`Study.reads`."""
+        return [Looks(placed(shared.need_items(run.task), self.examples), 0, len(LABELS))]
 
     def measure(self, run: Run) -> dict[str, pd.DataFrame]:
         """Tables ``examples`` (by mode: target, attention, score) and ``doubling``, their means.

@@ -20,6 +20,7 @@ from posbench.perturbations.move_positions import can_move
 from posbench.plots import base as plot
 from posbench.plots.section import Drawn
 from posbench.run.base import Run
+from posbench.run.cost import Reads
 from posbench.schema import Count, Seed, Share, Whole
 from posbench.stats import bootstrap
 from posbench.stats.bootstrap import Array
@@ -81,6 +82,10 @@ class HiddenPerturbation(Study):
     def _cropped(self, lm: LM) -> range:
         first, last = self.layers or (0, lm.layers - 1)
         return range(first, last + 1)
+
+    def reads(self, run: Run) -> list[Reads]:
+        """See :meth:`Study.reads`."""
+        return [Reads(texts=self.texts * len(LABELS), length=self.length)]
 
     def measure(self, run: Run) -> dict[str, pd.DataFrame]:
         """Tables ``curves``, ``layer_effects`` and ``effects``."""

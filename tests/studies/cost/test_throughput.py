@@ -54,14 +54,14 @@ def test_prompts_of_the_papers_shapes_differ_in_the_gold_position_alone(tiny: An
         assert least * shared["tokens_computed"] < shared["tokens_asked"]
 
 
-def test_the_command(posbench: Callable[..., Result], outputs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(throughput, "FACTORS", {"Table 1": (0.0,)})
+def test_the_command(posbench: Callable[..., Result], outputs: Path) -> None:
     small = [
         "study.pairs=[8]",
         "study.examples=2",
         "study.new_tokens=1",
         "study.repeats=1",
         "study.tokens=64",
+        "study.works=[Table 1]",
     ]
     result = posbench("study=throughput", *small)
     assert result.status == 0, result.err
