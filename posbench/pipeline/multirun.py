@@ -90,7 +90,7 @@ def leave(records: Path, number: int, record: Mapping[str, Any]) -> None:
 
 @contextmanager
 def hydra_at(folder: str) -> Iterator[None]:
-    """Hydra raises instead of printing, and writes to a folder; what it changes does not outlive the block."""
+    """Hydra raises instead of printing, and writes to a folder; nothing it changes outlives the block."""
     with _set(**{"HYDRA_FULL_ERROR": "1", SWEEP: folder}):
         before = sys.argv
         GlobalHydra.instance().clear()
