@@ -19,6 +19,7 @@ import pytest
 
 from posbench.pipeline import jobs
 from posbench.run.folder import opened
+from posbench.run.lease import in_use
 from tests.cluster.slurm import Slurm, missing
 from tests.conftest import PROCESS, Result, run_folders
 
@@ -125,16 +126,19 @@ def test_a_sweep_of_twelve_runs_some_requeued_or_preempted(
     assert early.status == 1 and "of 12 runs done" in early.err
     rows = one_is_at_work(outputs, "*/v*/*/predictions.jsonl")
     subprocess.run(["scontrol", "requeue", running(sent(outputs))[0]], check=True)
-    while not [*outputs.glob("*/v*/*/metrics.csv")] or not (now := running(sent(outputs))):
-        time.sleep(0.2)
-    for job in now:  # as Slurm says that a job is preempted, or that its time is nearly up
-        subprocess.run(["scancel", "--signal=USR2", job], check=False)
+    while not (now := [run for run in run_folders(outputs) if run != rows.parent and in_use(run)]):
+        time.sleep(0.1)
+    number = jobs.submissions(now[0])[-1].first
+    for job in running(sent(outputs)):  # as Slurm says that a job is preempted, or that its time is nearly up
+        if job.endswith(f"_{number}"):
+            # One that ends just now cannot be told.
+            subprocess.run(["scancel", "--signal=USR2", job], check=False)
     assert settled(posbench, outputs, shown) == {"done": 12}
     told = posbench("collect", str(outputs), verb=True)
     assert told.status == 0 and "12 of 12 runs done" in told.err and "sweep:" in told.out, told
     files = need_same(outputs, tmp_path)
     with capsys.disabled():
-        print(f"\nsweep of 12, requeued at {rows.parent.name}, {now} preempted: {'; '.join(shown)}")
+        print(f"\nsweep of 12, requeued at {rows.parent.name}, {now[0].name} preempted: {'; '.join(shown)}")
         print(f"{files} files the same")
 
 
