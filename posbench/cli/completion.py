@@ -76,7 +76,7 @@ def words(line: str) -> list[str]:
     elif verb in ("", "fetch", "validate", "figures", "submit"):
         found = [f"{name}=" for name in (*GROUPS, "experiment", "stages")]
         found += [] if typed else [verb for verb in main.VERBS if " " not in verb]
-        found += experiments if verb == "figures" else []
+        found += experiments if verb == "figures" else ["runtime/cluster="] if verb == "submit" else []
         found += [f"{name}=" for name in _fields(word.partition(".")[0], typed, roots)] if "." in word else []
     else:
         listed = {"ls": "verbs", "docs": "docs", "completion": "completion"}.get(verb)

@@ -212,10 +212,10 @@ def _job(composed: Any, command: str, lm: LM | None = None) -> None:
     facts = {"overrides": composed.overrides, "multirun": composed.multirun}
     record: dict[str, Any] = {**facts, "folder": None, "status": 0}
     try:
-        if cluster := composed.raw["runtime"]["cluster"]:
-            hint = "posbench submit with the same arguments, or leave it out"
-            raise UserError("runtime/cluster", cluster.get("kind"), "none: this runs here", hint)
         made = ready(composed)
+        if cluster := made.config.runtime.cluster:
+            hint = "posbench submit with the same arguments, or leave it out"
+            raise UserError("runtime/cluster", cluster.kind, "none: this runs here", hint)
         for line in made.said:
             terminal().print(line, soft_wrap=True, markup=False)
         record["folder"] = str(execute(made.config, command=command, console=terminal(), lm=lm))

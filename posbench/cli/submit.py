@@ -133,9 +133,9 @@ def _entry(folder: Path, composed: Composed, config: Config, known: state.Queue)
 def _checked(composed: Composed, shards: int) -> Config:
     """A run that can go: all but the GPU, which this machine may lack, is here."""
     runtime = composed.raw["runtime"]
-    if runtime.get("cluster") is None:
-        raise UserError("runtime/cluster", None, "slurm, local", "add runtime/cluster=slurm")
-    asked, gpus = str(runtime["device"]), runtime["cluster"].get("gpus")
+    if not isinstance(cluster := runtime.get("cluster"), dict):
+        raise UserError("runtime/cluster", cluster, "slurm, local", "add runtime/cluster=slurm")
+    asked, gpus = str(runtime["device"]), cluster.get("gpus")
     if asked.startswith("cuda") and not gpus:
         raise UserError("runtime.cluster.gpus", gpus, f"1 or more with runtime.device={asked}", "set it")
     config = ready(replace(composed, raw={**composed.raw, "runtime": {**runtime, "device": "auto"}})).config

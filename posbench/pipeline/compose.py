@@ -88,8 +88,8 @@ def compose(
 
     found = list[dict[str, Any]]()
     with (
-        hydra_at(),
         tempfile.TemporaryDirectory(prefix="posbench-sweep-") as here,
+        hydra_at(here),
         _complaining(args, folders),
     ):
         sys.argv = ["posbench", *_for_hydra(args, known, request)]

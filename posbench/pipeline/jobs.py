@@ -94,7 +94,10 @@ def queue() -> Queue:
     if not shutil.which("squeue"):
         return None
     ask = ["squeue", "--noheader", "--array", f"--user={getpass.getuser()}", "--format=%j %K"]
-    answer = subprocess.run(ask, capture_output=True, text=True, check=False, timeout=60)
+    try:
+        answer = subprocess.run(ask, capture_output=True, text=True, check=False, timeout=20)
+    except subprocess.TimeoutExpired:
+        return None  # as it does where its controller is away
     lines = [line.split() for line in answer.stdout.splitlines()]
     told = {(line[0], int(line[1]) if line[1].isdigit() else 0) for line in lines if len(line) == 2}
     return told if answer.returncode == 0 else None

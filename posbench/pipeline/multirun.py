@@ -89,9 +89,9 @@ def leave(records: Path, number: int, record: Mapping[str, Any]) -> None:
 
 
 @contextmanager
-def hydra_at() -> Iterator[None]:
-    """Hydra raises instead of printing; nothing that it changes outlives the block."""
-    with _set(HYDRA_FULL_ERROR="1"):
+def hydra_at(folder: str) -> Iterator[None]:
+    """Hydra raises instead of printing, and writes to a folder; nothing it changes outlives the block."""
+    with _set(**{"HYDRA_FULL_ERROR": "1", SWEEP: folder}):
         before = sys.argv
         GlobalHydra.instance().clear()
         try:

@@ -56,8 +56,9 @@ def made(out: RunDir, of: int) -> int:
 
 def gather(out: RunDir, file: str) -> None:
     """Append to a run's file the rows that parts have and it lacks."""
-    there = {_key(row) for row in out.rows(file) if "error" not in row}
-    for folder in folders(out.path):
+    parts = folders(out.path)
+    there = {_key(row) for row in out.rows(file) if "error" not in row} if parts else set()
+    for folder in parts:
         rows = {_key(row): row for row in RunDir(folder, out.id).rows(file) if "error" not in row}
         fresh = [row for key, row in rows.items() if key not in there]
         if fresh:

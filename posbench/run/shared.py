@@ -221,18 +221,21 @@ class Asks:
         """See :meth:`posbench.run.base.Run.complete`; says what prefills were shared."""
         key = lambda ask: ask.key  # noqa: E731
         gather(run.out, file)
-        there = {(row["method"], row["id"]) for row in (run.main or run.out).rows(file) if "error" not in row}
-        lacking = [batch for batch in self.batches if any((*ask.key.values(),) not in there for ask in batch)]
-        mine = [batch for batch in lacking if batch[0].group % run.part.of == run.part.number]
         with self._told(run, stage):
-            if run.main:
-                rows = run.complete(file, stage, mine, key, compute)
-                run.out.mark(file, done=True)
-                return rows
-            if run.helpers and len(mine) < len(lacking):
-                run.helpers.start(run.found)
-                if mine:
-                    run.complete(file, stage, mine, key, compute)
+            if run.main or run.helpers:
+                rows = (row for row in (run.main or run.out).rows(file) if "error" not in row)
+                there = {(row["method"], row["id"]) for row in rows}
+                lacking = [
+                    each for each in self.batches if any((*a.key.values(),) not in there for a in each)
+                ]
+                mine = [each for each in lacking if each[0].group % run.part.of == run.part.number]
+                if run.helpers and len(mine) < len(lacking):
+                    run.helpers.start(run.found)
+                made = run.complete(file, stage, mine, key, compute) if mine else []
+                if run.main:
+                    run.out.mark(file, done=True)
+                    return made
+            if run.helpers:
                 run.helpers.wait(file)
                 gather(run.out, file)
             return run.complete(file, stage, self.batches, key, compute, self.order)

@@ -100,6 +100,7 @@ class Slurm:
         for daemon in reversed(self.daemons.values()):
             daemon.send_signal(signal.SIGKILL)
             daemon.wait()
+        os.environ.pop("SLURM_CONF", None)
 
     def _run(self, name: str, command: list[str]) -> None:
         with open(self.place / f"{name}.out", "ab") as log:

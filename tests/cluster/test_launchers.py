@@ -37,15 +37,20 @@ LAUNCHERS = [  # each job is a process, which takes seconds to begin
 ]
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize(("launcher", "numbers"), zip(LAUNCHERS, ("1,2", "2"), strict=True))
 def test_a_launched_sweep_is_that_of_one_process(
-    launcher: list[str], own: list[str], posbench: Callable[..., Result], outputs: Path, tmp_path: Path
+    launcher: list[str],
+    numbers: str,
+    own: list[str],
+    posbench: Callable[..., Result],
+    outputs: Path,
+    tmp_path: Path,
 ) -> None:
     serial = tmp_path / "serial"
-    assert posbench(*own, "study.number=1,2", f"runtime.outputs={serial}", verb=True).status == 0
-    launched = posbench(*own, "study.number=1,2", *launcher)
+    assert posbench(*own, f"study.number={numbers}", f"runtime.outputs={serial}", verb=True).status == 0
+    launched = posbench(*own, f"study.number={numbers}", *launcher)
     assert launched.status == 0 and not launched.err, launched
-    assert tables(outputs) == tables(serial) and len(tables(serial)) == 2 * 2 + 1
+    assert tables(outputs) == tables(serial) and len(tables(serial)) == 2 * len(numbers.split(",")) + 1
     assert not (outputs / ".sweeps").exists()
 
 

@@ -19,6 +19,7 @@ import pytest
 
 from posbench.pipeline import jobs
 from posbench.run.folder import opened
+from posbench.run.lease import in_use
 from tests.cluster.slurm import Slurm, missing
 from tests.conftest import PROCESS, Result, run_folders
 
@@ -50,6 +51,7 @@ def slurm() -> Iterator[Slurm]:
 @pytest.fixture
 def shared(slurm: Slurm) -> Iterator[Path]:
     """A folder that both nodes see."""
+    subprocess.run(["scancel", "--user=root"], check=True)  # what a failed test left
     slurm.wait_idle()
     found = Path(tempfile.mkdtemp(prefix="runs-", dir=slurm.place))
     yield found
@@ -107,7 +109,7 @@ def sent(outputs: Path) -> str:
     return jobs.submissions(run_folders(outputs)[0])[-1].id
 
 
-def test_a_sweep_of_twelve_runs_one_of_them_requeued(
+def test_a_sweep_of_twelve_runs_some_requeued_or_preempted(
     posbench: Callable[..., Result],
     shared: Path,
     slurm: Slurm,
@@ -124,14 +126,20 @@ def test_a_sweep_of_twelve_runs_one_of_them_requeued(
     assert early.status == 1 and "of 12 runs done" in early.err
     rows = one_is_at_work(outputs, "*/v*/*/predictions.jsonl")
     subprocess.run(["scontrol", "requeue", running(sent(outputs))[0]], check=True)
+    while not (now := [run for run in run_folders(outputs) if run != rows.parent and in_use(run)]):
+        time.sleep(0.1)
+    number = jobs.submissions(now[0])[-1].first
+    for job in running(sent(outputs)):  # as Slurm says that a job is preempted, or that its time is nearly up
+        if job.endswith(f"_{number}"):
+            # One that ends just now cannot be told.
+            subprocess.run(["scancel", "--signal=USR2", job], check=False)
     assert settled(posbench, outputs, shown) == {"done": 12}
     told = posbench("collect", str(outputs), verb=True)
     assert told.status == 0 and "12 of 12 runs done" in told.err and "sweep:" in told.out, told
     files = need_same(outputs, tmp_path)
     with capsys.disabled():
-        print(
-            f"\nsweep of 12, one requeued at {rows.parent.name}: {'; '.join(shown)}; {files} files the same"
-        )
+        print(f"\nsweep of 12, requeued at {rows.parent.name}, {now[0].name} preempted: {'; '.join(shown)}")
+        print(f"{files} files the same")
 
 
 def test_a_sharded_run_of_900_prompts_whatever_is_killed(
@@ -182,6 +190,15 @@ def test_a_sharded_run_of_900_prompts_whatever_is_killed(
     files = need_same(outputs, tmp_path)
     with capsys.disabled():
         print(f"\n900 prompts in 6 shards: {'; '.join(shown)}; {files} files the same")
+
+
+def test_hydras_launcher(posbench: Callable[..., Result], shared: Path, tmp_path: Path) -> None:
+    args = ["-m", "method.factor=1,0,-1", *SMALL, "task.limit=4"]
+    assert posbench(*args, f"runtime.outputs={tmp_path}", verb=True).status == 0
+    launcher = ["hydra/launcher=submitit_slurm", f"runtime.outputs={shared / 'outputs'}"]
+    told = posbench(*args, *launcher, verb=True)
+    assert told.status == 0, told
+    assert need_same(shared / "outputs", tmp_path) == 2 * 3 and not (shared / "outputs/.sweeps").exists()
 
 
 def test_what_fails_is_listed_with_its_last_line(posbench: Callable[..., Result], shared: Path) -> None:

@@ -32,6 +32,7 @@ SMALL = ["stages=[evaluate,report]", "task.limit=4", "runtime.batch_tokens=512",
         ([LOCAL, "task.pairs=100000"], "task.pairs"),
         (["-m", LOCAL, "method.factor=1,x"], "method.factor"),
         (["runtime/cluster=slum"], "runtime/cluster"),
+        (["runtime.cluster=5"], "runtime/cluster"),
     ],
 )
 def test_nothing_is_sent_unless_every_run_can_go(

@@ -273,10 +273,13 @@ def test_the_compose_api_gives_what_hydra_main_gives(args: list[str]) -> None:
     assert [job.number for job in direct] == list(range(len(direct)))
 
 
-def test_a_sweep_of_hydras_own_is_left_to_it(own: Path) -> None:
+def test_a_sweep_of_hydras_own_is_left_to_it(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (own / "here").mkdir()
+    monkeypatch.chdir(own / "here")
     text = {"defaults": ["config", "_self_"], "experiment": {"name": "swept", "title": "x"}}
     text["hydra"] = {"mode": "MULTIRUN", "sweeper": {"params": {"++task.pairs": "4,5"}}}
     (own / "experiment").mkdir()
     (own / "experiment/swept.yaml").write_text(yaml.safe_dump(text))
     jobs = _jobs("--config-dir", str(own), "experiment=swept")
     assert [(job.raw["task"]["pairs"], job.multirun) for job in jobs] == [(4, True), (5, True)]
+    assert not [*Path().iterdir()], "Hydra writes nothing here"
