@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
+import functools
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
-from posbench.late import PreTrainedModel, nn, transformers
+from posbench.late import PreTrainedModel, Tensor, nn, transformers
 
 if TYPE_CHECKING:
     from transformers import DynamicCache
@@ -55,7 +56,51 @@ def fork(cache: DynamicCache) -> DynamicCache:
     """A cache that grows on its own; what it holds already is shared, not copied."""
     other = copy.copy(cache)
     other.layers = [copy.copy(layer) for layer in cache.layers]
+    for layer in other.layers:
+        vars(layer).pop("room", None)  # that of the one that it branched from
     return other
+
+
+SPARE = 64
+"""Tokens for which a cache of :func:`held` makes room at a time."""
+
+
+def held(states: Sequence[tuple[Tensor, Tensor]]) -> DynamicCache:
+    """A cache that holds each layer's keys and values [B, G, T, d] and, on a fork, takes more of them without
+    copying what it holds each time."""
+    cache = transformers.DynamicCache()
+    for keys, values in states:
+        layer = _roomy()()
+        layer.lazy_initialization(keys, values)
+        layer.keys, layer.values = keys, values
+        cache.layers.append(layer)
+    return cache
+
+
+@functools.cache
+def _roomy() -> type:
+    class Roomy(transformers.cache_utils.DynamicLayer):  # type: ignore[misc]
+        """Keys and values at the beginning of larger tensors, ``room``."""
+
+        def update(
+            self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any
+        ) -> tuple[Tensor, Tensor]:
+            room: dict[str, tuple[Tensor, Tensor]] = self.__dict__.get("room", {})
+            for name, new in (("keys", key_states), ("values", value_states)):
+                known = getattr(self, name)
+                size, end = known.shape[-2], known.shape[-2] + new.shape[-2]
+                whole, part = room.get(name, (None, None))
+                # A method may have put other keys in the place of those in the room.
+                if whole is None or whole.shape[-2] < end or part is not known:
+                    whole = new.new_empty(*new.shape[:-2], end + SPARE, new.shape[-1])
+                    whole[..., :size, :] = known
+                whole[..., size:end, :] = new
+                room[name] = whole, whole[..., :end, :]
+                setattr(self, name, room[name][1])
+            self.room = room
+            return self.keys, self.values
+
+    return Roomy
 
 
 @contextmanager

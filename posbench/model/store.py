@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from posbench.late import PreTrainedModel, Tensor, inference_mode, torch, transformers
 from posbench.model import families
 from posbench.model.guard import finite, guarded
+from posbench.model.hooks import held
 from posbench.model.lm import LM
 from posbench.model.prefix import READ, Prefix, recording
 
@@ -165,17 +166,20 @@ class Store:
         width = max(map(len, slots))
         # Padding may hold any numbers: the mask shuts it.
         index = torch.from_numpy(np.stack([np.pad(each, (width - len(each), 0)) for each in slots]))
-        prefix = Prefix(cache=transformers.DynamicCache(), channels=tuple(self.channels))
-        setattr(prefix.cache, READ, prefix)
-        if not width:
-            return prefix
 
         def read(what: str, layer: int) -> Tensor:
             kept = self._kept[what, layer]
             return kept[index.to(kept.device)]
 
-        for layer in range(lm.layers):
-            prefix.cache.update(*(read(what, layer).transpose(1, 2) for what in ("keys", "values")), layer)
+        def states(layer: int) -> tuple[Tensor, Tensor]:
+            return read("keys", layer).transpose(1, 2), read("values", layer).transpose(1, 2)
+
+        cache = held([states(layer) for layer in range(lm.layers)]) if width else transformers.DynamicCache()
+        prefix = Prefix(cache=cache, channels=tuple(self.channels))
+        setattr(cache, READ, prefix)
+        if not width:
+            return prefix
+
         same = {
             layer: (read("cos", layer), read("sin", layer)) for what, layer in self._kept if what == "cos"
         }
@@ -251,9 +255,9 @@ def _compute(lm: LM, store: Store, batch: Sequence[Stretch]) -> None:
         store._keep(what, layer, places, values[rows, offset + column.to(values.device)])
 
     for layer in range(lm.layers):
-        held = cache.layers[layer]
-        keep("keys", layer, held.keys.transpose(1, 2), past)
-        keep("values", layer, held.values.transpose(1, 2), past)
+        there = cache.layers[layer]
+        keep("keys", layer, there.keys.transpose(1, 2), past)
+        keep("values", layer, there.values.transpose(1, 2), past)
     rotations: dict[int, int] = {}
     for layer in store.layers:
         keep("inputs", layer, here.inputs[layer])
