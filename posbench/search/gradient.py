@@ -111,5 +111,6 @@ def _divided(scale: Tensor) -> Callable[[rope.Call], rope.Call]:
 def _with_gradients(call: rope.Call) -> rope.Table:
     # The library computes its tables without gradients; below that decorator is the same function with them.
     forward = type(call.module).forward.__wrapped__  # type: ignore[attr-defined]
+    positions = call.positions.to(call.hidden.device)  # as accelerate would, which it bypasses, too
     with rope.steady(call.module):
-        return forward(call.module, call.hidden, call.positions, **call.options)
+        return forward(call.module, call.hidden, positions, **call.options)
