@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -23,7 +23,7 @@ import posbench.pipeline.identity as identity
 import posbench.run.base as base
 from posbench import paths
 from posbench.errors import UserError, choices
-from posbench.pipeline import compose
+from posbench.pipeline import compose, multirun
 from posbench.pipeline.arguments import GROUPS, requested
 from posbench.pipeline.compose import composed
 from tests.conftest import Result
@@ -123,9 +123,10 @@ def tried(
             OmegaConf.update(config, key, value, merge=True, force_add=True)
         except OmegaConfBaseException:
             return whole(args, each)
-        with TemporaryDirectory() as records, compose._hydra_at(records):
-            each(filled(config, chosen, [*typed, text], request, folders, 0, False))
-            return [json.loads(file.read_text()) for file in Path(records).iterdir()]
+        with TemporaryDirectory() as folder:
+            made = filled(config, chosen, [*typed, text], request, folders, 0, False)
+            each(replace(made, records=Path(folder)))
+            return multirun.records(Path(folder))
 
     def late(*_: Any) -> NoReturn:
         raise KeyboardInterrupt
