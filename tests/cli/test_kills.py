@@ -61,6 +61,7 @@ TRAINED = ["study.common={{width: 8, classes: 16, labels: 4, batch: 4, sequences
 TRAINED += ["study.conditions=[{{mask: causal}}, {{mask: full, pe: rope, bias: [0, 7]}}]", "study.seeds=2"]
 TRAINED += ["study.processes=1"]
 PROMPT = ["study.pairs=[8]", "study.examples=2", "study.new_tokens=1"]
+SHAPES = ["study.tokens=64", "study.works=[Table 1]"]
 REPEATS = ["study.iterations=2", "study.repeats=1"]
 TIMES = ("seconds", "(ratio|speedup)(_min|_max)?", "iterations_per_second")
 """Columns of times and of what is made of times, in a study that compares them."""
@@ -118,7 +119,7 @@ JOBS = {
     **_study("search_cost", *SCALES, "study.repeats=1", timed=(*TIMES, "share", "value", "verdict")),
     **_study("synthetic_results", "study.trainings={root}/trainings", model="", setup=_trainings),
     **_study("synthetic_training", *TRAINED, "study.iterations=6", model=""),
-    **_study("throughput", *PROMPT, "study.repeats=1", model="", timed=TIMES),
+    **_study("throughput", *PROMPT, *SHAPES, "study.repeats=1", model="", timed=TIMES),
     **_study("training_speed", "study.depths=[1]", *REPEATS, model="", timed=TIMES),
 }
 
