@@ -37,7 +37,7 @@ LAUNCHERS = [  # each job is a process, which takes seconds to begin
 ]
 
 
-@pytest.mark.parametrize(("launcher", "numbers"), zip(LAUNCHERS, ("1,2", "2"), strict=True))
+@pytest.mark.parametrize(("launcher", "numbers"), [*zip(LAUNCHERS, ("1,2", "2"), strict=True)])
 def test_a_launched_sweep_is_that_of_one_process(
     launcher: list[str],
     numbers: str,
