@@ -53,11 +53,8 @@ def in_order(rows: Rows) -> list[int]:
 def layout(rows: Rows) -> Layout:
     """What of each prompt to compute, so that each beginning which prompts have in common is there once."""
     slots, stretches, size = [np.zeros(0, np.int64)] * len(rows), list[Stretch](), 0
-    before, own = (
-        np.zeros(0, np.int64),
-        list[tuple[int, int]](),
-    )  # of the prompt before: ids, starts and levels
-    last = 0
+    # Of the prompt before: its tokens, the starts and levels of its stretches, its number.
+    before, own, last = np.zeros(0, np.int64), list[tuple[int, int]](), 0
     for row in in_order(rows):
         ids = np.asarray(rows[row], np.int64)
         start, own = _common(before, ids, own)
@@ -71,11 +68,16 @@ def layout(rows: Rows) -> Layout:
     return Layout(slots, stretches, size)
 
 
-def _common(before: Slots, ids: Slots, own: list[tuple[int, int]]) -> tuple[int, list[tuple[int, int]]]:
-    """How many tokens to take from the prompt before, and the stretches (start, level) that these are of."""
+def _alike(before: Slots, ids: Slots) -> int:
+    """How many tokens two prompts have in common from their beginning."""
     size = min(len(before), len(ids))
     unlike = np.flatnonzero(before[:size] != ids[:size])
-    start = int(unlike[0]) if len(unlike) else size
+    return int(unlike[0]) if len(unlike) else size
+
+
+def _common(before: Slots, ids: Slots, own: list[tuple[int, int]]) -> tuple[int, list[tuple[int, int]]]:
+    """How many tokens to take from the prompt before, and the stretches (start, level) that these are of."""
+    start = _alike(before, ids)
     own = [each for each in own if each[0] < start]
     # A few tokens of one more stretch would only make this one wait for it.
     while own and start - own[-1][0] < LEAST and not (start == len(ids) == len(before)):
@@ -90,11 +92,8 @@ def grouped(rows: Rows, capacity: int) -> list[list[int]]:
     before = np.zeros(0, np.int64)
     for row in in_order(rows):
         ids = np.asarray(rows[row], np.int64)
-        least = min(len(before), len(ids))
-        unlike = np.flatnonzero(before[:least] != ids[:least])
-        shared = int(unlike[0]) if len(unlike) else least
         # At most LEAST of those in common are computed again, see :func:`_common`.
-        new = len(ids) - max(shared - LEAST, 0)
+        new = len(ids) - max(_alike(before, ids) - LEAST, 0)
         if not groups or size + new > capacity:
             groups.append([])
             size, new = 0, len(ids)

@@ -282,8 +282,9 @@ def sharing(configs: Sequence[Config]) -> list[list[Config]]:
         here = config.uses_model and not config.model.base_url and runtime.share and runtime.workers == 1
         if here and stages & SHARED.keys() and stages <= SHARED.keys() | {"search", "report"}:
             rest = {key: part for key, part in config.raw.items() if key not in ("method", "typed")}
-            if trial(config).prefill() and not finished(config):
-                alike.setdefault(digest([rest, config.stages]), []).append(config)
+            with suppress(UserError):  # its own run tells
+                if trial(config).prefill() and not finished(config):
+                    alike.setdefault(digest([rest, config.stages]), []).append(config)
     return [each for each in alike.values() if len(each) > 1]
 
 
