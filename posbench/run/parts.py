@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import shutil
-import subprocess
 import sys
 import time
-from collections.abc import Mapping
+import traceback
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib import import_module
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from rich.console import Console
 
 from posbench.files.atomic import Row
+from posbench.late import torch
 from posbench.run.folder import RunDir
 from posbench.run.lease import in_use
 
@@ -24,6 +28,8 @@ FOUND = "found.json"
 """What the search found, for those that make parts."""
 PEAKS = {"resident", "cuda"}
 """Memory, which does not add up over processes: see :func:`posbench.files.hardware.peak_memory`."""
+LOG = "log"
+"""What a worker of this machine says, in its part's folder."""
 LOOK = 0.1
 """Seconds between looks at what other processes of this machine have made."""
 
@@ -85,6 +91,24 @@ def settle(out: RunDir) -> None:
     shutil.rmtree(out.path / PARTS, ignore_errors=True)
 
 
+def _work(index: int, folder: str, of: int, threads: int, gpus: Sequence[str]) -> None:
+    """What a worker does: its part, its words in a file of the part's folder."""
+    parent, number = multiprocessing.parent_process(), index + 1
+    if parent and not parent.is_alive():  # it was killed while this one began
+        return
+    if gpus:
+        os.environ["CUDA_VISIBLE_DEVICES"] = gpus[number % len(gpus)]
+    torch.set_num_threads(threads)
+    with open(Part(number, of).place(RunDir(Path(folder), "")).path / LOG, "wb") as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+    try:
+        sys.exit(import_module("posbench.cli.main").main(["resume", folder, f"--part={number}/{of}"]))
+    except Exception:
+        traceback.print_exc()
+        raise
+
+
 @dataclass
 class Helpers:
     """Processes of this machine that make the parts from 1 on of a run that this process owns."""
@@ -94,34 +118,30 @@ class Helpers:
     gpus: int  # which they share out, one each
     threads: int  # of each
     console: Console
-    running: dict[int, subprocess.Popen[bytes]] = field(default_factory=dict)
+    running: dict[int, BaseProcess] = field(default_factory=dict)
 
     def start(self, found: Mapping[str, Any] | None) -> None:
         """Start them, once; they end with this process where the system can tell."""
         leave_found(self.out, found)
-        command = [sys.executable, "-c", f"from posbench.cli.main import run_below; run_below({os.getpid()})"]
-        for number in range(1, self.of) if not self.running else ():
-            path = os.pathsep.join(filter(None, sys.path))  # the user's own modules, too
-            env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": str(self.threads)}
-            if self.gpus:
-                listed = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-                names = listed if len(listed) == self.gpus else [*map(str, range(self.gpus))]
-                env["CUDA_VISIBLE_DEVICES"] = names[number % self.gpus]
-            place = Part(number, self.of).place(self.out).path
-            place.mkdir(parents=True, exist_ok=True)
-            with open(place / "log", "wb") as log:
-                asked = [*command, "resume", str(self.out.path), f"--part={number}/{self.of}"]
-                self.running[number] = subprocess.Popen(asked, stdout=log, stderr=log, env=env)
+        if self.running:
+            return
+        for number in range(1, self.of):
+            Part(number, self.of).place(self.out).path.mkdir(parents=True, exist_ok=True)
+        listed = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+        names = listed if len(listed) == self.gpus else [*map(str, range(self.gpus))]
+        asked = str(self.out.path), self.of, self.threads, names
+        started = torch.multiprocessing.spawn(_work, asked, nprocs=self.of - 1, join=False)
+        self.running = dict(enumerate(started.processes, start=1))
 
     def wait(self, file: str) -> None:
         """Wait until each has made its rows of a file, or has ended; says of one that died."""
         for number, child in list(self.running.items()):
             place = Part(number, self.of).place(self.out)
-            while child.poll() is None and not place.stage(file).get("done"):
+            while child.is_alive() and not place.stage(file).get("done"):
                 time.sleep(LOOK)
-            if child.poll():
-                said = (place.path / "log").read_text(errors="replace").strip().splitlines()
-                told = f"worker {number} ended with status {child.returncode}: what it lacks is made here"
+            if child.exitcode:
+                said = (place.path / LOG).read_text(errors="replace").strip().splitlines()
+                told = f"worker {number} ended with status {child.exitcode}: what it lacks is made here"
                 self.console.print(f"{told} ({said[-1] if said else 'without a word'})", markup=False)
                 del self.running[number]
 
@@ -130,7 +150,6 @@ class Helpers:
         for child in self.running.values():
             child.terminate()
         for child in self.running.values():
-            try:
-                child.wait(30)
-            except subprocess.TimeoutExpired:
+            child.join(30)
+            if child.is_alive():
                 child.kill()

@@ -271,11 +271,14 @@ def minus(groups: Mapping[K, Group], one: K, other: K, resamples: int) -> Estima
     return bootstrap.statistic(groups, lambda m: m[one] - m[other], resamples=resamples)
 
 
-def judged(table: pd.DataFrame, study: str, note: str = "", **words: str) -> list[Finding]:
+def judged(
+    table: pd.DataFrame, study: str, note: str = "", *, missing: str = NO_ROPE, **words: str
+) -> list[Finding]:
     """The verdicts on a study's claims of ``yu2025_claims.csv``, from a table of effects.
 
     A claim holds where the interval of an effect, and that of ``also``, lies above a bound. Behind its name
-    stand the effects that the note quotes; a claim without its effect is not testable.
+    stand the effects that the note quotes; a claim without its effect is not testable, and
+    ``missing`` says why.
     """
     effects, found = {row["effect"]: estimate(row) for row in table.to_dict("records")}, []
     columns = ("study", "kind", "effects", "claim", "statistic", "bound", "also")
@@ -289,6 +292,6 @@ def judged(table: pd.DataFrame, study: str, note: str = "", **words: str) -> lis
             parts = [Finding.above(each.claim, statistic, effects[part], bound, text) for part in both]
             found.append(joint(parts, shown=parts[0]))
         else:
-            found.append(Finding.untestable(each.claim, statistic, NO_ROPE))
+            found.append(Finding.untestable(each.claim, statistic, missing))
         found[-1] = replace(found[-1], kind=each.kind)
     return found

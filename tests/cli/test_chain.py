@@ -9,13 +9,14 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
+from posbench.studies.yu2025.crop_mask import NO_LATE
 from tests.conftest import Result, run_folders
 
-FEW = ["task.pairs=12", "task.positions=[0,5,11]", "task.limit=6", "runtime.resamples=100"]
+FEW = ["task.pairs=12", "task.positions=[0,5]", "task.limit=4", "runtime.resamples=100"]
 
 
 def test_chain_is_made_of_its_links(posbench: Callable[..., Result], outputs: Path) -> None:
-    sizes = ["study.examples=6", "study.hidden_perturbation.texts=6", "study.hidden_perturbation.controls=2"]
+    sizes = ["study.examples=4", "study.hidden_perturbation.texts=4", "study.hidden_perturbation.controls=2"]
     done = posbench("study=chain", *FEW, *sizes)
     assert done.status == 0, done.err
     (folder,) = run_folders(outputs)
@@ -23,14 +24,16 @@ def test_chain_is_made_of_its_links(posbench: Callable[..., Result], outputs: Pa
         folder / "report.html"
     ).read_text()
     alone = {
-        "hidden_perturbation/effects": ["study.texts=6", "study.controls=2"],
-        "crop_mask/crop_mask_effects": ["study.examples=6"],
+        "hidden_perturbation/effects": ["study.texts=4", "study.controls=2"],
+        "crop_mask/crop_mask_effects": ["study.examples=4"],
     }
     for table, settings in alone.items():
         study, name = table.split("/")
         assert posbench(f"study={study}", *FEW, *settings).status == 0
         (own,) = outputs.glob(f"{study}/*/*/{name}.csv")
         assert (folder / f"{table}.csv").read_text() == own.read_text(), table
+    (verdicts,) = outputs.glob("crop_mask/*/*/findings.csv")
+    assert verdicts.read_text().count(NO_LATE) == 2, "items 0 and 5 of 12"
     assert posbench("stages=[evaluate]", *FEW).status == 0
     (metrics,) = outputs.glob("kv_retrieval/*/*/metrics.csv")
     scores = pd.read_csv(metrics, dtype={"gold_position": str})

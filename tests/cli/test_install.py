@@ -81,6 +81,7 @@ def test_it_runs_from_an_empty_directory(installed: Path, tmp_path: Path) -> Non
     assert '"git": null' in (folder / "provenance.json").read_text()
 
 
+@pytest.mark.slow
 def test_a_config_dir_of_the_user(
     installed: Path, tmp_path: Path, checkpoint: Path, small: list[str]
 ) -> None:

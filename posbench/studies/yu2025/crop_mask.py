@@ -41,6 +41,7 @@ CROSSED = {
     "pe_to_end_other": "PE of another to end (control)",
 }
 MOVES = ("pe_to_beginning", "pe_to_end")
+NO_LATE = "no gold position lies in the last third of the items"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,7 +140,9 @@ class CropMask(Study):
         note = f"mask cropped in {shared.named(table['crop_first'], table['crop_last'])}"
         studies = ("crop_mask", *(("crop_mask_crossed",) if _is_crossed(tables) else ()))
         effects = tables["crop_mask_effects"]
-        return [found for study in studies for found in shared.judged(effects, study, note, layers=where)]
+        missing = NO_LATE if "crop_over_moves" in set(effects["effect"]) else shared.NO_ROPE
+        told = {"missing": missing, "layers": where}
+        return [found for study in studies for found in shared.judged(effects, study, note, **told)]
 
 
 def _is_crossed(tables: Tables) -> bool:
@@ -211,7 +214,7 @@ def _effects(frame: pd.DataFrame, resamples: int) -> pd.DataFrame:
     if MOVES[0] in here:
         over = lambda m: m["crop"] - np.maximum(m[MOVES[0]], m[MOVES[1]])  # noqa: E731
         out["crop_over_moves"] = bootstrap.statistic(attention, over, resamples=resamples)
-        for measure in ("attention", "score"):
+        for measure in ("attention", "score") if late else ():
             groups = {v: group(v, measure, late) for v in (UNMODIFIED, MOVES[0])}
             out[f"beginning_late_{measure}"] = shared.minus(groups, UNMODIFIED, MOVES[0], resamples)
     if "crop_pe_to_end" in here:

@@ -25,7 +25,7 @@ def test_compare_by_hand() -> None:
 def test_every_method_is_measured_and_fewer_bits_mean_larger_errors(
     posbench: Callable[..., Result], outputs: Path
 ) -> None:
-    result = posbench("study=precision", "study.prompts=12")
+    result = posbench("study=precision", "study.prompts=6")
     assert result.status == 0, result.err
     (folder,) = run_folders(outputs)
     errors, drifts = (
