@@ -74,7 +74,8 @@ def _key_part(prefix: Prefix, model: PreTrainedModel, layer: int, channels: tupl
 
 def _as_cached(keys: Tensor, cached: Tensor) -> Tensor:
     """Keys [B, G, P, d] with as many heads as the cache holds: Falcon caches each key once per query head."""
-    return keys.repeat_interleave(cached.shape[1] // keys.shape[1], dim=1)
+    times = cached.shape[1] // keys.shape[1]
+    return keys if times == 1 else keys.repeat_interleave(times, dim=1)
 
 
 def prefill(

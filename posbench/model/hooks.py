@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 import functools
 import sys
-from collections.abc import Callable, Collection, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from posbench.late import PreTrainedModel, Tensor, nn, transformers
@@ -57,7 +59,10 @@ def fork(cache: DynamicCache) -> DynamicCache:
     other = copy.copy(cache)
     other.layers = [copy.copy(layer) for layer in cache.layers]
     for layer in other.layers:
-        vars(layer).pop("room", None)  # that of the one that it branched from
+        if rooms := vars(layer).get("rooms"):
+            layer.rooms = dict(rooms)
+            for room in rooms.values():
+                room.share(layer)
     return other
 
 
@@ -65,39 +70,66 @@ SPARE = 64
 """Tokens for which a cache of :func:`held` makes room at a time."""
 
 
-def held(states: Sequence[tuple[Tensor, Tensor]]) -> DynamicCache:
-    """A cache that holds each layer's keys and values [B, G, T, d] and, on a fork, takes more of them without
-    copying what it holds each time."""
+@dataclass
+class Room:
+    """A tensor [B, G, T + spare, d] that begins with what several caches hold, and takes what one adds."""
+
+    whole: Tensor
+    used: int  # tokens that all of them hold
+    layers: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)  # that hold more, or add some
+
+    def share(self, layer: Any) -> None:
+        """Note a copy of a cache's layer that holds more than all others."""
+        if layer.keys.shape[-2] > self.used:
+            self.layers.add(layer)
+
+    def serves(self, layer: Any, known: Tensor, end: int) -> bool:
+        """Whether a layer that holds ``known`` can add tokens up to ``end``: what it holds is the beginning
+        of the room, and no other one that lives has added any."""
+        begins = known.data_ptr() == self.whole.data_ptr() and known.stride() == self.whole.stride()
+        fits = self.used <= known.shape[-2] and end <= self.whole.shape[-2]
+        return begins and fits and not [other for other in self.layers if other is not layer]
+
+
+def held(states: Iterable[tuple[Tensor, Tensor]], spare: int = SPARE) -> DynamicCache:
+    """A cache that holds each layer's keys and values [B, G, T, d] and, on a fork, takes so many more tokens
+    without copying what it holds."""
     cache = transformers.DynamicCache()
     for keys, values in states:
         layer = _roomy()()
         layer.lazy_initialization(keys, values)
-        layer.keys, layer.values = keys, values
+        layer.rooms = {name: roomy(each, spare) for name, each in (("keys", keys), ("values", values))}
+        for name, room in layer.rooms.items():
+            setattr(layer, name, room.whole[..., : room.used, :])
         cache.layers.append(layer)
     return cache
+
+
+def roomy(known: Tensor, spare: int) -> Room:
+    """Keys or values at the beginning of a larger tensor."""
+    *outer, size, dim = known.shape
+    room = Room(known.new_empty(*outer, size + spare, dim), size)
+    room.whole[..., :size, :] = known
+    return room
 
 
 @functools.cache
 def _roomy() -> type:
     class Roomy(transformers.cache_utils.DynamicLayer):  # type: ignore[misc]
-        """Keys and values at the beginning of larger tensors, ``room``."""
+        """Keys and values at the beginning of larger tensors, ``rooms``."""
 
         def update(
             self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any
         ) -> tuple[Tensor, Tensor]:
-            room: dict[str, tuple[Tensor, Tensor]] = self.__dict__.get("room", {})
             for name, new in (("keys", key_states), ("values", value_states)):
-                known = getattr(self, name)
+                known, room = getattr(self, name), self.rooms[name]
                 size, end = known.shape[-2], known.shape[-2] + new.shape[-2]
-                whole, part = room.get(name, (None, None))
                 # A method may have put other keys in the place of those in the room.
-                if whole is None or whole.shape[-2] < end or part is not known:
-                    whole = new.new_empty(*new.shape[:-2], end + SPARE, new.shape[-1])
-                    whole[..., :size, :] = known
-                whole[..., size:end, :] = new
-                room[name] = whole, whole[..., :end, :]
-                setattr(self, name, room[name][1])
-            self.room = room
+                if not room.serves(self, known, end):
+                    room = self.rooms[name] = roomy(known, max(SPARE, new.shape[-2]))
+                room.layers.add(self)
+                room.whole[..., size:end, :] = new
+                setattr(self, name, room.whole[..., :end, :])
             return self.keys, self.values
 
     return Roomy

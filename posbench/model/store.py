@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from posbench.late import PreTrainedModel, Tensor, inference_mode, torch, transformers
 from posbench.model import families
 from posbench.model.guard import finite, guarded
-from posbench.model.hooks import held
+from posbench.model.hooks import SPARE, held
 from posbench.model.lm import LM
 from posbench.model.prefix import READ, Prefix, recording
 
@@ -161,7 +161,7 @@ class Store:
         """The prefill of some prompts, by number, padded on the left."""
         return self._gathered(lm, [self.layout.slots[row] for row in rows])
 
-    def _gathered(self, lm: LM, slots: Sequence[Slots]) -> Prefix:
+    def _gathered(self, lm: LM, slots: Sequence[Slots], spare: int = SPARE) -> Prefix:
         width = max(map(len, slots))
         # Padding may hold any numbers: the mask shuts it.
         index = torch.from_numpy(np.stack([np.pad(each, (width - len(each), 0)) for each in slots]))
@@ -173,7 +173,9 @@ class Store:
         def states(layer: int) -> tuple[Tensor, Tensor]:
             return read("keys", layer).transpose(1, 2), read("values", layer).transpose(1, 2)
 
-        cache = held([states(layer) for layer in range(lm.layers)]) if width else transformers.DynamicCache()
+        cache = transformers.DynamicCache()
+        if width:
+            cache = held((states(layer) for layer in range(lm.layers)), spare)
         prefix = Prefix(cache=cache, channels=tuple(self.channels))
         setattr(cache, READ, prefix)
         if not width:
@@ -232,7 +234,7 @@ def _compute(lm: LM, store: Store, batch: Sequence[Stretch]) -> None:
     width = max(end - each.start for each, end in zip(batch, ends, strict=True))
     slots = [store.layout.slots[each.row][:start] for each, start in zip(batch, starts, strict=True)]
     given = lm.pad([store.rows[each.row][start:] for each, start in zip(batch, starts, strict=True)])
-    before = store._gathered(lm, slots)
+    before = store._gathered(lm, slots, width)
     cache = before.cache
     known = torch.tensor([len(each) for each in slots], device=lm.device)[:, None]
     if before.tokens:

@@ -1,0 +1,67 @@
+"""Caches that share memory hold what caches of their own would, whoever grows, ends or is cut when."""
+
+from __future__ import annotations
+
+import random
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from posbench.model.hooks import fork, held
+
+
+def fresh(size: int) -> torch.Tensor:
+    return torch.rand(2, 1, size, 3)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.randoms(use_true_random=False), st.integers(0, 6))
+def test_caches_that_share_memory_hold_what_their_own_would(draw: random.Random, spare: int) -> None:
+    torch.manual_seed(draw.randrange(1000))
+    first = fresh(4), fresh(4)
+    # Each cache, and what it must hold.
+    live = [(held([first], spare), first)]
+    for _ in range(25):
+        number = draw.randrange(len(live))
+        cache, (keys, values) = live[number]
+        match draw.choice(["fork", "fork", "grow", "grow", "grow", "end", "cut", "other keys"]):
+            case "fork":
+                live.append((fork(cache), (keys, values)))
+                continue
+            case "end":
+                if len(live) > 1:
+                    del live[number]
+                continue
+            case "grow":
+                count = draw.choice([1, 1, 2, 5])
+                more = fresh(count), fresh(count)
+                given_back = cache.update(*more, 0)
+                keys, values = torch.cat([keys, more[0]], 2), torch.cat([values, more[1]], 2)
+                assert torch.equal(given_back[0], keys) and torch.equal(given_back[1], values)
+            case "cut":
+                size = max(keys.shape[2] - draw.randrange(4), 1)
+                keys, values, layer = keys[:, :, :size], values[:, :, :size], cache.layers[0]
+                layer.keys, layer.values = layer.keys[:, :, :size], layer.values[:, :, :size]
+            case "other keys":
+                keys = torch.rand_like(keys)
+                cache.layers[0].keys = keys.clone()
+        del cache
+        live[number] = live[number][0], (keys, values)
+        for each, (own_keys, own_values) in live:
+            assert torch.equal(each.layers[0].keys, own_keys), "keys of another one"
+            assert torch.equal(each.layers[0].values, own_values), "values of another one"
+
+
+def test_a_fork_after_another_copies_nothing() -> None:
+    cache = held([(fresh(50), fresh(50))])
+    place = cache.layers[0].keys.data_ptr()
+    for _ in range(3):
+        other = fork(cache)
+        other.update(fresh(1), fresh(1), 0)
+        assert other.layers[0].keys.data_ptr() == place and cache.layers[0].keys.shape[2] == 50
+        del other
+    one, two = fork(cache), fork(cache)
+    for each in (one, two):
+        each.update(fresh(1), fresh(1), 0)
+    assert one.layers[0].keys.data_ptr() == place != two.layers[0].keys.data_ptr()
