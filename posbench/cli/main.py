@@ -181,8 +181,8 @@ def _need_no_verb(args: Sequence[str]) -> None:
 
 def _together(every: Sequence[Composed], command: str) -> dict[int, LM]:
     """Do the work that jobs of a sweep share; gives the models of these jobs, by their number."""
-    from posbench.pipeline.execute import sharing, together
     from posbench.pipeline.ready import ready
+    from posbench.pipeline.together import sharing, together
     from posbench.report.console import terminal
 
     configs: dict[int, Config] = {}

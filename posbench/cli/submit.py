@@ -20,17 +20,10 @@ from posbench.errors import Faults, UserError
 from posbench.pipeline import jobs as state
 from posbench.pipeline.compose import Composed, compose
 from posbench.pipeline.config import Config
-from posbench.pipeline.execute import (
-    execute,
-    finished,
-    make_part,
-    make_shard,
-    parted,
-    prepared_folder,
-    recorded,
-)
+from posbench.pipeline.execute import execute, finished, parted, prepared_folder, recorded
 from posbench.pipeline.jobs import Submission
 from posbench.pipeline.ready import ready
+from posbench.pipeline.together import make_part, make_shard
 from posbench.report.console import show_lists, terminal
 from posbench.report.sweep import summarise
 from posbench.run.base import IncompleteRun

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,7 +12,6 @@ from rich.console import Console
 from rich.text import Text
 
 from posbench.errors import UserError
-from posbench.files.atomic import digest
 from posbench.files.digests import Content, changed
 from posbench.files.sources import Source, cached
 from posbench.late import torch
@@ -20,15 +19,14 @@ from posbench.model import families
 from posbench.model.guard import probe
 from posbench.model.lm import LM
 from posbench.pipeline.compose import composed
-from posbench.pipeline.config import Config, check, trial
+from posbench.pipeline.config import Config, check
 from posbench.pipeline.identity import files, identity, provenance, reads, run_name, threads, version_key
 from posbench.pipeline.ready import longest, need_words, prepared, quiet
 from posbench.pipeline.stages import evaluate, intervene, report, search, study
 from posbench.run.base import IncompleteRun, Run
 from posbench.run.claim import claim, find
 from posbench.run.folder import PROVENANCE, STATUS, RunDir, open_run, run_id
-from posbench.run.lease import owned
-from posbench.run.parts import FOUND, PARTS, Helpers, Part, leave_found, made, settle
+from posbench.run.parts import Helpers, Part, settle
 
 STAGES: Mapping[str, Callable[[Config, Run], None]] = {
     "search": search.run,
@@ -38,14 +36,8 @@ STAGES: Mapping[str, Callable[[Config, Run], None]] = {
     "report": report.run,
 }
 
-SHARED: Mapping[str, Callable[[Sequence[Run]], None]] = {
-    "intervene": intervene.fill,
-    "evaluate": evaluate.fill,
-}
-"""Stages that read prompts once for several runs."""
-
-PARTED: Mapping[str, Any] = {"intervene": intervene, "evaluate": evaluate}
-"""Stages whose rows processes share out."""
+ROWS: Mapping[str, Any] = {"intervene": intervene, "evaluate": evaluate}
+"""Stages whose rows several runs make together, or several processes share out."""
 
 MIXED = "mixed"
 """State of a run that a file changed under: its rows may stem from either content, so it is never resumed."""
@@ -82,7 +74,7 @@ def execute(config: Config, *, command: str, console: Console, lm: LM | None = N
                 for stage in config.stages:
                     with out.recorded(stage), run.measured(stage):
                         STAGES[stage](config, run)
-                        _need_unchanged(read, out)
+                        need_unchanged(read, out)
             settle(out)
         except BaseException as error:
             state = "incomplete" if isinstance(error, IncompleteRun) else "failed"
@@ -116,57 +108,7 @@ def _helped(config: Config, run: Run) -> Iterator[None]:
 
 def parted(config: Config) -> bool:
     """Whether processes can share out a run's rows: not those of a study, nor of a served model."""
-    return bool(not config.study and not config.model.base_url and set(PARTED) & set(config.stages))
-
-
-def make_part(config: Config, part: Part, console: Console) -> tuple[RunDir, LM | None]:
-    """Make a part of the rows of a run that other processes may own, in a folder of its own.
-
-    Returns the run's folder, and the model where it was needed.
-
-    Raises:
-        UserError: Another process makes this part, or a file changed.
-        IncompleteRun: Some rows failed.
-    """
-    read = reads(config)
-    who = identity(config, read)
-    quiet()
-    torch.set_num_threads(threads(config) or torch.get_num_threads())
-    place, run = _place(config, who, read), prepared(config, who, read, console)
-    folder = find(*place)
-    assert folder, "its folder was made before"
-    run.main = RunDir(folder, run_id(*place[2:]))
-    run.out, run.part = part.place(run.main), part
-    run.out.path.mkdir(parents=True, exist_ok=True)
-    with owned(run.out.path):
-        run.found = run.main.read_json(f"{PARTS}/{FOUND}") or None
-        for stage, module in PARTED.items():
-            if stage in config.stages and not run.out.stage(module.FILE).get("done"):
-                with run.measured(stage):
-                    SHARED[stage]([run])
-                    _need_unchanged(read, run.out)
-        run.out.write_facts(STATUS, {**run.out.status(), "state": "done"})
-    return run.main, vars(run).get("lm")
-
-
-def make_shard(config: Config, part: Part, command: str, console: Console) -> None:
-    """Make a part of a run, and finish the run where that was the last one.
-
-    Raises:
-        UserError: Another process owns the run, or makes this part; a file changed.
-        IncompleteRun: Some rows failed.
-    """
-    if "search" in config.stages:
-        with opened(config, command, console) as (run, _, facts):
-            if not run.out.done and not (run.out.path / PARTS / FOUND).is_file():
-                run.out.resume(config.stages, config.raw, facts)
-                with run.out.recorded("search"), run.measured("search"):
-                    search.run(config, run)
-                leave_found(run.out, run.found)
-    if finished(config) is None:
-        whole, lm = make_part(config, part, console)
-        if made(whole, part.of) == part.of:
-            execute(config, command=command, console=console, lm=lm)
+    return bool(not config.study and not config.model.base_url and set(ROWS) & set(config.stages))
 
 
 class Opened(NamedTuple):
@@ -192,7 +134,7 @@ def opened(config: Config, command: str, console: Console, lm: LM | None = None)
         torch.set_num_threads(threads(config) or 1)
     subject = config.study_name or config.task.name
     parts = [config.model.name, subject, config.choice.name] if config.uses_model else [subject]
-    place, run = _place(config, who, read), prepared(config, who, read, console)
+    place, run = place_of(config, who, read), prepared(config, who, read, console)
     if lm:
         run.lm = lm
     folder = find(*place)
@@ -215,7 +157,7 @@ def prepared_folder(config: Config, command: str) -> Path:
     """
     read = reads(config)
     who = identity(config, read)
-    place = _place(config, who, read)
+    place = place_of(config, who, read)
     if folder := find(*place):
         return folder
     with claim(*place, config.raw, provenance(config, command, who, read)) as out:
@@ -234,58 +176,12 @@ def recorded(folder: Path) -> Config:
     # Groups that take no part are not recorded: whatever they are, they are not looked at.
     config = check({**composed().raw, "study": None, "experiment": None, **raw, "runtime": runtime})
     read = reads(config)
-    found = find(*_place(config, identity(config, read), read))
+    found = find(*place_of(config, identity(config, read), read))
     if found is None or not found.samefile(folder):
         allowed = "one of this code, these libraries and files, and this kind of device"
         hint = f"give its command again: {run.facts(PROVENANCE).get('command')}"
         raise UserError("run folder", str(folder), allowed, hint)
     return config
-
-
-def together(configs: Sequence[Config], *, command: str, console: Console) -> LM | None:
-    """Search for runs that differ in their methods alone, then make the rows of all of them in one pass over
-    the prompts; each run then finds its own. What one cannot do here is left to it. Returns the model."""
-    with ExitStack() as stack:
-        runs, lm = list[Opened](), None
-        for config in configs:
-            try:
-                one = stack.enter_context(opened(config, command, Console(quiet=True), lm))
-                if not one.run.out.damaged():
-                    one.run.out.resume(config.stages, config.raw, one.facts)
-                    lm = one.run.lm
-                    if "search" in config.stages:
-                        with one.run.out.recorded("search"), one.run.measured("search"):
-                            search.run(config, one.run)
-                    runs.append(one)
-            except (UserError, IncompleteRun):
-                continue  # its own run tells
-        if len(runs) > 1:
-            first = runs[0].run
-            first.console = console
-            console.rule(Text(f"{len(runs)} runs that differ in their methods alone", style="bold"))
-            for name, stage in SHARED.items():
-                if name in configs[0].stages:
-                    with first.measured(name):
-                        stage([one.run for one in runs])
-        for one in runs:
-            with suppress(UserError):  # its own run tells
-                _need_unchanged(one.read, one.run.out)
-        return lm
-
-
-def sharing(configs: Sequence[Config]) -> list[list[Config]]:
-    """Of the jobs of a sweep, those that :func:`together` serves: unfinished ones that differ in their
-    methods alone, where a prompt's prefill is of use to others."""
-    alike = dict[str, list[Config]]()
-    for config in configs:
-        stages, runtime = set(config.stages), config.runtime
-        here = config.uses_model and not config.model.base_url and runtime.share and runtime.workers == 1
-        if here and stages & SHARED.keys() and stages <= SHARED.keys() | {"search", "report"}:
-            rest = {key: part for key, part in config.raw.items() if key not in ("method", "typed")}
-            with suppress(UserError):  # its own run tells
-                if trial(config).prefill() and not finished(config):
-                    alike.setdefault(digest([rest, config.stages]), []).append(config)
-    return [each for each in alike.values() if len(each) > 1]
 
 
 def finished(config: Config) -> Path | None:
@@ -296,7 +192,7 @@ def finished(config: Config) -> Path | None:
         UserError: A file that takes part cannot be read, or the outputs cannot.
     """
     read = reads(config)
-    place = _place(config, identity(config, read), read)
+    place = place_of(config, identity(config, read), read)
     folder = find(*place)
     out = RunDir(folder, run_id(*place[2:])) if folder else None
     return folder if out and _ended(out, config) and not out.damaged() else None
@@ -312,7 +208,7 @@ def absent(config: Config) -> list[Source]:
     return [source for source in files(config) if source.kind != "path" and cached(source) is None]
 
 
-def _place(
+def place_of(
     config: Config, who: Mapping[str, Any], read: Sequence[Content]
 ) -> tuple[Path, str, dict[str, Any], str]:
     """Outputs, suite, version key and name: what :func:`posbench.run.claim.find` asks for."""
@@ -347,7 +243,7 @@ def preflight(config: Config, run: Run) -> None:
                 probe(lm, ids)
 
 
-def _need_unchanged(read: Sequence[Content], out: RunDir) -> None:
+def need_unchanged(read: Sequence[Content], out: RunDir) -> None:
     """Raise UserError, and let no other run copy from this one, unless its files hold what they held."""
     if other := changed(read):
         out.write_facts(STATUS, {"state": MIXED, "stages": {}})
