@@ -66,6 +66,8 @@ def fork(cache: DynamicCache) -> DynamicCache:
     return other
 
 
+ROOM = "posbench_room"
+"""Attribute of keys and values with the :class:`Room` that they are a part of."""
 SPARE = 64
 """Tokens for which a cache of :func:`held` makes room at a time."""
 
@@ -83,12 +85,17 @@ class Room:
         if layer.keys.shape[-2] > self.used:
             self.layers.add(layer)
 
+    def part(self, tokens: int) -> Tensor:
+        """The first so many tokens, marked as of this room."""
+        view = self.whole[..., :tokens, :]
+        setattr(view, ROOM, self)
+        return view
+
     def serves(self, layer: Any, known: Tensor, end: int) -> bool:
-        """Whether a layer that holds ``known`` can add tokens up to ``end``: what it holds is the beginning
-        of the room, and no other one that lives has added any."""
-        begins = known.data_ptr() == self.whole.data_ptr() and known.stride() == self.whole.stride()
-        fits = self.used <= known.shape[-2] and end <= self.whole.shape[-2]
-        return begins and fits and not [other for other in self.layers if other is not layer]
+        """Whether a layer that holds ``known`` can add tokens up to ``end``: this is a part of the room, and
+        no other one that lives has added any."""
+        fits = getattr(known, ROOM, None) is self and end <= self.whole.shape[-2]
+        return fits and not [other for other in self.layers if other is not layer]
 
 
 def held(states: Iterable[tuple[Tensor, Tensor]], spare: int = SPARE) -> DynamicCache:
@@ -100,7 +107,7 @@ def held(states: Iterable[tuple[Tensor, Tensor]], spare: int = SPARE) -> Dynamic
         layer.lazy_initialization(keys, values)
         layer.rooms = {name: roomy(each, spare) for name, each in (("keys", keys), ("values", values))}
         for name, room in layer.rooms.items():
-            setattr(layer, name, room.whole[..., : room.used, :])
+            setattr(layer, name, room.part(room.used))
         cache.layers.append(layer)
     return cache
 
@@ -129,7 +136,7 @@ def _roomy() -> type:
                     room = self.rooms[name] = roomy(known, max(SPARE, new.shape[-2]))
                 room.layers.add(self)
                 room.whole[..., size:end, :] = new
-                setattr(self, name, room.whole[..., :end, :])
+                setattr(self, name, room.part(end))
             return self.keys, self.values
 
     return Roomy

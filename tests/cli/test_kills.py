@@ -63,7 +63,7 @@ TRAINED += ["study.processes=1"]
 PROMPT = ["study.pairs=[8]", "study.examples=2", "study.new_tokens=1"]
 SHAPES = ["study.tokens=64", "study.works=[Table 1]"]
 REPEATS = ["study.iterations=2", "study.repeats=1"]
-TIMES = ("seconds", "(ratio|speedup)(_min|_max)?", "iterations_per_second")
+TIMES = ("seconds", "(ratio|speedup)(_min|_max)?", "iterations_per_second", "gflops")
 """Columns of times and of what is made of times, in a study that compares them."""
 
 
