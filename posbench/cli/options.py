@@ -4,9 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from posbench.errors import UserError
+
 
 def option(args: Sequence[str], flag: str) -> tuple[str | None, list[str]]:
-    """The value of ``flag VALUE`` or ``flag=VALUE``, None where it is absent, and the other arguments."""
+    """The value of ``flag VALUE`` or ``flag=VALUE``, None where it is absent, and the other arguments.
+
+    Raises:
+        UserError: It has no value, or stands twice.
+    """
     parts = [part for arg in args for part in (arg.split("=", 1) if arg.startswith(f"{flag}=") else [arg])]
-    at = parts.index(flag) if flag in parts[:-1] else None
-    return (None, parts) if at is None else (parts[at + 1], parts[:at] + parts[at + 2 :])
+    if flag not in parts:
+        return None, parts
+    at = parts.index(flag)
+    value, rest = parts[at + 1 : at + 2], parts[:at] + parts[at + 2 :]
+    if not value or flag in rest:
+        raise UserError(flag, " ".join(parts[at:]), "given once, with a value", f"{flag} VALUE")
+    return value[0], rest

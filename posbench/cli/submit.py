@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import re
 import secrets
 import shlex
+import shutil
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
@@ -25,12 +28,13 @@ from posbench.pipeline.jobs import Submission
 from posbench.pipeline.ready import ready
 from posbench.pipeline.together import make_part, make_shard
 from posbench.report.console import show_lists, terminal
+from posbench.report.index import run_named
 from posbench.report.sweep import summarise
 from posbench.run.base import IncompleteRun
 from posbench.run.folder import PROVENANCE, opened
-from posbench.run.lease import in_use
-from posbench.run.parts import Part, made
-from posbench.run.runtime import Cluster
+from posbench.run.lease import in_use, started
+from posbench.run.parts import Part, lacking
+from posbench.run.runtime import Cluster, Runtime
 
 PAUSE = 5.0
 """Seconds between looks at a run that another process owns."""
@@ -131,10 +135,11 @@ def _checked(composed: Composed, shards: int) -> Config:
     asked, gpus = str(runtime["device"]), cluster.get("gpus")
     if asked.startswith("cuda") and not gpus:
         raise UserError("runtime.cluster.gpus", gpus, f"1 or more with runtime.device={asked}", "set it")
-    config = ready(replace(composed, raw={**composed.raw, "runtime": {**runtime, "device": "auto"}})).config
+    device = asked if asked != "auto" else "cuda" if gpus else "cpu"
+    tried = device if cluster["kind"] == "local" else "auto"  # that of another machine cannot be tried here
+    config = ready(replace(composed, raw={**composed.raw, "runtime": {**runtime, "device": tried}})).config
     if shards > 1 and not parted(config):
         raise UserError("--shards", shards, "1 for a study, and for a served model", "leave it out")
-    device = asked if asked != "auto" else "cuda" if gpus else "cpu"
     raw = {**config.raw, "runtime": {**config.raw["runtime"], "device": device}}
     return replace(config, runtime=replace(config.runtime, device=device), raw=raw)
 
@@ -169,7 +174,7 @@ def _send(cluster: Cluster, name: str, sent: Sequence[tuple[Path, Submission]]) 
     try:
         executor = submitit.AutoExecutor(logs, cluster=cluster.kind, **rounds)
         executor.update_parameters(**{key: value for key, value in given.items() if value is not None})
-        with executor.batch():
+        with _without_streams(), executor.batch():
             jobs = [
                 executor.submit(Job(str(folder), f"{shard}/{each.shards}", each.own))
                 for folder, each in sent
@@ -177,17 +182,36 @@ def _send(cluster: Cluster, name: str, sent: Sequence[tuple[Path, Submission]]) 
             ]
     except (FailedJobError, FailedSubmissionError, RuntimeError, OSError) as error:
         hint = "see what it says, and give the same command again"
-        said = " ".join(str(error).split())
-        raise UserError(
-            "runtime/cluster", cluster.kind, f"a cluster that takes jobs ({said})", hint
-        ) from error
+        if cluster.kind == "slurm":  # one array: nothing was sent
+            hint += "; runtime/cluster=local takes this machine"
+            for folder, _ in sent:
+                state.forget(folder, name)
+            shutil.rmtree(logs, ignore_errors=True)
+        allowed = f"a cluster that takes jobs ({' '.join(str(error).split())})"
+        raise UserError("runtime/cluster", cluster.kind, allowed, hint) from error
     finally:
         signal.signal(signal.SIGHUP, before)
     if cluster.kind == "local":
         for folder, each in sent:
             assert each.first is not None, "it was sent"
-            mine = jobs[each.first : each.first + each.shards]
-            state.record(folder, replace(each, pids=tuple(state.process(int(job.job_id)) for job in mine)))
+            mine = [int(job.job_id) for job in jobs[each.first : each.first + each.shards]]
+            state.record(folder, replace(each, pids=tuple((pid, started(pid)) for pid in mine)))
+
+
+@contextmanager
+def _without_streams() -> Iterator[None]:
+    """Processes that begin in the block have no part in this one's output: a pipe would wait for them."""
+    kept = {number: os.dup(number) for number in (1, 2)}
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    try:
+        for number in kept:
+            os.dup2(nowhere, number)
+        yield
+    finally:
+        for number, stream in kept.items():
+            os.dup2(stream, number)
+            os.close(stream)
+        os.close(nowhere)
 
 
 def resume(args: list[str]) -> int:
@@ -206,10 +230,11 @@ def resume(args: list[str]) -> int:
     given, rest = option(rest, "--part")
     shard, rest = option(rest, "--shard")
     paths.config_folders(own)
-    part, alone = _part(shard or given or "0/1"), given is not None
+    alone = given is not None
+    part = _part("--part", given) if given is not None else _part("--shard", shard or "0/1")
     if len(rest) != 1 or rest[0].startswith("-"):
         raise UserError("RUN", " ".join(rest), "one run folder", "posbench ls runs lists them")
-    folder, told = Path(rest[0]).expanduser(), False
+    folder, told = run_named(rest[0], Path(Runtime.outputs)), False
     while True:
         while in_use(folder) and not alone:
             if not told:
@@ -238,10 +263,10 @@ def _command(folder: Path) -> str:
     return str(opened(folder).facts(PROVENANCE).get("command") or f"posbench resume {folder}")
 
 
-def _part(text: str) -> Part:
+def _part(flag: str, text: str) -> Part:
     found = re.fullmatch("([0-9]{1,4})/([0-9]{1,4})", text)
     if not found or int(found[1]) >= int(found[2]):
-        raise UserError("--shard", text, "I/N, the I-th of N from 0 on, as 0/2", "0/1 is all of a run")
+        raise UserError(flag, text, "I/N, the I-th of N from 0 on, as 0/2", "0/1 is all of a run")
     return Part(int(found[1]), int(found[2]))
 
 
@@ -265,10 +290,8 @@ def _states(args: Sequence[str]) -> list[dict[str, object]]:
     names = [arg for arg in args if arg != "--json"]
     if len(names) > 1 or any(re.match("-", name) for name in names):
         raise UserError("DIR", " ".join(names), "one folder, --json", "posbench jobs --help")
-    folders, known = (
-        state.submitted(Path(names[0] if names else "outputs").expanduser().absolute()),
-        state.queue(),
-    )
+    place = run_named(names[0] if names else Runtime.outputs, Path(Runtime.outputs)).absolute()
+    folders, known = state.submitted(place), state.queue()
     rows = list[dict[str, object]]()
     for folder in folders:
         how, said = state.state(folder, known)
@@ -289,7 +312,7 @@ def collect(args: list[str]) -> int:
     rows = {row["folder"]: row for row in _states(args)}
     for folder in [Path(str(folder)) for folder, row in rows.items() if row["state"] in ("failed", "lost")]:
         last = state.submissions(folder)[-1]
-        if last.shards > 1 and made(opened(folder), last.shards) == last.shards:
+        if last.shards > 1 and not lacking(opened(folder), last.shards):
             paths.config_folders(last.own)
             execute(recorded(folder), command=_command(folder), console=terminal())
             rows[folder] |= {"state": "done"}

@@ -62,7 +62,8 @@ def fork(cache: DynamicCache) -> DynamicCache:
         if rooms := vars(layer).get("rooms"):
             layer.rooms = dict(rooms)
             for room in rooms.values():
-                room.share(layer)
+                if layer.keys.shape[-2] > room.used:
+                    room.layers.add(layer)
     return other
 
 
@@ -79,11 +80,6 @@ class Room:
     whole: Tensor
     used: int  # tokens that all of them hold
     layers: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)  # that hold more, or add some
-
-    def share(self, layer: Any) -> None:
-        """Note a copy of a cache's layer that holds more than all others."""
-        if layer.keys.shape[-2] > self.used:
-            self.layers.add(layer)
 
     def part(self, tokens: int) -> Tensor:
         """The first so many tokens, marked as of this room."""

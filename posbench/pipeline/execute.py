@@ -72,10 +72,12 @@ def execute(config: Config, *, command: str, console: Console, lm: LM | None = N
         try:
             with _helped(config, run):
                 for stage in config.stages:
+                    if stage == "report":
+                        _settle(run)
                     with out.recorded(stage), run.measured(stage):
                         STAGES[stage](config, run)
                         need_unchanged(read, out)
-            settle(out)
+                _settle(run)
         except BaseException as error:
             state = "incomplete" if isinstance(error, IncompleteRun) else "failed"
             state = MIXED if out.status()["state"] == MIXED else state
@@ -104,6 +106,13 @@ def _helped(config: Config, run: Run) -> Iterator[None]:
     finally:
         if run.helpers:
             run.helpers.stop()
+
+
+def _settle(run: Run) -> None:
+    """All rows are made: what their makers took is what the run took."""
+    if run.helpers:
+        run.helpers.finish()
+    settle(run.out)
 
 
 def parted(config: Config) -> bool:

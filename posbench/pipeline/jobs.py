@@ -13,8 +13,8 @@ from pathlib import Path
 from posbench.errors import UserError
 from posbench.files.atomic import write_text
 from posbench.run.folder import CONFIG, RunDir, opened, runs_in
-from posbench.run.lease import in_use, runs, started
-from posbench.run.parts import being_made, made
+from posbench.run.lease import in_use, runs
+from posbench.run.parts import being_made, lacking
 
 SUBMITTED = ".submitted.json"
 """File of a run folder: a list of the times that the run was submitted. Hidden, so no part of its results."""
@@ -69,6 +69,15 @@ def record(folder: Path, submission: Submission) -> None:
     write_text(folder / SUBMITTED, text + "\n")
 
 
+def forget(folder: Path, name: str) -> None:
+    """Take back that jobs of a name were to make a run: none was sent."""
+    kept = [asdict(each) for each in submissions(folder) if each.jobs != name]
+    if kept:
+        write_text(folder / SUBMITTED, json.dumps(kept, indent=2) + "\n")
+    else:
+        (folder / SUBMITTED).unlink(missing_ok=True)
+
+
 def submitted(place: Path) -> list[Path]:
     """The submitted runs of an outputs folder, or the one run that is given.
 
@@ -78,10 +87,8 @@ def submitted(place: Path) -> list[Path]:
     there = [place] if (place / CONFIG).is_file() else runs_in(place) if place.is_dir() else []
     found = [folder for folder in there if (folder / SUBMITTED).is_file()]
     if not found:
-        hint = "posbench submit ... runtime/cluster=slurm"
-        raise UserError(
-            "DIR", str(place), "an outputs folder, or a run, that something was submitted to", hint
-        )
+        hint = "posbench submit ... runtime/cluster=slurm" if place.is_dir() else "no such folder"
+        raise UserError("DIR", str(place), "an outputs folder or a run that jobs were submitted for", hint)
     return found
 
 
@@ -112,7 +119,8 @@ def state(folder: Path, known: Queue) -> tuple[str, str]:
     run, last = opened(folder), submissions(folder)[-1]
     if run.done:
         return ("damaged", ", ".join(run.damaged())) if run.damaged() else ("done", "")
-    parts = f"{made(run, last.shards)} of {last.shards} shards are made" if last.shards > 1 else ""
+    missing = lacking(run, last.shards) if last.shards > 1 else [0]
+    parts = f"{last.shards - len(missing)} of {last.shards} shards are made" if last.shards > 1 else ""
     if in_use(folder) or being_made(folder):
         return "running", parts
     numbers = range(last.first, last.first + last.shards) if last.first is not None else range(0)
@@ -120,7 +128,7 @@ def state(folder: Path, known: Queue) -> tuple[str, str]:
         waits: bool | None = any(runs(pid, start) for pid, start in last.pids)
     else:
         waits = None if known is None else any((last.jobs, number) in known for number in numbers)
-    status, said = run.status(), last_line(folder, last)
+    status, said = run.status(), "; ".join(filter(None, [parts, last_line(folder, last, missing)]))
     if waits:
         return "waiting", parts
     if status["state"] in ENDED:
@@ -128,26 +136,20 @@ def state(folder: Path, known: Queue) -> tuple[str, str]:
     return ("unknown", "squeue does not answer") if waits is None else ("lost", said)
 
 
-def last_line(folder: Path, submission: Submission) -> str:
-    """What the jobs of a run said last on their error stream."""
+def last_line(folder: Path, submission: Submission, shards: Sequence[int]) -> str:
+    """What the jobs of some shards of a run said last on their error stream."""
     if submission.first is None:
         return ""
-    numbers = range(submission.first, submission.first + submission.shards)
-    logs = submission.logs(folder)
-    files = [file for n in numbers for file in logs.glob(f"*_{n}_0_log.err")]
-    files += [logs / f"{pid}_0_log.err" for pid, _ in submission.pids]
-    files += [file for file in logs.glob("*_0_log.err") if file.name.count("_") == 2]  # of a job alone
-    lines: list[str] = []
-    for file in sorted({f for f in files if f.is_file()}, key=lambda file: file.stat().st_mtime):
-        lines += [line for line in file.read_text(errors="replace").splitlines() if line.strip()]
-    # srun adds that its task failed.
-    own = [line for line in lines if not line.startswith(("srun:", "submitit "))]
-    return (own or lines or [""])[-1]
-
-
-def process(pid: int) -> tuple[int, str]:
-    """A process of this machine, as :class:`Submission` keeps it."""
-    return pid, started(pid)
+    logs, files = submission.logs(folder), list[Path]()
+    for shard in shards:
+        files += logs.glob(f"*_{submission.first + shard}_0_log.err")
+        files += [logs / f"{pid}_0_log.err" for pid, _ in submission.pids[shard : shard + 1]]
+    files += [file for file in logs.glob("*_0_log.err") if file.name.count("_") == 2 and not submission.pids]
+    files = sorted({file for file in files if file.is_file()}, key=lambda file: file.stat().st_mtime)
+    lines = [line for file in files for line in file.read_text(errors="replace").splitlines() if line.strip()]
+    # What submitit says of itself; srun adds that its task failed.
+    own = [line for line in lines if not line.startswith(("srun:", "submitit ", "INFO "))]
+    return (own or [""])[-1]
 
 
 def grouped(folders: Sequence[Path]) -> dict[str, list[tuple[Submission, Path]]]:

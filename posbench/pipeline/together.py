@@ -21,7 +21,7 @@ from posbench.run.base import IncompleteRun
 from posbench.run.claim import find
 from posbench.run.folder import STATUS, RunDir, run_id
 from posbench.run.lease import owned
-from posbench.run.parts import FOUND, PARTS, Part, leave_found, made
+from posbench.run.parts import FOUND, PARTS, Part, lacking, leave_found
 
 
 def together(configs: Sequence[Config], *, command: str, console: Console) -> LM | None:
@@ -116,5 +116,5 @@ def make_shard(config: Config, part: Part, command: str, console: Console) -> No
                 leave_found(run.out, run.found)
     if finished(config) is None:
         whole, lm = make_part(config, part, console)
-        if made(whole, part.of) == part.of:
+        if not lacking(whole, part.of):
             execute(config, command=command, console=console, lm=lm)

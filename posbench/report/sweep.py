@@ -87,7 +87,7 @@ def _varied(overrides: Sequence[Sequence[str]]) -> tuple[list[dict[str, str]], l
 
 def _place(varied: Sequence[str], runs: Sequence[Path]) -> Path:
     name = "_".join(varied).replace(".", "-").replace("/", "-") or "runs"
-    return runs[0].parent / f"sweep__{name}__{digest([str(run) for run in runs])}"
+    return runs[0].parent / f"sweep__{name}__{digest(['/'.join(run.parts[-3:]) for run in runs])}"
 
 
 def _show(folder: Path, console: Console) -> None:

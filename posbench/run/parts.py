@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import shutil
+import signal
 import sys
 import time
 import traceback
@@ -13,6 +14,7 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from threading import Thread
 from typing import Any, NamedTuple
 
 from rich.console import Console
@@ -55,9 +57,9 @@ def being_made(run: Path) -> bool:
     return any(in_use(folder) for folder in folders(run))
 
 
-def made(out: RunDir, of: int) -> int:
-    """How many of so many parts are made."""
-    return sum(Part(number, of).place(out).status()["state"] == "done" for number in range(of))
+def lacking(out: RunDir, of: int) -> list[int]:
+    """Which of so many parts are not made."""
+    return [number for number in range(of) if Part(number, of).place(out).status()["state"] != "done"]
 
 
 def gather(out: RunDir, file: str) -> None:
@@ -91,11 +93,17 @@ def settle(out: RunDir) -> None:
     shutil.rmtree(out.path / PARTS, ignore_errors=True)
 
 
+def _end_with(parent: BaseProcess) -> None:
+    """End this process as soon as another one has ended, however it did."""
+    parent.join()
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
 def _work(index: int, folder: str, of: int, threads: int, gpus: Sequence[str]) -> None:
     """What a worker does: its part, its words in a file of the part's folder."""
     parent, number = multiprocessing.parent_process(), index + 1
-    if parent and not parent.is_alive():  # it was killed while this one began
-        return
+    assert parent is not None, "it is started below"
+    Thread(target=_end_with, args=(parent,), daemon=True).start()
     if gpus:
         os.environ["CUDA_VISIBLE_DEVICES"] = gpus[number % len(gpus)]
     torch.set_num_threads(threads)
@@ -121,7 +129,7 @@ class Helpers:
     running: dict[int, BaseProcess] = field(default_factory=dict)
 
     def start(self, found: Mapping[str, Any] | None) -> None:
-        """Start them, once; they end with this process where the system can tell."""
+        """Start them, once; they end with this process."""
         leave_found(self.out, found)
         if self.running:
             return
@@ -144,6 +152,11 @@ class Helpers:
                 told = f"worker {number} ended with status {child.exitcode}: what it lacks is made here"
                 self.console.print(f"{told} ({said[-1] if said else 'without a word'})", markup=False)
                 del self.running[number]
+
+    def finish(self) -> None:
+        """Let them write what they took: their rows are made."""
+        for child in self.running.values():
+            child.join(30)
 
     def stop(self) -> None:
         """End those that run still."""

@@ -33,6 +33,12 @@ class Cluster:
     setup: tuple[str, ...] = ()  # lines of shell in front, as ``module load cuda``
     more: dict[str, str | int | bool] = field(default_factory=dict)  # further options of sbatch
 
+    def __post_init__(self) -> None:
+        for name in ("memory", "partition", "account", "qos", "constraint", "setup", "more"):
+            if self.kind == "local" and (value := getattr(self, name)):
+                allowed, hint = "left out with runtime/cluster=local", f"leave out runtime.cluster.{name}"
+                raise UserError(f"runtime.cluster.{name}", value, allowed, hint)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Runtime:

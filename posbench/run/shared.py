@@ -134,9 +134,8 @@ class Asks:
         room, longest = self.runtime.shared_bytes // token_bytes(self.lm), max(map(len, rows)) + 1
         batch = max(min(tokens or room, room // 2), longest)
         if room - batch < longest:
-            held = (
-                f"runtime.share={share} holds {room:,} tokens, twice the longest prompt are {2 * longest:,}"
-            )
+            enough = -(-2 * longest * token_bytes(self.lm) // 2**20)
+            held = f"runtime.share={share} is too small for the longest prompt, set {enough}MiB or more"
             self.said.append(f"prompts share no prefill: {held}")
             return [], None
         capacity = min(room - batch, BATCHES * (tokens or room))
@@ -229,8 +228,12 @@ class Asks:
                     each for each in self.batches if any((*a.key.values(),) not in there for a in each)
                 ]
                 mine = [each for each in lacking if each[0].group % run.part.of == run.part.number]
-                if run.helpers and len(mine) < len(lacking):
-                    run.helpers.start(run.found)
+                if run.helpers and lacking:
+                    said = "too few groups of prompts to share out: one process makes all"
+                    if len(mine) < len(lacking):
+                        run.helpers.start(run.found)
+                        said = f"{run.part.of} processes share out the prompts; below, what this one makes"
+                    run.console.print(f"{stage}: {said}", markup=False)
                 made = run.complete(file, stage, mine, key, compute) if mine else []
                 if run.main:
                     run.out.mark(file, done=True)

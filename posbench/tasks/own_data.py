@@ -229,10 +229,9 @@ class OwnData(EvaluationOnly):
     separator: str = "\n"
 
     def __post_init__(self) -> None:
-        if self.path is None:
-            refuse(
-                "path", None, "your file", "posbench check-data FILE; docs/own_data.md shows what it holds"
-            )
+        if not self.path:
+            hint = "posbench check-data FILE; docs/own_data.md shows what it holds"
+            refuse("path", self.path, "your file", hint)
         if self.template is not None and self.template.count("{context}") != 1:
             hint = "or leave it out: task.template=null"
             refuse("template", self.template, "text with {context} once, and {question}", hint)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,8 +15,8 @@ from posbench.pipeline import jobs
 from posbench.pipeline.execute import prepared_folder, recorded
 from posbench.pipeline.jobs import Submission
 from posbench.run.folder import RunDir, opened
-from posbench.run.lease import owned
-from tests.conftest import Result, config_of, run_folders
+from posbench.run.lease import owned, started
+from tests.conftest import PROCESS, Result, config_of, run_folders
 
 LOCAL = "runtime/cluster=local"
 SMALL = ["stages=[evaluate,report]", "task.limit=4", "runtime.batch_tokens=512", "runtime.resamples=100"]
@@ -27,6 +28,10 @@ SMALL = ["stages=[evaluate,report]", "task.limit=4", "runtime.batch_tokens=512",
         ([], "runtime/cluster"),
         ([LOCAL, "runtime.device=cuda"], "runtime.cluster.gpus"),
         ([LOCAL, "--shards", "0"], "--shards"),
+        ([LOCAL, "--shards"], "--shards"),
+        ([LOCAL, "--shards=2", "--shards", "2"], "--shards"),
+        ([LOCAL, "runtime.cluster.partition=cpu"], "runtime.cluster.partition"),
+        ([LOCAL, "runtime.cluster.setup=[exit 3]"], "runtime.cluster.setup"),
         ([LOCAL, "--shards", "2", "study=printed_tables"], "--shards"),
         ([LOCAL, "runtime.cluster.gpus=-1"], "runtime.cluster.gpus"),
         ([LOCAL, "task.pairs=100000"], "task.pairs"),
@@ -46,6 +51,9 @@ def test_nothing_is_sent_unless_every_run_can_go(
 def test_a_run_here_takes_no_cluster(posbench: Callable[..., Result], outputs: Path) -> None:
     told = posbench(*SMALL, "runtime/cluster=slurm")
     assert told.status == 2 and "posbench submit with the same arguments" in told.err and not outputs.exists()
+    none = posbench("jobs", str(outputs), verb=True)
+    assert none.status == 2 and "no such folder" in none.err
+    outputs.mkdir()
     none = posbench("jobs", str(outputs), verb=True)
     assert none.status == 2 and "posbench submit" in none.err
 
@@ -107,12 +115,14 @@ def test_states_are_those_of_the_folders(posbench: Callable[..., Result], output
         (logs / f"77_{number}_0_log.err").write_text(text)
         os.utime(logs / f"77_{number}_0_log.err", (time.time() - number,) * 2)
     RunDir(folder, opened(folder).id).finish("failed", "MachineError: no memory")
-    assert jobs.state(folder, set()) == ("failed", "posbench: no memory")
+    assert jobs.state(folder, set()) == ("failed", "0 of 2 shards are made; posbench: no memory")
     told = posbench("jobs", str(outputs), "--json", verb=True)
-    assert told.status == 1 and json.loads(told.out)[0]["said"] == "posbench: no memory"
+    assert told.status == 1 and json.loads(told.out)[0]["said"].endswith("made; posbench: no memory")
     jobs.record(
         folder,
-        Submission("b", "local", (), False, None, jobs="b", first=0, pids=(jobs.process(os.getpid()),)),
+        Submission(
+            "b", "local", (), False, None, jobs="b", first=0, pids=((os.getpid(), started(os.getpid())),)
+        ),
     )
     assert jobs.state(folder, set())[0] == "waiting" and [s.id for s in jobs.submissions(folder)] == [
         "a",
@@ -126,8 +136,11 @@ def test_states_are_those_of_the_folders(posbench: Callable[..., Result], output
 def test_processes_of_this_machine(posbench: Callable[..., Result], outputs: Path, tmp_path: Path) -> None:
     args = ["-m", *SMALL, "method.factor=1,0"]
     assert posbench(*args, f"runtime.outputs={tmp_path / 'serial'}", verb=True).status == 0
-    sent = posbench("submit", *args, LOCAL, "--shards", "2")
-    assert sent.status == 0 and sent.out.count("\tsubmitted\t") == 2, sent
+    command = [*PROCESS, "submit", *args, LOCAL, "--shards", "2", f"runtime.outputs={outputs}"]
+    sent = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert sent.stdout.count("\tsubmitted\t") == 2, sent
+    early = posbench("jobs", str(outputs), verb=True).out
+    assert {"waiting", "running"} & set(early.split()), "its jobs have no part in the pipe that it ends"
     twice = posbench("submit", *args, LOCAL)
     assert twice.status == 0 and "\tsubmitted\t" not in twice.out, "they wait, run, or are done"
     for _ in range(120):

@@ -182,5 +182,5 @@ def test_what_shares_nothing_is_said(asked, capsys):
     assert asks.said == ["ms_poe reads each prompt as one, and shares no prefill"]
     run = run_of(*asked, *CHANNEL, "runtime.share=10KiB")
     asks, _ = plan_of(run, {"scale_channel": run.method()})
-    assert len(asks.said) == 1 and "runtime.share=10KiB holds" in asks.said[0]
+    assert len(asks.said) == 1 and "runtime.share=10KiB is too small" in asks.said[0]
     assert not any(group.under for group in asks._groups)
