@@ -317,7 +317,7 @@ def test_a_defect_in_one_job_does_not_stop_the_others(
     assert len(seen) == 2 and [opened(folder).done for folder in run_folders(outputs)].count(True) == 1
     # A defect of what jobs share stops none of them.
     seen.append(None)
-    monkeypatch.setattr(runner, "SHARED", {"evaluate": lambda runs: 1 / 0})
+    monkeypatch.setattr("posbench.pipeline.stages.evaluate.fill", lambda runs: 1 / 0)
     assert posbench("-m", *small, *FIXED, "method.factor=0.5,0.25").status == 0
     assert len(seen) == 5
     # On its own the defect is shown as what it is.

@@ -110,7 +110,10 @@ class Killed(BaseException):
     pass
 
 
-@pytest.mark.parametrize("command", [GENETIC, GRADIENT], ids=["genetic", "gradient"])
+@pytest.mark.parametrize(
+    "command",
+    [pytest.param(GENETIC, id="genetic", marks=pytest.mark.slow), pytest.param(GRADIENT, id="gradient")],
+)
 def test_a_killed_search_ends_with_the_same_bytes(
     command: list[str],
     posbench: Callable[..., Result],

@@ -42,7 +42,7 @@ def test_examples_of_a_run_are_shown(
     # Mistakes are one line.
     for args, words in (
         ([str(folder), "--id", f"{ids[7]}9"], "did you mean 0-"),
-        ([str(folder), "--id"], "allowed: one folder"),
+        ([str(folder), "--id"], "allowed: given once, with a value"),
         ([], "allowed: one folder"),
         ([str(outputs)], "it holds config.yaml"),
     ):
