@@ -186,6 +186,7 @@ def verbs(file: Path) -> Iterator[list[str]]:
             yield args
 
 
+@pytest.mark.slow
 def test_the_verbs_that_documents_show_run(
     small: list[str], tmp_path: Path, posbench: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
 ) -> None:

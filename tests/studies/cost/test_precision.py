@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pandas as pd
+import pytest
 import torch
 
 from posbench import paths
@@ -22,10 +23,11 @@ def test_compare_by_hand() -> None:
     assert compare(reference, reference) == {"largest": 0.0, "mean": 0.0, "changed": 0.0}
 
 
+@pytest.mark.slow
 def test_every_method_is_measured_and_fewer_bits_mean_larger_errors(
     posbench: Callable[..., Result], outputs: Path
 ) -> None:
-    result = posbench("study=precision", "study.prompts=6")
+    result = posbench("study=precision", "study.prompts=12")
     assert result.status == 0, result.err
     (folder,) = run_folders(outputs)
     errors, drifts = (
