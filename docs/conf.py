@@ -7,7 +7,7 @@ PAGES = {
     "Start": ["docs/first_hour", "docs/words"],
     "A checkpoint and a GPU": [
         *("docs/own_model", "docs/ship", "docs/endpoint", "docs/own_data", "docs/tasks", "docs/metrics"),
-        *("docs/runs", "docs/families", "experiments/README"),
+        *("docs/runs", "docs/cluster", "docs/scale", "docs/families", "experiments/README"),
     ],
     "A laptop and an hour": ["docs/gallery", "docs/mechanism", "experiments/results/README", "LOG"],
     "A method of your own": ["docs/methods", "docs/studies", "docs/discrepancies", "docs/errata", "docs/api"],
