@@ -71,6 +71,7 @@ def fits(method: Method, lm: LM) -> bool:
     return True
 
 
+@pytest.mark.slow
 def test_every_method_in_a_process_without_posbench(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     check_models(SAMPLE, Path())
