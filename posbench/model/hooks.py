@@ -99,16 +99,16 @@ def held(states: Iterable[tuple[Tensor, Tensor]], spare: int = SPARE) -> Dynamic
     without copying what it holds."""
     cache = transformers.DynamicCache()
     for keys, values in states:
-        layer = _roomy()()
+        layer = _growing()()
         layer.lazy_initialization(keys, values)
-        layer.rooms = {name: roomy(each, spare) for name, each in (("keys", keys), ("values", values))}
+        layer.rooms = {name: room_of(each, spare) for name, each in (("keys", keys), ("values", values))}
         for name, room in layer.rooms.items():
             setattr(layer, name, room.part(room.used))
         cache.layers.append(layer)
     return cache
 
 
-def roomy(known: Tensor, spare: int) -> Room:
+def room_of(known: Tensor, spare: int) -> Room:
     """Keys or values at the beginning of a larger tensor."""
     *outer, size, dim = known.shape
     room = Room(known.new_empty(*outer, size + spare, dim), size)
@@ -117,8 +117,8 @@ def roomy(known: Tensor, spare: int) -> Room:
 
 
 @functools.cache
-def _roomy() -> type:
-    class Roomy(transformers.cache_utils.DynamicLayer):  # type: ignore[misc]
+def _growing() -> type:
+    class Growing(transformers.cache_utils.DynamicLayer):  # type: ignore[misc]
         """Keys and values at the beginning of larger tensors, ``rooms``."""
 
         def update(
@@ -129,13 +129,13 @@ def _roomy() -> type:
                 size, end = known.shape[-2], known.shape[-2] + new.shape[-2]
                 # A method may have put other keys in the place of those in the room.
                 if not room.serves(self, known, end):
-                    room = self.rooms[name] = roomy(known, max(SPARE, new.shape[-2]))
+                    room = self.rooms[name] = room_of(known, max(SPARE, new.shape[-2]))
                 room.layers.add(self)
                 room.whole[..., size:end, :] = new
                 setattr(self, name, room.part(end))
             return self.keys, self.values
 
-    return Roomy
+    return Growing
 
 
 @contextmanager

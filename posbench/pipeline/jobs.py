@@ -64,18 +64,19 @@ def _frozen(value: object) -> object:
 
 def record(folder: Path, submission: Submission) -> None:
     """Add a submission to those of a run; one of the same id is replaced."""
-    kept = [each for each in submissions(folder) if each.id != submission.id]
-    text = json.dumps([asdict(each) for each in (*kept, submission)], indent=2)
-    write_text(folder / SUBMITTED, text + "\n")
+    _write(folder, [*(each for each in submissions(folder) if each.id != submission.id), submission])
 
 
 def forget(folder: Path, name: str) -> None:
     """Take back that jobs of a name were to make a run: none was sent."""
-    kept = [asdict(each) for each in submissions(folder) if each.jobs != name]
-    if kept:
-        write_text(folder / SUBMITTED, json.dumps(kept, indent=2) + "\n")
+    if kept := [each for each in submissions(folder) if each.jobs != name]:
+        _write(folder, kept)
     else:
         (folder / SUBMITTED).unlink(missing_ok=True)
+
+
+def _write(folder: Path, every: Sequence[Submission]) -> None:
+    write_text(folder / SUBMITTED, json.dumps([asdict(each) for each in every], indent=2) + "\n")
 
 
 def submitted(place: Path) -> list[Path]:
