@@ -181,9 +181,8 @@ def _send(cluster: Cluster, name: str, sent: Sequence[tuple[Path, Submission]]) 
                 for shard in range(each.shards)
             ]
     except (FailedJobError, FailedSubmissionError, RuntimeError, OSError) as error:
-        hint = "see what it says, and give the same command again"
+        hint = "see what it says, and give the same command again, or take runtime/cluster=local"
         if cluster.kind == "slurm":  # one array: nothing was sent
-            hint += "; runtime/cluster=local takes this machine"
             for folder, _ in sent:
                 state.forget(folder, name)
             shutil.rmtree(logs, ignore_errors=True)
