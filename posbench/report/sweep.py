@@ -146,10 +146,16 @@ def _together(files: Sequence[tuple[dict[str, str], Path]], axes: Sequence[str])
     # The tables of hundreds of runs, a million rows of attention, are joined as text.
     out = [",".join([*columns, header]) + "\n"]
     for front, text in zip(fronts, texts, strict=True):
-        csv.writer(line := io.StringIO(), lineterminator=",").writerow(front)
-        prefix = line.getvalue()
+        prefix = _csv_line(front) + ","
         out += [prefix + row for row in text.splitlines(keepends=True)[1:]]
     return "".join(out)
+
+
+def _csv_line(values: Sequence[str]) -> str:
+    """One CSV record of these values, quoted where needed, without its line end."""
+    line = io.StringIO()
+    csv.writer(line, lineterminator="\n").writerow(values)
+    return line.getvalue().removesuffix("\n")
 
 
 def again(folder: Path, console: Console) -> None:

@@ -166,7 +166,9 @@ def test_a_claim_of_several_parts_holds_where_all_do() -> None:
     )
     silent = Finding.untestable("c", "s", "no")
     assert joint([high, high]).verdict == "holds" and joint([high, high]).p == high.p
-    assert joint([high, wide]) == wide and joint([high, wide], shown=high).value == high.value
+    # As text: since Python 3.13 a dataclass that holds a NaN does not equal itself.
+    assert str(joint([high, wide])) == str(wide)
+    assert joint([high, wide], shown=high).value == high.value
     assert joint([high, low, wide]).verdict == "contradicted" and joint([high, low]).p == 2 * low.p
     assert joint([high, silent]).verdict == "not testable"
     # Of many parts one falls barely by chance.
