@@ -5,7 +5,7 @@ import sys
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 # Models this small gain nothing from a second thread, and lose much when test processes share the cores.
-os.environ["OMP_NUM_THREADS"] = "1"
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,6 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import settings
+
+settings.register_profile("posbench", deadline=None)  # a machine may be slow
+settings.load_profile("posbench")
 
 PROCESS = [sys.executable, "-c", "from posbench.cli.main import run; run()"]
 """The command line as a process of its own; arguments follow."""
