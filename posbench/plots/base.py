@@ -217,7 +217,9 @@ def sign(figure: Figure, models: Sequence[str]) -> None:
     if words:
         size = STYLE["axes.titlesize"] if figure.get_suptitle() else 6
         title = " | ".join(filter(None, [figure.get_suptitle(), words]))
-        figure.suptitle(title, x=0.99, ha="right", fontsize=size, color="0.35")
+        drawn = figure.suptitle(title, x=0.99, ha="right", fontsize=size, color="0.35")
+        if drawn.get_window_extent().width > 0.98 * figure.bbox.width:
+            drawn.set_text(title.replace(" | ", "\n"))
 
 
 @styled

@@ -16,7 +16,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pandas as pd
 import pytest
 import torch
@@ -35,6 +34,7 @@ from tests.cli.test_kills import JOBS
 from tests.conftest import run_folders
 from tests.models import BUILDERS, build
 from tests.placed import halves, place, placing
+from tests.rounding import assert_same, family_noise
 
 PYTHON = "POSBENCH_CUDA_PYTHON"
 ALL = every([paths.CONF], {})
@@ -103,9 +103,12 @@ def test_methods(family: str, gpus: int) -> None:
         got = answers(placed(family, gpus))
     assert got.keys() == want.keys()
     for name, (logits, new, chosen, attention) in want.items():
-        assert np.allclose(got[name][0], logits, atol=1e-4) and got[name][1] == new, name
-        assert np.allclose(got[name][2], chosen, atol=1e-4), name
-        assert all(np.allclose(a, b, atol=1e-4) for a, b in zip(got[name][3], attention, strict=True)), name
+        noise = family_noise(family)
+        assert_same(got[name][0], logits, noise, "a placed model")
+        assert got[name][1] == new, name
+        assert_same(got[name][2], chosen, noise, "a placed model")
+        for found, wanted in zip(got[name][3], attention, strict=True):
+            assert_same(found, wanted, noise, "a placed model")
 
 
 def tables(folder: Path, timed: Sequence[str]) -> dict[str, pd.DataFrame]:

@@ -18,6 +18,7 @@ from posbench.embedded.tokenizer import VOCAB
 from posbench.embedded.training import TRAINING_FILE
 from posbench.tasks.kv_retrieval import compact_prompt
 from tests.embedded.test_training import prompt, records
+from tests.rounding import assert_same, noise_floor
 
 torch.set_num_threads(1)
 
@@ -35,7 +36,8 @@ def test_shipped_weights_give_the_same_logits_in_training_code(shipped):
     with torch.no_grad():
         blocks = block_logits(model, batch)
         prompts = torch.stack([prompt(batch, 0, q) for q in range(4)])
-        torch.testing.assert_close(blocks[0, :, 0], model(prompts).logits[:, -1], atol=1e-4, rtol=1e-4)
+        noise = noise_floor(model, prompts)
+        assert_same(blocks[0, :, 0], model(prompts).logits[:, -1], noise, "logits")
 
 
 @pytest.mark.parametrize("name", ["tiny", "tiny_b"])
@@ -138,9 +140,8 @@ def test_padding_on_the_left_changes_nothing_without_rotation(sibling):
     mask = torch.cat([torch.zeros(1, 3, dtype=torch.long), torch.ones_like(ids)], 1)
     with torch.no_grad():
         expected = model(ids).logits[0, -1]
-        torch.testing.assert_close(
-            model(padded, attention_mask=mask).logits[0, -1], expected, atol=1e-3, rtol=1e-3
-        )
+        found = model(padded, attention_mask=mask).logits[0, -1]
+    assert_same(found, expected, noise_floor(model, ids), "logits")
 
 
 def test_siblings_retrieve_above_chance_and_have_monotone_channels(sibling):

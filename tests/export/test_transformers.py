@@ -27,6 +27,7 @@ from posbench.model.lm import LM
 from posbench.model.load import load
 from tests.conftest import Result
 from tests.models import BUILDERS, VOCABULARY, build
+from tests.rounding import assert_same, family_noise, log_probabilities
 
 METHODS: dict[str, Method] = {
     "last token": ScaleChannel(channel=3, factor=-1.0, layers=(1, 2)),
@@ -111,7 +112,8 @@ def check_models(names: Any, folder: Path) -> None:
                 jobs.append(job(lm, written, PROMPTS))
     assert len(jobs) >= 5 * len(names)
     for (what, wanted, plain), got in zip(cases, answers(jobs), strict=True):
-        assert difference(wanted, got) < (2e-5 if "llama" in what else 1e-4), what
+        noise = family_noise(what.split(",")[0], log_probabilities)
+        assert_same(difference(wanted, got), 0.0, noise, "an export")
         assert difference(plain, got) > 1e-2, f"{what}: the unmodified model answers the same"
 
 
@@ -139,7 +141,7 @@ def test_generation(served: Callable[[Path], Any], model: str, what: str, tmp_pa
     got = served(export(lm, method, tmp_path / "out")).generate(**inputs, **how)
     assert torch.equal(got.sequences, wanted.sequences)
     for ours, theirs in zip(got.logits, wanted.logits, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4)
+        assert_same(ours, theirs, family_noise(model), "an export")
     assert (got.logits[0] - plain.logits[0]).abs().max() > 1e-2
 
 
@@ -149,8 +151,11 @@ def test_a_copy_stands_alone(served: Callable[[Path], Any], what: str, tmp_path:
     lm, method = load(build("llama-gqa")), METHODS[what]
     model = served(export(lm, method, tmp_path / "out"))
     other = served(export(load(build("llama-gqa", seed=1)), method, tmp_path / "other"))
-    wanted = next_token(LM(model, None, "served", 512), PROMPTS)
     copied = copy.deepcopy(model)
+    wanted = next_token(LM(copied, None, "copy", 512), PROMPTS)
+    served_model = next_token(LM(model, None, "served", 512), PROMPTS)
+    # Kernels may round by where weights lie: those of a file are mapped elsewhere than copied ones.
+    assert_same(wanted, served_model, family_noise("llama-gqa", log_probabilities), "an export")
     for spoiled in (model, other):
         with torch.no_grad():
             for parameter in spoiled.parameters():
@@ -175,7 +180,8 @@ def test_a_trained_router_goes_along(served: Callable[[Path], Any], tmp_path: Pa
     with MoICE(weights="uniform", bases=bases, top_k=3).applied(lm):
         even = next_token(lm, PROMPTS)
     got = next_token(LM(served(export(lm, method, tmp_path / "out")), None, "served", 512), PROMPTS)
-    assert difference(wanted, got) < 1e-4 and difference(even, got) > 1e-2
+    assert_same(got, wanted, family_noise("gemma", log_probabilities), "an export")
+    assert difference(even, got) > 1e-2
 
 
 def test_rows_labels_and_cuts(served: Callable[[Path], Any], tmp_path: Path) -> None:
@@ -187,9 +193,9 @@ def test_rows_labels_and_cuts(served: Callable[[Path], Any], tmp_path: Path) -> 
             wanted = lm.model(**inputs, **more)
         with torch.inference_mode():
             got = model(**inputs, **more)
-        torch.testing.assert_close(got.logits, wanted.logits, rtol=0, atol=1e-4)
+        assert_same(got.logits, wanted.logits, family_noise("llama-gqa"), "an export")
         if more.get("labels") is not None:
-            torch.testing.assert_close(got.loss, wanted.loss)
+            assert_same(got.loss, wanted.loss, family_noise("llama-gqa", log_probabilities), "an export")
 
 
 def test_never_loaded_as_the_unmodified_model(checkpoint: Path, tmp_path: Path) -> None:

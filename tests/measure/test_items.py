@@ -1,11 +1,11 @@
 """Attention to items against full attention matrices."""
 
 import numpy as np
-import pytest
 import torch
 
 from posbench.measure.items import attention_to_items
 from posbench.tasks import KVRetrieval
+from tests.rounding import assert_same, embedded_attention_noise
 
 
 def test_attention_to_items_is_the_mean_over_each_items_tokens(tiny):
@@ -13,7 +13,8 @@ def test_attention_to_items_is_the_mean_over_each_items_tokens(tiny):
     examples = task.examples("evaluation")[:2]
     encoded = [tiny.encode(e.prompt) for e in examples]
     found, heads = (attention_to_items(tiny, encoded, examples, heads=h) for h in (False, True))
-    torch.testing.assert_close(heads.mean(2), found, atol=1e-7, rtol=0)
+    noise = embedded_attention_noise()
+    assert_same(heads.mean(2), found, noise, "attention")
     with torch.no_grad():
         tiny.model.set_attn_implementation("eager")
         full = tiny.model(torch.tensor([e.ids for e in encoded]), output_attentions=True).attentions
@@ -25,4 +26,4 @@ def test_attention_to_items_is_the_mean_over_each_items_tokens(tiny):
             assert text.startswith('"') and text.count('"') == 4 and tokens
             for layer, weights in enumerate(full):
                 expected = np.mean([weights[row, :, -1, t].mean().item() for t in tokens])
-                assert found[row, layer, item].item() == pytest.approx(expected, abs=1e-6)
+                assert_same(found[row, layer, item], expected, noise, "attention")

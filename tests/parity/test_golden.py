@@ -12,10 +12,10 @@ from transformers import AutoModelForCausalLM
 import posbench
 from posbench.methods import ScaleChannel
 from posbench.search import statistics
+from tests.rounding import assert_same, log_probabilities, noise_floor
 
 GOLDEN = Path(__file__).parent / "golden"
 MANIFEST = json.loads((GOLDEN / "manifest.json").read_text())
-ATOL = MANIFEST["tolerance"]["logits_atol"]
 # skip_first and change_value are switches of the authors' program that the paper does not describe and
 # posbench lacks.
 CASES = [
@@ -28,6 +28,12 @@ CASES = [
 @pytest.fixture(scope="module")
 def lm():
     return posbench.load(AutoModelForCausalLM.from_pretrained(GOLDEN / "llama-mha"))
+
+
+@pytest.fixture(scope="module")
+def noise(lm, arrays):
+    """Of the model's logits on the golden prompt."""
+    return noise_floor(lm.model, torch.tensor(arrays["prompt_ids"]))
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +60,7 @@ def of_kind(*kinds):
 
 @of_kind("prefill+greedy", "batch2+greedy", "leftpad2+greedy", "len1+greedy")
 @torch.no_grad()
-def test_prompt_and_greedy_decoding(lm, arrays, case):
+def test_prompt_and_greedy_decoding(lm, arrays, noise, case):
     name, kind = case["id"], case["kind"]
     ids = torch.tensor(arrays["batch_ids" if "2" in kind else "prompt_ids"])
     if kind == "len1+greedy":
@@ -73,24 +79,20 @@ def test_prompt_and_greedy_decoding(lm, arrays, case):
             output_logits=True,
         )
     if f"{name}/prefill_logits" in arrays:
-        np.testing.assert_allclose(
-            out.logits.squeeze(0).numpy(), arrays[f"{name}/prefill_logits"], atol=ATOL, rtol=0
-        )
+        assert_same(out.logits.squeeze(0), arrays[f"{name}/prefill_logits"], noise, "golden")
     if f"{name}/last_logits" in arrays:
-        np.testing.assert_allclose(
-            out.logits[:, -1].numpy(), arrays[f"{name}/last_logits"], atol=ATOL, rtol=0
-        )
+        assert_same(out.logits[:, -1], arrays[f"{name}/last_logits"], noise, "golden")
     if f"{name}/key_cache" in arrays:
         keys = torch.stack([layer.keys[0] for layer in out.past_key_values.layers])
-        np.testing.assert_allclose(keys.numpy(), arrays[f"{name}/key_cache"], atol=ATOL, rtol=0)
+        assert_same(keys, arrays[f"{name}/key_cache"], noise, "golden")
     np.testing.assert_array_equal(generated.sequences[:, ids.shape[1] :].squeeze(0).numpy(), tokens)
     steps = torch.stack(generated.logits, dim=1).squeeze(0)
-    np.testing.assert_allclose(steps.numpy(), arrays[f"{name}/step_logits"], atol=ATOL, rtol=0)
+    assert_same(steps, arrays[f"{name}/step_logits"], noise, "golden")
 
 
 @of_kind("teacher_forced")
 @torch.no_grad()
-def test_teacher_forcing_in_one_call_and_on_the_cache(lm, arrays, case):
+def test_teacher_forcing_in_one_call_and_on_the_cache(lm, arrays, noise, case):
     start, rows = case["prompt_len"], case["answer_len"] + 1
     ids = torch.tensor(arrays["prompt_ids"])[:, : start + case["answer_len"]]
     labels = ids.clone()
@@ -104,12 +106,11 @@ def test_teacher_forcing_in_one_call_and_on_the_cache(lm, arrays, case):
         prompt = lm.model(ids[:, :start])
         answer = lm.model(ids[:, start:], past_key_values=prompt.past_key_values)
     expected = arrays[f"{case['id']}/logits"]
-    np.testing.assert_allclose(once.logits[0, -rows:].numpy(), expected, atol=ATOL, rtol=0)
+    assert_same(once.logits[0, -rows:], expected, noise, "golden")
     cached = torch.cat([prompt.logits[:, -1:], answer.logits], dim=1)[0]
-    np.testing.assert_allclose(cached.numpy(), expected, atol=ATOL, rtol=0)
-    np.testing.assert_allclose(
-        once.loss.item(), arrays[f"{case['id']}/loss"], atol=MANIFEST["tolerance"]["loss_atol"], rtol=0
-    )
+    assert_same(cached, expected, noise, "golden")
+    nats = noise_floor(lm.model, ids, log_probabilities)
+    assert_same(once.loss.item(), arrays[f"{case['id']}/loss"].item(), nats, "golden")
 
 
 def test_official_channel_filter():

@@ -20,8 +20,18 @@ from posbench.methods.position_interpolation import PositionInterpolation
 from posbench.model.hooks import replaced
 from posbench.search.gradient import answer_loss
 from tests.models import LAYERS, LONGROPE, SHAPE, VOCABULARY, WIDTH, attentions, build
+from tests.rounding import (
+    EPSILON,
+    SLACK,
+    assert_same,
+    attention_noise,
+    family_noise,
+    log_probabilities,
+    logits_of,
+    noise_floor,
+)
 
-PROMPT, STEPS, TIGHT = 33, 6, 1e-4
+PROMPT, STEPS = 33, 6
 SCALES = (1.0, 1.3, 1.7, 2.4)
 FAMILIES = [
     "llama",
@@ -142,21 +152,22 @@ def by_length(kind: str) -> tuple[PreTrainedModel, Tensor, float]:
 def test_the_length_of_the_prompt_chooses_the_frequencies_not_the_scaled_positions(kind):
     model, own, gain = by_length(kind)
     lm, (ids, mask) = posbench.load(model), prompts(padded=False)
+    noise = noise_floor(model, ids)
     for scales in ((2.5,) * LAYERS, (1.0, 1.3, 2.5, 4.0)):
         expected = rotated_by_hand(model, ids, mask, scales, own, gain)
         with LayerScaling(scales=scales).applied(lm):
-            torch.testing.assert_close(lm.logits(ids, mask), expected, atol=TIGHT, rtol=0)
+            assert_same(lm.logits(ids, mask), expected, noise, "logits")
     same = rotated_by_hand(model, ids, mask, (2.5,) * LAYERS, own, gain)
     for method in (PositionInterpolation(scale=2.5), MsPoE(ratios=(2.5, 2.5), first_layer=0)):
         with method.applied(lm):
-            torch.testing.assert_close(lm.logits(ids, mask), same, atol=TIGHT, rtol=0)
+            assert_same(lm.logits(ids, mask), same, noise, "logits")
     stock = rotated_by_hand(model, ids, mask, (1.0,) * LAYERS, own, gain)
-    torch.testing.assert_close(lm.logits(ids, mask), stock, atol=TIGHT, rtol=0)
+    assert_same(lm.logits(ids, mask), stock, noise, "logits")
     scale, pairs = torch.full((LAYERS,), 2.5), [(ids[0, :30].tolist(), ids[0, 30:].tolist())]
     with PositionInterpolation(scale=2.5).applied(lm):
         inputs, targets = lm.pad_with_answers(pairs)
         logits = model(**inputs, use_cache=False, logits_to_keep=targets.shape[1]).logits
-    torch.testing.assert_close(answer_loss(lm, scale, pairs), lm.answer_nats(logits, targets).mean())
+    assert_same(answer_loss(lm, scale, pairs), lm.answer_nats(logits, targets).mean(), noise, "losses")
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -171,10 +182,11 @@ def test_scaled_positions_equal_a_rotation_by_hand(name, padded, method):
     whole = torch.cat([mask, torch.ones(len(ids), STEPS, dtype=torch.long)], dim=1)
     scales = SCALES if isinstance(method, LayerScaling) else (1.6,) * LAYERS
     expected = rotated_by_hand(model, tokens, whole, scales)
-    assert (prefill - expected[:, :PROMPT])[mask.bool()].abs().max() < TIGHT
-    assert (steps - expected[:, PROMPT - 1 : -1]).abs().max() < TIGHT
+    assert_same(prefill[mask.bool()], expected[:, :PROMPT][mask.bool()], family_noise(name), "logits")
+    assert_same(steps, expected[:, PROMPT - 1 : -1], family_noise(name), "logits")
     plain = rotated_by_hand(model, tokens, whole, (1.0,) * LAYERS)
-    assert (expected - plain)[whole.bool()].abs().max() > 100 * TIGHT, "the scales have no effect to test"
+    effect = (expected - plain)[whole.bool()].abs().max()
+    assert effect > 100 * SLACK * family_noise(name), "the scales have no effect to test"
 
 
 @pytest.mark.parametrize("name", LINEAR)
@@ -190,7 +202,7 @@ def test_scale_two_in_every_layer_is_the_librarys_linear_scaling(name):
         lm = posbench.load(model)
         with method.applied(lm):
             found = lm.logits(ids, mask)
-        assert (found - expected)[mask.bool()].abs().max() < 1e-5
+        assert_same(found[mask.bool()], expected[mask.bool()], family_noise(name), "logits")
     assert (lm.logits(ids, mask) - expected)[mask.bool()].abs().max() > 1e-2
 
 
@@ -232,8 +244,10 @@ def test_buckets_equal_stock_models_of_each_base(name, mixture):
         expected = mixed(
             [posbench.load(with_base(model, base)).logits(tokens, whole) for base in BASES], mixture
         )
-        assert (prefill - expected[:, :PROMPT])[mask.bool()].abs().max() < TIGHT
-        assert (steps - expected[:, PROMPT - 1 : -1]).abs().max() < TIGHT
+        read = log_probabilities if mixture == "probabilities" else logits_of
+        noise = family_noise(name, read)
+        assert_same(prefill[mask.bool()], expected[:, :PROMPT][mask.bool()], noise, "logits")
+        assert_same(steps, expected[:, PROMPT - 1 : -1], noise, "logits")
         alone = posbench.load(with_base(model, BASES[0])).logits(tokens, whole)
         assert (expected.softmax(-1) - alone.softmax(-1))[whole.bool()].abs().max() > 1e-3, (
             "the bases have no effect to test"
@@ -262,8 +276,8 @@ def test_buckets_in_turn_hold_the_activations_of_one_and_the_cache_of_all():
             rows.clear()
             if batch_tokens is None:
                 expected, after = out.logits, last
-            assert (out.logits - expected).abs().max() < TIGHT
-            assert (last - after).abs().max() < TIGHT
+            assert_same(out.logits, expected, family_noise("mistral-window"), "logits")
+            assert_same(last, after, family_noise("mistral-window"), "logits")
 
 
 @pytest.mark.parametrize("first", [True, False], ids=["inside", "outside"])
@@ -275,16 +289,17 @@ def test_buckets_stay_together_where_another_method_looks_into_the_layers(first)
         both = (buckets, channel) if first else (channel, buckets)
         with both[0].applied(lm), both[1].applied(lm):
             found.append(lm.logits(ids, mask))
-    assert (found[0] - found[1])[mask.bool()].abs().max() < TIGHT
+    noise = family_noise("llama-gqa")
+    assert_same(found[0][mask.bool()], found[1][mask.bool()], noise, "logits")
     with buckets.applied(lm):
-        assert (found[0] - lm.logits(ids, mask))[mask.bool()].abs().max() > 100 * TIGHT
+        assert (found[0] - lm.logits(ids, mask))[mask.bool()].abs().max() > 100 * SLACK * noise
 
 
 def test_buckets_of_probabilities_sum_to_one():
     lm = posbench.load(build("llama"))
     with AttentionBuckets(bases=BASES, mixture="probabilities").applied(lm):
         logits = lm.logits(*prompts(True))
-    torch.testing.assert_close(logits.exp().sum(-1), torch.ones(logits.shape[:2]))
+    assert_same(logits.exp().sum(-1), torch.ones(logits.shape[:2]), EPSILON, "probabilities")
 
 
 def test_buckets_in_losses_and_continuations():
@@ -299,8 +314,9 @@ def test_buckets_in_losses_and_continuations():
             input_ids=torch.tensor([ids + answer]), labels=torch.tensor([[-100] * len(ids) + answer])
         )
     assert len(answer) > 1
-    torch.testing.assert_close(loss, out.loss.detach(), atol=2e-5, rtol=0)
-    assert abs(found + len(answer) * loss.item()) < 1e-3
+    noise = noise_floor(lm.model, torch.tensor([ids + answer]), log_probabilities)
+    assert_same(loss, out.loss, noise, "losses")
+    assert_same(found, -len(answer) * loss, len(answer) * noise, "losses")
 
 
 def test_buckets_refuse_what_they_cannot_mix():
@@ -332,7 +348,7 @@ def test_attention_under_buckets_is_that_of_all_bases(batch_tokens):
         with alone.last_attention() as weights:
             alone.logits(ids, mask)
         for layer, rows in weights.items():
-            assert (found[layer][number :: len(BASES)] - rows).abs().max() < 1e-5
+            assert_same(found[layer][number :: len(BASES)], rows, attention_noise("llama"), "attention")
 
 
 @pytest.mark.parametrize(

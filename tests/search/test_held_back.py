@@ -19,6 +19,7 @@ from posbench.search.scales import calibration
 from posbench.tasks import KVRetrieval
 from posbench.tasks.nq_multidoc import NQMultiDoc
 from tests.conftest import Result, run_folders
+from tests.rounding import assert_same, embedded_noise, log_probabilities
 
 CHANNEL = ["model=tiny", "runtime.device=cpu", "search.strings=20", "search.factors=[0.5]"]
 CHANNEL += ["task.calibration_examples=24", "task.limit=1", "stages=[search]"]
@@ -44,10 +45,9 @@ def test_a_gain_is_that_of_a_plain_loop_over_new_prompts(
     with ScaleChannel(**chosen | {"layers": tuple(chosen["layers"])}).applied(tiny):
         after = np.array([tiny.answer_loss([p], [a]).item() for p, a in zip(*pairs, strict=True)])
     assert facts["n"] == 24 and facts["measure"] == "loss"
-    assert facts["unmodified"] == pytest.approx(before.mean(), abs=1e-5)
-    assert facts["found"] == pytest.approx(after.mean(), abs=1e-5)
-    gains = before - after
-    assert facts["gain"] == pytest.approx(gains.mean(), abs=1e-5)
+    gains, noise = before - after, embedded_noise("tiny", log_probabilities)
+    for name, values in {"unmodified": before, "found": after, "gain": gains}.items():
+        assert_same(facts[name], values.mean(), noise, "losses")
     draws = np.random.default_rng(1).choice(gains, (4000, 24)).mean(1)
     low, high = np.quantile(draws, [0.025, 0.975])
     assert (facts["ci_low"], facts["ci_high"]) == pytest.approx((low, high), abs=0.15 * (high - low))
@@ -71,7 +71,7 @@ def test_a_gain_belongs_to_what_was_found_whatever_is_typed(
     with ScaleChannel(**found, last="all").applied(tiny):
         pairs = [([e.prompt], [e.answers[0]]) for e in task.held_back(24)]
         losses = [tiny.answer_loss(*pair).item() for pair in pairs]
-    assert everyone[0][1] == pytest.approx(np.mean(losses), abs=1e-5)
+    assert_same(everyone[0][1], np.mean(losses), embedded_noise("tiny", log_probabilities), "losses")
 
 
 def test_no_gain_is_said_last_and_nothing_is_to_paste(posbench: Callable[..., Result], outputs: Path) -> None:
@@ -81,7 +81,9 @@ def test_no_gain_is_said_last_and_nothing_is_to_paste(posbench: Callable[..., Re
     assert result.status == 0 and line.startswith("the search gains nothing beyond noise: loss ")
     assert "on 24 held-back prompts, gain " in line and "paste" not in result.out
     table = pd.read_csv(only(outputs) / held_back.TABLE)
-    assert table["found"][0] == pytest.approx(table["unmodified"][0], abs=1e-5) and table["n"][0] == 24
+    noise = embedded_noise("tiny", log_probabilities)
+    assert_same(table["found"][0], table["unmodified"][0], noise, "losses")
+    assert table["n"][0] == 24
     (section,) = held_back.sections(table)
     assert section.text.lower().startswith(line)
     again = posbench(*neutral)

@@ -13,6 +13,7 @@ from posbench.methods.moice import MoICE, load_routers, mixing, new_routers
 from posbench.search.router import RouterSearch, text_loss
 from tests.conftest import run_folders
 from tests.models import build
+from tests.rounding import EPSILON, assert_same
 
 APART = (10000.0, 20.0, 300.0)
 ROWS = torch.randint(1, 250, (6, 24), generator=torch.Generator().manual_seed(2)).tolist()
@@ -71,7 +72,7 @@ def test_the_auxiliary_coefficient_matters_only_below_all_experts(top_k, matters
         routers, steps = search.train(lm, ROWS, MoICE(bases=APART, top_k=top_k), lambda n: None)
         found.append(torch.cat([p.flatten() for router in routers.values() for p in router.parameters()]))
         if top_k == len(APART):
-            assert [step["aux"] for step in steps] == pytest.approx([3.0] * 2, abs=1e-5)
+            assert_same([step["aux"] for step in steps], [3.0] * 2, 3 * EPSILON, "losses")
     assert bool((found[0] - found[1]).abs().max() > 1e-3) == matters
 
 

@@ -21,6 +21,7 @@ from posbench.studies.behind_rope.score_map import ScoreMap
 from posbench.theory.causal_mask import diagonal_normalised
 from tests.conftest import Result, run_folders
 from tests.models import BUILDERS
+from tests.rounding import assert_same, embedded_noise, noise_floor
 
 
 def _rows(count: int = 3, length: int = 9) -> list[list[int]]:
@@ -33,6 +34,7 @@ def test_methods_that_attend_more_than_once() -> None:
     lm = package.load("tiny")
     rows = ScoreMap(samples=3, tokens=10).rows(lm)
     plain = [np.nan_to_num(each.mean) for each in score_maps(lm, [rows])]
+    noise = embedded_noise("tiny")
     for method in (
         MoICE(weights="uniform", bases=(None, None), top_k=2),
         AttentionBuckets(bases=(None, None)),
@@ -41,12 +43,9 @@ def test_methods_that_attend_more_than_once() -> None:
             found = score_maps(lm, [rows])
             panels = gram.gram_panels(lm, [rows])
         assert all(len(each.each) == 3 for each in panels.values())
-        assert [np.nan_to_num(each.mean) for each in found] == [
-            pytest.approx(each, abs=1e-4) for each in plain
-        ]
-        assert len(found[0].each) == 3 and np.nan_to_num(panels["i"].mean) == pytest.approx(
-            plain[1], abs=1e-4
-        )
+        assert_same([np.nan_to_num(each.mean) for each in found], plain, noise, "scores")
+        assert len(found[0].each) == 3
+        assert_same(np.nan_to_num(panels["i"].mean), plain[1], noise, "scores")
 
 
 def test_gram_panels_are_inner_products_of_the_states() -> None:
@@ -83,8 +82,9 @@ def test_gram_panels_are_inner_products_of_the_states() -> None:
     for name, value in want.items():
         assert panels[name][lower] == pytest.approx(value[lower], abs=2e-3, rel=1e-3), name
     scores = score_maps(lm, [rows])
-    assert panels["b"][lower] == pytest.approx(scores[0].mean[lower], abs=1e-5)
-    assert panels["i"][lower] == pytest.approx(scores[1].mean[lower], abs=1e-5)
+    noise = noise_floor(lm.model, torch.tensor(rows))
+    assert_same(panels["b"][lower], scores[0].mean[lower], noise, "scores")
+    assert_same(panels["i"][lower], scores[1].mean[lower], noise, "scores")
 
 
 @pytest.mark.parametrize("family", ["qwen3", "phi3", "mistral-window"])
@@ -93,7 +93,8 @@ def test_gram_and_scores_agree_on_other_families(family: str) -> None:
     panels, scores = gram.gram_panels(lm, [_rows(2)]), score_maps(lm, [_rows(2)])
     lower = np.tril_indices(9)
     for panel, layer in (("b", 0), ("i", 1)):
-        assert panels[panel].mean[lower] == pytest.approx(scores[layer].mean[lower], abs=1e-5)
+        noise = noise_floor(lm.model, torch.tensor(_rows(2)))
+        assert_same(panels[panel].mean[lower], scores[layer].mean[lower], noise, "scores")
     assert all(len(each.each) == 2 and np.isfinite(each.mean[lower]).all() for each in panels.values())
 
 

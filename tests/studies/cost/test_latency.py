@@ -26,6 +26,7 @@ from posbench.studies.cost.floors import floors
 from posbench.studies.cost.latency import Latency
 from tests.conftest import Result, config_of, run_folders
 from tests.models import build
+from tests.rounding import assert_same, family_noise
 
 ALL = every([paths.CONF], {})
 BUCKETS = "4.76 (LPES, Table 5: the row whose name is lost)"
@@ -129,7 +130,9 @@ def test_floors_do_all_that_the_bases_need_and_no_more(monkeypatch: pytest.Monke
             patch.object(F, "scaled_dot_product_attention", wraps=F.scaled_dot_product_attention) as kernel,
         ):
             logits[name] = lm.model(ids).logits
-        products[name], kernels[name] = counter.get_total_flops(), kernel.call_count
+        # Matrix products alone: older versions of torch also count some of what an attention kernel does.
+        products[name] = counter.get_flop_counts()["Global"][torch.ops.aten.mm]
+        kernels[name] = kernel.call_count
     first, config = lm.model.model.layers[0].self_attn, lm.model.config
     shared = sum(2 * 20 * layer.weight.numel() for layer in (first.q_proj, first.k_proj, first.v_proj))
     tiles = 2 * (8 * 8 + 8 * 16 + 4 * 20) * first.head_dim * config.num_attention_heads * lm.layers
@@ -145,4 +148,4 @@ def test_floors_do_all_that_the_bases_need_and_no_more(monkeypatch: pytest.Monke
     }
     for name, found in logits.items():
         other = "attention_buckets" if name.startswith("a") else "none"
-        torch.testing.assert_close(found, logits[other], atol=1e-4, rtol=0)
+        assert_same(found, logits[other], family_noise("llama-gqa"), "logits")

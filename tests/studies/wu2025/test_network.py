@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import cmath
+import copy
 import math
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 
 from posbench.studies.wu2025.network import Attention, AttentionNetwork
 from posbench.studies.wu2025.sequences import Mixture
+from tests.rounding import EPSILON, assert_same, largest_difference
 
 
 def rng(seed: int = 0) -> torch.Generator:
@@ -94,11 +96,13 @@ def test_network_is_the_loop(spec: Attention) -> None:
             p.mul_(3)  # so that scores, and with them masks and rotations, matter
         logits = network(tokens)
         weights = network.attentions(tokens)
+        exact = copy.deepcopy(network).double()(tokens.double())
+    noise = largest_difference(logits, exact)
     for model in range(2):
         expected = loop_logits(network, tokens[model, 1], model)
-        assert logits[model, 1].tolist() == pytest.approx(expected, rel=1e-5, abs=1e-5)
+        assert_same(logits[model, 1], expected, noise, "logits")
     assert weights.shape == (2, 2, spec.depth, 9, 9)
-    assert torch.allclose(weights.sum(-1), torch.ones(()))
+    assert_same(weights.sum(-1), torch.ones(weights.shape[:-1]), EPSILON, "attention")
     assert (weights[..., torch.tensor(~spec.seen(9))] == 0).all()
 
 

@@ -25,6 +25,7 @@ from posbench.studies.yu2025.ablations import CLAIMS, CONTROL, FULL, Ablations
 from posbench.studies.yu2025.layer_selection import edges
 from posbench.tasks import KVRetrieval
 from tests.conftest import Result, config_of, run_folders
+from tests.rounding import assert_same, embedded_noise, log_probabilities
 
 TASK = {"limit": 5, "calibration_examples": 16, "positions": "[0,8,16,24,31]"}
 FEW = [f"task.{key}={value}" for key, value in TASK.items()] + [
@@ -137,11 +138,12 @@ def test_losses_and_scores_of_the_ablations_are_those_of_plain_calls(
     ablated: dict[str, pd.DataFrame], lm: LM, task: KVRetrieval
 ) -> None:
     seen, rows = ablated["candidates"], ablated["ablations"].set_index("ablation")
-    assert seen["loss_unmodified"].iloc[0] == pytest.approx(_loss(lm, task, Unmodified()), abs=1e-5)
+    noise = embedded_noise("tiny", log_probabilities)
+    assert_same(seen["loss_unmodified"].iloc[0], _loss(lm, task, Unmodified()), noise, "losses")
     for _, row in seen.iloc[[0, -1]].iterrows():
         layers = int(row["layer_first"]), int(row["layer_last"])
         method = ScaleChannel(channel=int(row["channel"]), factor=row["factor"], layers=layers)
-        assert row["loss"] == pytest.approx(_loss(lm, task, method), abs=1e-5)
+        assert_same(row["loss"], _loss(lm, task, method), noise, "losses")
     right = {"none": _right(lm, task, Unmodified())}
     for name in (FULL, "without validation", "top-2 channels", "all tokens"):
         row = rows.loc[name]
@@ -244,10 +246,8 @@ def test_losses_over_ranges_are_those_of_plain_calls(
             channel=int(row["channel"]), factor=-1.0, layers=(int(row["first"]), int(row["last"]))
         )
         loss = _loss(lm, task, method)
-        assert (row["loss"], row["change"]) == (
-            pytest.approx(loss, abs=1e-5),
-            pytest.approx(loss - base, abs=1e-5),
-        )
+        noise = embedded_noise("tiny", log_probabilities)
+        assert_same([row["loss"], row["change"]], [loss, loss - base], noise, "losses")
     best, rows = own.loc[own["loss"].idxmin()], ranged["evaluation"].set_index("setting")
     assert rows.loc["best range", "layers"] == f"{best['first']}-{best['last']}"
     right = _right(lm, task, ScaleChannel(channel=15, factor=-1.0, layers=(0, 3)))

@@ -51,11 +51,17 @@ from posbench.tasks import KVRetrieval
 from tests.conftest import Result, run_folders
 from tests.models import LAYERS, WIDTH, build
 from tests.parity.plain import batch
+from tests.rounding import (
+    assert_same,
+    attention_noise,
+    embedded_attention_noise,
+    embedded_noise,
+    family_noise,
+    hidden_states,
+)
 
 SMALL = dict(prompt="compact", records="words", pairs=6, limit=2, max_new_tokens=1, positions=(0, 3, 5))
 PADS, TOTAL = [0, 7], 30
-CLOSE = dict(atol=2e-5, rtol=1e-4)
-"""The library's eager attention takes its softmax in float32."""
 BARE = "stages=[study]"  # writing figures takes longer than all else here
 FEW = ["study.examples=6", "task.limit=6", "task.positions=[0,5,11]", "task.pairs=12"]
 
@@ -116,12 +122,13 @@ def test_doubling_equals_full_matrices_with_their_last_row_changed(name: str, re
             found = model(**call).logits
         with plainly(model, tokens, 2.0, layers, renormalise, lambda n: slice(n - 1, n)) as full:
             expected = model(**call).logits
-    torch.testing.assert_close(found[:, -1], expected[:, -1], **CLOSE)
-    torch.testing.assert_close(found[0, :-1], before[0, :-1], **CLOSE)
+    noise = family_noise(name)
+    assert_same(found[:, -1], expected[:, -1], noise, "logits")
+    assert_same(found[0, :-1], before[0, :-1], noise, "logits")
     assert (found[:, -1] - before[:, -1]).abs().max() > 1e-3, "the change is seen"
     assert torch.equal(model(**call).logits, before), "and gone after the block"
     for layer in range(LAYERS):
-        torch.testing.assert_close(weights[layer].double(), full[layer][:, :, -1].double(), **CLOSE)
+        assert_same(weights[layer], full[layer][:, :, -1], attention_noise(name), "attention")
 
 
 @pytest.mark.parametrize("generated", [False, True])
@@ -143,7 +150,8 @@ def test_doubling_while_tokens_follow_equals_one_long_forward(name: str, generat
         rows = slice(first, None) if generated else slice(first, first + 1)
         with plainly(model, tokens, 3.0, range(LAYERS), True, lambda n: rows):
             expected = model(ids, use_cache=False).logits[:, first:]
-    torch.testing.assert_close(torch.stack(logits, 1), expected, **CLOSE)
+    # The library's eager attention takes its softmax in float32.
+    assert_same(torch.stack(logits, 1), expected, family_noise(name), "logits")
 
 
 def test_doubling_by_one_changes_nothing_and_works_inside_a_method() -> None:
@@ -151,9 +159,11 @@ def test_doubling_by_one_changes_nothing_and_works_inside_a_method() -> None:
     lm, tokens = package.load(model), marked()
     ids, mask, positions = batch(PADS, TOTAL)
     call = dict(input_ids=ids, attention_mask=mask, position_ids=positions)
+    noise = family_noise("llama-gqa")
     with torch.no_grad():
         with scale_attention(lm, tokens, 1.0, layers=range(LAYERS)):
-            torch.testing.assert_close(model(**call).logits, model(**call).logits)
+            inside = model(**call).logits
+        assert_same(inside[mask.bool()], model(**call).logits[mask.bool()], noise, "logits")
         with ScaleChannel(channel=5, factor=-1.0, layers=(1, 2)).applied(lm):
             with scale_attention(lm, tokens, 2.0, layers=range(LAYERS)) as weights:
                 found = model(**call).logits[:, -1]
@@ -161,8 +171,8 @@ def test_doubling_by_one_changes_nothing_and_works_inside_a_method() -> None:
                 model, tokens, 2.0, range(LAYERS), True, lambda n: slice(n - 1, n) if n == 1 else slice(0, 0)
             ) as full:
                 expected = model(**call).logits[:, -1]
-    torch.testing.assert_close(found, expected, **CLOSE)
-    torch.testing.assert_close(weights[2], full[-2][:, :, -1], **CLOSE)
+    assert_same(found, expected, noise, "logits")
+    assert_same(weights[2], full[-2][:, :, -1], attention_noise("llama-gqa"), "attention")
 
 
 def test_doubling_marks_the_tokens_of_its_item_in_any_order_of_the_batch() -> None:
@@ -181,9 +191,10 @@ def test_doubling_marks_the_tokens_of_its_item_in_any_order_of_the_batch() -> No
         target = example.gold_position
         _, alone = study.answered(prompts, [example], "gold")
         _, plain = study.answered(prompts, [example], UNMODIFIED)
-        torch.testing.assert_close(together[row], alone[0], atol=1e-5, rtol=1e-4)
+        noise = embedded_attention_noise()
+        assert_same(together[row], alone[0], noise, "attention")
         lm_row = attention_to_items(lm, [encoded[example.id]], [example])[0]
-        torch.testing.assert_close(plain[0], lm_row, **CLOSE)
+        assert_same(plain[0], lm_row, noise, "attention")
         before, after = plain[0, 0, target], alone[0, 0, target]
         assert before < after <= 4 * before, "layer 0 sees no earlier change: more weight, at most the factor"
     assert {study.target("other", e) for e in examples if e.id == examples[0].id}.isdisjoint(
@@ -196,7 +207,8 @@ def test_attention_by_head_equals_full_eager_attention() -> None:
     examples = KVRetrieval(**SMALL).evaluation()[:2]
     encoded = [lm.encode(e.prompt) for e in examples]
     found = attention_to_items(lm, encoded, examples, heads=True)
-    assert torch.allclose(found.mean(2), attention_to_items(lm, encoded, examples))
+    noise = embedded_attention_noise("tiny_alibi")
+    assert_same(found.mean(2), attention_to_items(lm, encoded, examples), noise, "attention")
     with torch.no_grad(), plainly(lm.model, torch.zeros(1, 1), 1.0, (), False, lambda n: slice(0, 0)) as full:
         lm.model(torch.tensor([e.ids for e in encoded]), use_cache=False)
     for row, (code, example) in enumerate(zip(encoded, examples, strict=True)):
@@ -205,7 +217,7 @@ def test_attention_by_head_equals_full_eager_attention() -> None:
             for layer, weights in enumerate(full):
                 for head in range(weights.shape[1]):
                     mean = np.mean([float(weights[row, head, -1, t]) for t in tokens])
-                    assert float(found[row, layer, head, item]) == pytest.approx(mean, abs=1e-6)
+                    assert_same(found[row, layer, head, item], mean, noise, "attention")
         kept, gold = head_row(found[row].numpy(), example.gold_position), example.gold_position
         for layer in range(lm.layers):
             for head in range(found.shape[2]):
@@ -282,23 +294,25 @@ def test_moments_equal_what_all_states_give(name: str, site: Site) -> None:
     found = moments(lm, strings, site, channels, skip, lambda n: None)
     averages = average_states(lm, strings)
     expected = averages["attention_input"] if site == "attention_input" else averages["residual"][1:]
-    assert np.allclose(found.mean, expected, atol=1e-5)
+    noise = embedded_noise(name, hidden_states, output_hidden_states=True)
+    assert_same(found.mean, expected, noise, "hidden states")
     with torch.no_grad():
         out = lm.model.base_model(
             input_ids=torch.tensor(strings.draw(lm)), output_hidden_states=True, use_cache=False
         )
     if site == "residual":
         states = torch.stack(out.hidden_states[1:]).double().numpy()  # [L, strings, P, D]
-        assert np.allclose(found.mean, states.mean(1), atol=1e-5)
-        assert np.allclose(
-            found.variance, states[:, :, skip:][..., channels].var((1, 2)), rtol=1e-3, atol=1e-6
-        )
+        assert_same(found.mean, states.mean(1), noise, "hidden states")
+        variance = states[:, :, skip:][..., channels].var((1, 2))
+        # A square moves by twice its root times what moves.
+        largest = np.abs(states[..., channels]).max()
+        assert_same(found.variance, variance, 2 * noise * largest, "hidden states")
         for group in (0, 7):
-            assert np.allclose(found.groups[group], states[:, group::20][..., channels].mean(1), atol=1e-5)
-    assert np.allclose(
-        np.einsum("g,glpc->lpc", found.sizes / 45, found.groups), found.mean[..., channels], atol=1e-5
-    )
-    assert np.allclose(found.shuffled[:, :skip], found.mean[:, :skip], atol=1e-5), "the first positions stay"
+            wanted = states[:, group::20][..., channels].mean(1)
+            assert_same(found.groups[group], wanted, noise, "hidden states")
+    together = np.einsum("g,glpc->lpc", found.sizes / 45, found.groups)
+    assert_same(together, found.mean[..., channels], noise, "hidden states")
+    assert_same(found.shuffled[:, :skip], found.mean[:, :skip], noise, "hidden states")
     assert np.allclose(found.shuffled[:, skip:].mean(1), found.mean[:, skip:].mean(1), atol=1e-5), (
         "the rest only moves"
     )

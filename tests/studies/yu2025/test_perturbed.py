@@ -21,8 +21,10 @@ from posbench.studies.yu2025.crop_mask import crossed_figure
 from posbench.tasks import KVRetrieval
 from tests.conftest import Result, run_folders
 from tests.parity import plain
+from tests.rounding import assert_same, hidden_states, noise_floor, weights_noise
 
 PAIRS, POSITIONS, EACH = 8, (0, 3, 7), 2
+WORDS = torch.randint(6, 60, (4, 40), generator=torch.Generator().manual_seed(0))
 TASK = dict(prompt="compact", records="words", pairs=PAIRS, positions=POSITIONS, limit=EACH, max_new_tokens=1)
 
 
@@ -44,6 +46,18 @@ def overrides(checkpoint: Path) -> list[str]:
 @pytest.fixture(scope="module")
 def lm(checkpoint: Path):
     return load(ModelConfig(name="random", path=str(checkpoint), dtype="float32"), device="cpu")
+
+
+@pytest.fixture(scope="module")
+def attention(lm) -> float:
+    """Noise of attention weights."""
+    return weights_noise(lm.model, WORDS)
+
+
+@pytest.fixture(scope="module")
+def hidden(lm) -> float:
+    """Noise of hidden states."""
+    return noise_floor(lm.model, WORDS, hidden_states, output_hidden_states=True)
 
 
 def tables(outputs: Path) -> dict[str, pd.DataFrame]:
@@ -102,7 +116,7 @@ def written_out(lm, example, crop=None, crop_layers=(), move=None):
 
 
 def test_crop_mask_equals_full_attention_written_out(
-    posbench: Callable[..., Result], outputs: Path, overrides: list[str], lm
+    posbench: Callable[..., Result], outputs: Path, overrides: list[str], lm, attention: float
 ) -> None:
     result = posbench(
         "experiment=yu2025_mechanism_mask",
@@ -138,30 +152,35 @@ def test_crop_mask_equals_full_attention_written_out(
         for position in POSITIONS:
             examples = [e for e in task.evaluation() if e.gold_position == position]
             each = [written_out(lm, e, **setting(spans(lm, e)[1], position)) for e in examples]
-            attention = np.mean([weights[:, position] for weights, _ in each], axis=0)
+            weights = np.mean([weights[:, position] for weights, _ in each], axis=0)
             score = np.mean(
                 [task.score(e, reply)["accuracy"] for e, (_, reply) in zip(examples, each, strict=True)]
             )
-            assert got.loc[(variant, position, "attention"), "value"] == pytest.approx(
-                attention[2:].mean(), abs=1e-6
-            )
+            found_here = got.loc[(variant, position, "attention"), "value"]
+            assert_same(found_here, weights[2:].mean(), attention, "attention")
             assert got.loc[(variant, position, "accuracy"), "value"] == score
-            seen[variant, position] = attention[2:].mean()
+            seen[variant, position] = weights[2:].mean()
             if position == 3:
-                assert np.allclose(layers[variant], attention, atol=1e-6), "of three positions, the inner one"
+                # Of three positions, the inner one.
+                assert_same(layers[variant], weights, attention, "attention")
     for variant in list(variants)[1:]:
         assert abs(seen[variant, 3] - seen["none", 3]) > 1e-4
         change = got.loc[(variant, 3, "attention"), "change"]
-        assert change == pytest.approx(seen[variant, 3] - seen["none", 3], abs=1e-6)
+        assert_same(change, seen[variant, 3] - seen["none", 3], attention, "attention")
     effects = found["crop_mask_effects"].set_index("effect")["value"]
-    assert effects["crop_level"] == pytest.approx(seen["crop", 3] / seen["none", 0], rel=1e-4)
     larger = max(seen["pe_to_beginning", 3], seen["pe_to_end", 3])
-    assert effects["crop_over_moves"] == pytest.approx(seen["crop", 3] - larger, abs=1e-6)
     both = seen["crop_pe_to_end", 3]
-    assert effects["mask_beyond_ids_attention"] == pytest.approx(both - seen["pe_to_end", 3], abs=1e-6)
-    assert effects["ids_beyond_mask_attention"] == pytest.approx(both - seen["crop", 3], abs=1e-6)
-    assert effects["last_over_inner_attention"] == pytest.approx(seen["none", 7] - seen["none", 3], abs=1e-6)
-    assert effects["end_level"] == pytest.approx(seen["pe_to_end", 3] / seen["none", 7], rel=1e-4)
+    wanted = {
+        "crop_over_moves": seen["crop", 3] - larger,
+        "mask_beyond_ids_attention": both - seen["pe_to_end", 3],
+        "ids_beyond_mask_attention": both - seen["crop", 3],
+        "last_over_inner_attention": seen["none", 7] - seen["none", 3],
+    }
+    for name, value in wanted.items():
+        assert_same(effects[name], value, attention, "attention")
+    for name, part, whole in (("crop_level", "crop", 0), ("end_level", "pe_to_end", 7)):
+        value = seen[part, 3] / seen["none", whole]
+        assert_same(effects[name], value, attention / seen["none", whole], "attention")
     for control in ("crop_other", "pe_to_end_other"):
         assert (layers[control] - layers["none"]).abs().max() > 1e-6, "the control does something"
 
@@ -172,7 +191,7 @@ def test_a_model_without_rotation_has_no_position_ids_to_cross(posbench: Callabl
 
 
 def test_hidden_perturbation_equals_spans_run_alone_and_position_ids_by_hand(
-    posbench: Callable[..., Result], outputs: Path, overrides: list[str], lm
+    posbench: Callable[..., Result], outputs: Path, overrides: list[str], lm, hidden: float
 ) -> None:
     channel, length, start, stop = 5, 40, 16, 24
     study = [
@@ -214,25 +233,26 @@ def test_hidden_perturbation_equals_spans_run_alone_and_position_ids_by_hand(
     crop = sign / reach * (alone.mean((1, 2)) - base)
     shift = sign / reach * (shifted[:, :, start:stop].mean((1, 2)) - base)
     effects = found["effects"].set_index("effect")["value"]
-    assert effects["crop_inside"] == pytest.approx(crop[1:].mean(), abs=1e-4)
-    assert effects["shift_inside"] == pytest.approx(shift[1:].mean(), abs=1e-4)
-    assert effects["crop_over_shift"] == pytest.approx(crop[1:].mean() - abs(shift[1:].mean()), abs=1e-4)
+    noise = hidden / reach.min()
+    assert_same(effects["crop_inside"], crop[1:].mean(), noise, "hidden states")
+    assert_same(effects["shift_inside"], shift[1:].mean(), noise, "hidden states")
+    beyond = crop[1:].mean() - abs(shift[1:].mean())
+    assert_same(effects["crop_over_shift"], beyond, noise, "hidden states")
     assert abs(crop[1:].mean()) > 0.01 and abs(shift[1:].mean()) > 0.01
     table = found["layer_effects"]
     rows = table[(table["where"] == "inside") & (table["channel"] == channel) & (table["variant"] == "crop")]
-    assert np.allclose(rows["change"], crop, atol=1e-4) and rows["change"].iloc[0] == 0, (
-        "layer 0 has attended to nothing yet"
-    )
+    assert_same(rows["change"], crop, noise, "hidden states")
+    assert rows["change"].iloc[0] == 0, "layer 0 has attended to nothing yet"
     assert table["control"].sum() == 2 * 2 * 2 * lm.layers and channel not in set(
         table.loc[table["control"], "channel"]
     )
     curves = found["curves"]
     lines = curves[(curves["variant"] == "none") & (curves["channel"] == channel)]
-    assert np.allclose(lines["value"].to_numpy().reshape(lm.layers, 20)[:, 2:], curve, atol=1e-5)
+    assert_same(lines["value"].to_numpy().reshape(lm.layers, 20)[:, 2:], curve, hidden, "hidden states")
 
 
 def test_channel_subtraction_equals_hooks_on_the_norms(
-    posbench: Callable[..., Result], outputs: Path, overrides: list[str], lm
+    posbench: Callable[..., Result], outputs: Path, overrides: list[str], lm, attention: float, hidden: float
 ) -> None:
     channel, gold, other = 5, 3, 5
     study = [
@@ -280,19 +300,19 @@ def test_channel_subtraction_equals_hooks_on_the_norms(
     curves, plain_weights = hooked({}, gold)
     rising = np.sign([np.polyfit(range(PAIRS), curve, 1)[0] for curve in curves])
     amounts = dict(zip((1, 2), 2 * rising * np.ptp(curves, axis=1), strict=True))
-    assert dict(zip(found["amounts"]["layer"], found["amounts"]["subtracted"], strict=True)) == pytest.approx(
-        amounts, abs=1e-4
-    )
-    assert np.allclose(items["none", "attention"], plain_weights, atol=1e-6)
+    assert found["amounts"]["layer"].tolist() == list(amounts)
+    assert_same(found["amounts"]["subtracted"], list(amounts.values()), 2 * hidden, "hidden states")
+    assert_same(items["none", "attention"], plain_weights, attention, "attention")
     for where, item in (("gold", gold), ("other", other)):
         states, weights = hooked(amounts, item)
-        assert np.allclose(items[where, "channel"], states.mean(0), atol=1e-4)
-        assert np.allclose(items[where, "attention"], weights, atol=1e-5)
+        assert_same(items[where, "channel"], states.mean(0), 2 * hidden, "hidden states")
+        assert_same(items[where, "attention"], weights, attention, "attention")
         assert abs(weights[item] - plain_weights[item]) > 1e-4
         effects = found["effects"].set_index("effect")["value"]
-        assert effects[f"{where}_rise"] == pytest.approx(weights[item] - plain_weights[item], abs=1e-5)
+        rise = weights[item] - plain_weights[item]
+        assert_same(effects[f"{where}_rise"], rise, attention, "attention")
         _, back = hooked({layer: -amount for layer, amount in amounts.items()}, item)
-        assert effects[f"{where}_over_opposite"] == pytest.approx(weights[item] - back[item], abs=1e-5)
+        assert_same(effects[f"{where}_over_opposite"], weights[item] - back[item], attention, "attention")
 
 
 @pytest.mark.parametrize("study", ["crop_mask", "hidden_perturbation"])
