@@ -1,19 +1,16 @@
 # posbench. `make` lists the targets.
 PYTHON ?= python3
 VENV ?= .venv
-OLDEST := $(VENV)-oldest
 BIN := $(VENV)/bin
 PIP := -m pip --quiet --disable-pip-version-check install --constraint constraints.txt
 TRAININGS = $(basename $(notdir $(shell grep -l 'study: synthetic_training' experiments/*.yaml)))
 FIGURES = $(BIN)/posbench figures $(if $(MODEL),model=$(MODEL)) $(ARGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-oldest lint format figure figures trainings docs clean
+.PHONY: help setup run test test-portable lint format figure figures trainings docs clean
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV) && $(BIN)/python $(PIP) --editable '.[dev]' && touch $@
-$(OLDEST)/.ready: pyproject.toml constraints.txt constraints-oldest.txt
-	$(PYTHON) -m venv $(OLDEST) && $(OLDEST)/bin/python $(PIP) --editable '.[dev]' && $(OLDEST)/bin/python -m pip --quiet install --requirement constraints-oldest.txt && touch $@
 $(VENV)/.docs: $(VENV)/.ready
 	$(BIN)/python $(PIP) --editable '.[docs]' && touch $@
 
@@ -24,8 +21,8 @@ run: setup ## the main job on the embedded model: search, intervene, evaluate, r
 	$(BIN)/posbench $(ARGS)
 test: setup ## all tests but the slow ones (make test ARGS='-m slow') and those with a Slurm (-m cluster)
 	$(BIN)/python -m pytest -n 2 $(ARGS)
-test-oldest: $(OLDEST)/.ready ## all tests on the oldest supported transformers
-	$(OLDEST)/bin/python -m pytest -n 2 $(ARGS)
+test-portable: setup ## all tests under other instruction sets, threads, Pythons and versions (hours): ARGS='-s oldest', ARGS='--list'
+	$(BIN)/nox --noxfile tools/portable.py $(ARGS)
 lint: setup ## style and types
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
 format: setup ## apply the style
@@ -36,9 +33,9 @@ figures: setup ## every one that needs no weights and no training: make figures 
 	@$(FIGURES) $(if $(PAPER),paper=$(PAPER))
 trainings: setup ## the trainings of Wu et al. 2025 (hours): make trainings PRESET=paper
 	@$(BIN)/posbench figures $(TRAININGS) --jobs 1 study.preset=$(or $(PRESET),quick) study.trainings=outputs/trainings $(ARGS)
-docs: $(VENV)/.docs ## run what README and docs tell to run, check all links, and build the site in build/docs
+docs: $(VENV)/.docs ## run what README and docs tell to run, check all links, and build the site in build/docs: 10 processor minutes
 	$(BIN)/python -m pytest -n 2 -m '' tests/test_documents.py $(ARGS)
 	$(BIN)/sphinx-build --quiet --fail-on-warning --keep-going -c docs . build/docs
 	cp build/docs/README.html build/docs/index.html
 clean: ## remove the environments and build products; outputs/ stays
-	rm -rf $(VENV) $(OLDEST) dist build *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) .nox dist build *.egg-info .pytest_cache .mypy_cache .ruff_cache

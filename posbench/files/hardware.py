@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 import sys
+from functools import cache
 from pathlib import Path
 
 from posbench.late import torch
@@ -13,16 +14,24 @@ if sys.platform != "win32":
 
 
 def hardware() -> str:
-    """One line that names the processor and the accelerators."""
+    """One line that names what rounding depends on: the processor, the instruction set that torch uses of it,
+    the number of threads, and the accelerators."""
     name = platform.processor() or platform.machine()
     info = Path("/proc/cpuinfo")
     if info.is_file():
         lines = [line for line in info.read_text().splitlines() if line.startswith("model name")]
         name = lines[0].split(":", 1)[1].strip() if lines else name
     threads = torch.get_num_threads()
-    parts = [f"{name}, {threads} thread{'s' * (threads > 1)}"]
+    instructions = torch.backends.cpu.get_cpu_capability()
+    parts = [f"{name}, {instructions}, {threads} thread{'s' * (threads > 1)}"]
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     return "; ".join([*parts, ", ".join(gpus)] if gpus else parts)
+
+
+@cache
+def default_threads() -> int:
+    """CPU threads that torch takes by itself: as many as it had before any run of this process set others."""
+    return int(torch.get_num_threads())
 
 
 def peak_memory() -> dict[str, int]:

@@ -13,6 +13,7 @@ from rich.text import Text
 
 from posbench.errors import UserError
 from posbench.files.digests import Content, changed
+from posbench.files.hardware import default_threads
 from posbench.files.sources import Source, cached
 from posbench.late import torch
 from posbench.model import families
@@ -68,7 +69,13 @@ def execute(config: Config, *, command: str, console: Console, lm: LM | None = N
             return out.path
         if damaged:
             console.print(f"damaged: {', '.join(damaged)}; made again, rows that are whole are kept")
+        earlier = out.hardware()
         out.resume(config.stages, config.raw, facts)
+        if earlier and out.hardware() != earlier:
+            machines = f"begun on {' and '.join(earlier)}, continued on {facts['hardware']}"
+            console.print(
+                f"{machines}: their rows agree up to rounding, not to the byte", soft_wrap=True, markup=False
+            )
         try:
             with _helped(config, run):
                 for stage in config.stages:
@@ -95,12 +102,9 @@ def _helped(config: Config, run: Run) -> Iterator[None]:
     """Processes that make parts of the rows, where ``runtime.workers`` asks for more than this one."""
     count = config.runtime.workers
     if count > 1 and parted(config):
-        cores = max(torch.get_num_threads() // count, 1)
-        if not threads(config):
-            torch.set_num_threads(cores)
         gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
         run.part = Part(0, count)
-        run.helpers = Helpers(run.out, count, gpus, threads(config) or cores, run.console)
+        run.helpers = Helpers(run.out, count, gpus, run.console)
     try:
         yield
     finally:
@@ -113,6 +117,13 @@ def _settle(run: Run) -> None:
     if run.helpers:
         run.helpers.finish()
     settle(run.out)
+
+
+def set_threads(config: Config) -> None:
+    """Give torch the CPU threads of a run: those asked for, else all, shared out among its workers. Rounding
+    depends on them, so an earlier run of the process must not leave its own."""
+    processes = config.runtime.workers if parted(config) else 1
+    torch.set_num_threads(threads(config) or max(default_threads() // processes, 1))
 
 
 def parted(config: Config) -> bool:
@@ -139,8 +150,7 @@ def opened(config: Config, command: str, console: Console, lm: LM | None = None)
     read = reads(config)
     who = identity(config, read)
     quiet()
-    if threads(config):
-        torch.set_num_threads(threads(config) or 1)
+    set_threads(config)
     subject = config.study_name or config.task.name
     parts = [config.model.name, subject, config.choice.name] if config.uses_model else [subject]
     place, run = place_of(config, who, read), prepared(config, who, read, console)
@@ -169,7 +179,10 @@ def prepared_folder(config: Config, command: str) -> Path:
     place = place_of(config, who, read)
     if folder := find(*place):
         return folder
-    with claim(*place, config.raw, provenance(config, command, who, read)) as out:
+    facts = provenance(config, command, who, read)
+    # This machine makes no rows.
+    facts |= {"hardware": "", "prepared_on": facts["hardware"]}
+    with claim(*place, config.raw, facts) as out:
         return out.path
 
 

@@ -10,18 +10,27 @@ from rich.text import Text
 
 from posbench.errors import UserError
 from posbench.files.atomic import digest
-from posbench.late import torch
+from posbench.files.hardware import hardware
 from posbench.model.lm import LM
 from posbench.pipeline.config import Config, trial
-from posbench.pipeline.execute import ROWS, Opened, execute, finished, need_unchanged, opened, place_of
-from posbench.pipeline.identity import identity, reads, threads
+from posbench.pipeline.execute import (
+    ROWS,
+    Opened,
+    execute,
+    finished,
+    need_unchanged,
+    opened,
+    place_of,
+    set_threads,
+)
+from posbench.pipeline.identity import identity, reads
 from posbench.pipeline.ready import prepared, quiet
 from posbench.pipeline.stages import search
 from posbench.run.base import IncompleteRun
 from posbench.run.claim import find
 from posbench.run.folder import STATUS, RunDir, run_id
 from posbench.run.lease import owned
-from posbench.run.parts import FOUND, PARTS, Part, lacking, leave_found
+from posbench.run.parts import FOUND, HARDWARE, PARTS, Part, lacking, leave_found
 
 
 def together(configs: Sequence[Config], *, command: str, console: Console) -> LM | None:
@@ -82,7 +91,7 @@ def make_part(config: Config, part: Part, console: Console) -> tuple[RunDir, LM 
     read = reads(config)
     who = identity(config, read)
     quiet()
-    torch.set_num_threads(threads(config) or torch.get_num_threads())
+    set_threads(config)
     place, run = place_of(config, who, read), prepared(config, who, read, console)
     folder = find(*place)
     assert folder, "its folder was made before"
@@ -91,6 +100,9 @@ def make_part(config: Config, part: Part, console: Console) -> tuple[RunDir, LM 
     run.out.path.mkdir(parents=True, exist_ok=True)
     with owned(run.out.path):
         run.found = run.main.read_json(f"{PARTS}/{FOUND}") or None
+        status = run.out.status()
+        machines = [*status.get(HARDWARE, []), hardware()]
+        run.out.write_facts(STATUS, {**status, HARDWARE: list(dict.fromkeys(machines))})
         for stage, module in ROWS.items():
             if stage in config.stages and not run.out.stage(module.FILE).get("done"):
                 with run.measured(stage):

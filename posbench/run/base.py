@@ -329,6 +329,7 @@ class Run:
                 rows = [r for r in other.rows(file) if r["method"] == UNMODIFIED and "error" not in r]
                 self.out.append(file, rows)
                 self.out.mark(file, copied_from=other.path.name)
+                self.out.add_hardware(other.hardware())
         return key
 
 

@@ -22,6 +22,8 @@ from posbench.run.rows import checksum, lines, read_rows
 
 log = logging.getLogger(__name__)
 CONFIG, PROVENANCE, STATUS, MANIFEST = "config.yaml", "provenance.json", "status.json", "manifest.json"
+OTHER_HARDWARE = "other_hardware"
+"""Field of the provenance: further machines that made rows; they agree with the first one up to rounding."""
 JOBS = "jobs.json"
 """What a sweep ran: it is the folder's mark, as :data:`CONFIG` is that of a run."""
 ROWS = ".jsonl"
@@ -105,7 +107,9 @@ class RunDir:
         before = self._stamps()
         yield
         wrote = [name for name, stamp in self._stamps().items() if stamp != before.get(name)]
-        files = {name: self._sum(name) for name in wrote if not name.endswith(ROWS) and name != STATUS}
+        # Rows and bookkeeping carry checksums of their own.
+        wrote = [name for name in wrote if not name.endswith(ROWS) and name not in (STATUS, PROVENANCE)]
+        files = {name: self._sum(name) for name in wrote}
         self.mark(stage, done=True, files=self.stage(stage).get("files", {}) | files)
 
     def finish(self, state: str, error: str | None = None, seconds: float = 0.0) -> None:
@@ -124,6 +128,23 @@ class RunDir:
         known |= {name: round(known.get(name, 0) + value, 2) for name, value in took.items()}
         known |= {name: max(known.get(name, 0), value) for name, value in peaks.items()}
         self.write_facts(STATUS, status)
+
+    # Machines
+
+    def hardware(self) -> list[str]:
+        """The machines that made rows of this run, in the words of
+        :func:`posbench.files.hardware.hardware`, the first one first."""
+        facts = self.facts(PROVENANCE)
+        first = [facts["hardware"]] if facts.get("hardware") else []
+        return [*first, *facts.get(OTHER_HARDWARE, [])]
+
+    def add_hardware(self, machines: Iterable[str]) -> None:
+        """Record in the provenance that these machines made rows of this run, too."""
+        facts = self.facts(PROVENANCE)
+        known = self.hardware()
+        every = list(dict.fromkeys([*known, *machines]))
+        if facts and len(every) > len(known):
+            self.write_facts(PROVENANCE, {**facts, "hardware": every[0], OTHER_HARDWARE: every[1:]})
 
     # Damage
 
@@ -210,6 +231,9 @@ class RunDir:
         if not self.facts(PROVENANCE):
             note = "the first was damaged: these are the facts of a later start"
             self.write_facts(PROVENANCE, {**provenance, "rewritten": note})
+        makes_numbers = any(not before.get(name, {}).get("done") for name in stages if name != "report")
+        if provenance.get("hardware") and (makes_numbers or damaged):
+            self.add_hardware([provenance["hardware"]])
 
     def _unlike(self, files: Mapping[str, str]) -> list[str]:
         return [name for name, known in files.items() if self._sum(name) != known]

@@ -28,6 +28,8 @@ PARTS = ".parts"
 """Folder of the parts in that of a run; hidden, so no part of its results, and gone when it is done."""
 FOUND = "found.json"
 """What the search found, for those that make parts."""
+HARDWARE = "hardware"
+"""Field of a part's status: the machines that made its rows."""
 PEAKS = {"resident", "cuda"}
 """Memory, which does not add up over processes: see :func:`posbench.files.hardware.peak_memory`."""
 LOG = "log"
@@ -87,7 +89,9 @@ def leave_found(out: RunDir, found: Mapping[str, Any] | None) -> None:
 def settle(out: RunDir) -> None:
     """Add what the parts took to what the run took, and remove them."""
     for folder in folders(out.path):
-        for stage, took in RunDir(folder, out.id).status().get("spent", {}).items():
+        status = RunDir(folder, out.id).status()
+        out.add_hardware(status.get(HARDWARE, []))
+        for stage, took in status.get("spent", {}).items():
             peaks = {name: took.pop(name) for name in PEAKS & took.keys()}
             out.spend(stage, took, peaks)
     shutil.rmtree(out.path / PARTS, ignore_errors=True)
@@ -99,14 +103,13 @@ def _end_with(parent: BaseProcess) -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def _work(index: int, folder: str, of: int, threads: int, gpus: Sequence[str]) -> None:
+def _work(index: int, folder: str, of: int, gpus: Sequence[str]) -> None:
     """What a worker does: its part, its words in a file of the part's folder."""
     parent, number = multiprocessing.parent_process(), index + 1
     assert parent is not None, "it is started below"
     Thread(target=_end_with, args=(parent,), daemon=True).start()
     if gpus:
         os.environ["CUDA_VISIBLE_DEVICES"] = gpus[number % len(gpus)]
-    torch.set_num_threads(threads)
     with open(Part(number, of).place(RunDir(Path(folder), "")).path / LOG, "wb") as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
@@ -124,7 +127,6 @@ class Helpers:
     out: RunDir
     of: int
     gpus: int  # which they share out, one each
-    threads: int  # of each
     console: Console
     running: dict[int, BaseProcess] = field(default_factory=dict)
 
@@ -137,7 +139,7 @@ class Helpers:
             Part(number, self.of).place(self.out).path.mkdir(parents=True, exist_ok=True)
         listed = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
         names = listed if len(listed) == self.gpus else [*map(str, range(self.gpus))]
-        asked = str(self.out.path), self.of, self.threads, names
+        asked = str(self.out.path), self.of, names
         started = torch.multiprocessing.spawn(_work, asked, nprocs=self.of - 1, join=False)
         self.running = dict(enumerate(started.processes, start=1))
 

@@ -139,6 +139,7 @@ class Search(ABC):
                 self.search(run)
                 (run.out.path / STATE).unlink(missing_ok=True)
             else:
+                run.out.add_hardware(other.hardware())
                 for name in other.stage("search")["files"]:
                     if name in self.rows:
                         run.out.write_rows(name, other.rows(name))  # they carry the id of this run

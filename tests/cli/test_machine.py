@@ -13,7 +13,7 @@ import pytest
 
 from posbench.run import claim
 from posbench.run.folder import RunDir, checked, opened
-from tests.conftest import Result, run_folders
+from tests.conftest import Result, config_of, run_folders
 
 ROLLOUT = ["study=rollout", "study.prompts=2", "study.tokens=24", "study.parts=3", "stages=[study]"]
 
@@ -85,3 +85,45 @@ def test_names_are_no_markup(posbench: Callable[..., Result], tmp_path: Path) ->
     first, again = posbench(*args, verb=True), posbench(*args, verb=True)
     for shown in (first, again):
         assert shown.status == 0 and f"run: {folder}" in shown.out.replace("\n", ""), shown
+
+
+SMALL = ["task.limit=4", "runtime.batch_tokens=512", "runtime.intervene_examples=2", "runtime.resamples=100"]
+
+
+def test_a_run_that_goes_on_on_another_processor_says_so(
+    posbench: Callable[..., Result], outputs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert posbench(*SMALL, "stages=[intervene]").status == 0
+    (folder,) = run_folders(outputs)
+    (first,) = opened(folder).hardware()
+    with monkeypatch.context() as patch:
+        patch.setattr("posbench.pipeline.identity.hardware", lambda: "another machine")
+        again = posbench(*SMALL, "stages=[intervene]")
+        assert again.status == 0 and opened(folder).hardware() == [first], "nothing was computed there"
+        drawn = posbench(*SMALL, "stages=[intervene,report]")
+        assert drawn.status == 0 and opened(folder).hardware() == [first], "a page is no row"
+        more = posbench(*SMALL, "stages=[intervene,evaluate,report]")
+    assert more.status == 0 and f"begun on {first}, continued on another machine" in more.out
+    assert opened(folder).facts("provenance.json")["other_hardware"] == ["another machine"]
+    assert checked(folder).done
+    page = (folder / "report.html").read_text()
+    assert "another machine" in page and "Several machines made the rows of this run" in page
+
+
+def test_shards_of_several_machines_are_named(
+    posbench: Callable[..., Result], outputs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from posbench.pipeline.execute import prepared_folder
+
+    command = [*SMALL, "stages=[evaluate]", f"runtime.outputs={outputs}"]
+    folder = prepared_folder(config_of(*command), "posbench")
+    assert opened(folder).hardware() == [], "who prepares a folder makes no row"
+    for number, machine in enumerate(("one", "other")):
+        with monkeypatch.context() as patch:
+            patch.setattr("posbench.pipeline.together.hardware", lambda machine=machine: machine)
+            part = posbench("resume", str(folder), f"--part={number}/2", verb=True)
+            assert part.status == 0, part.err
+    with monkeypatch.context() as patch:
+        patch.setattr("posbench.pipeline.identity.hardware", lambda: "one")
+        assert posbench(*SMALL, "stages=[evaluate]").status == 0
+    assert opened(folder).hardware() == ["one", "other"]

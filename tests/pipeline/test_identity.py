@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from huggingface_hub import constants
 
 from posbench import paths
 from posbench.files.digests import contents
 from posbench.files.sources import checkpoint as checkpoint_source
-from posbench.pipeline import identity
+from posbench.pipeline import execute, identity
 from tests.conftest import config_of
 
 BASE = ["model=tiny", "method=scale_channel", "stages=[evaluate]", "runtime.device=cpu"]
@@ -212,3 +213,22 @@ def test_a_record_says_where_a_run_was_made(config: Any) -> None:
     assert facts["command"] == "posbench model=tiny" and facts["identity"]["device"] == "cpu"
     assert {"torch", "transformers", "numpy"} <= set(facts["packages"]) and facts["hardware"]
     assert facts["model"]["path"] == "posbench://tiny" and facts["task"]["licence"]
+
+
+def test_the_threads_of_a_run_are_its_own_whatever_ran_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model's file asks for one; the next run of the process has all again, shared out to its workers."""
+    monkeypatch.setattr(execute, "default_threads", lambda: 4)
+    before = torch.get_num_threads()
+    workers = "runtime.workers=2"
+    wanted = {
+        (): 1,
+        ("runtime.threads=3",): 3,
+        ("model.threads=null",): 4,
+        ("model.threads=null", workers): 2,
+    }
+    try:
+        for overrides, threads in wanted.items():
+            execute.set_threads(config_of(*BASE, *overrides))
+            assert torch.get_num_threads() == threads, overrides
+    finally:
+        torch.set_num_threads(before)
